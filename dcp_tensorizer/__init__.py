@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from . import errors
 from ._version import __version__ as __version__
-from .errors import *  # noqa: F403  # all of them, as its `__all__` has them
+from .errors import *  # noqa: F403  # `errors.__all__` limits it to the error classes
 
 if TYPE_CHECKING:
     from ._memory.copies import CopyOptions as CopyOptions
@@ -51,7 +51,7 @@ __all__ = sorted(["__version__", *errors.__all__, *_NAMES])
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Imports what takes time when it is first asked for: an import of the package takes none."""
+        """Imports torch and the public names on first access, so that importing the package is fast."""
         if name in _MODULES:
             return import_module(f".{name}", __name__)
         if name in _NAMES:

@@ -1,4 +1,4 @@
-"""``dcp-tensorizer``, and ``python -m dcp_tensorizer``."""
+"""Entry point of ``dcp-tensorizer`` and of ``python -m dcp_tensorizer``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import signal
 import sys
 from types import FrameType
 
-_INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
+_INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 
 
 def main() -> None:
-    """Runs the command line, if what it needs is installed."""
+    """Runs the command line. If rich or typer is missing, exits with code 2 and names the extra to install."""
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Ends the command by an exception, so that unfinished results are removed."""
+    """Ends the command by an exception, so that ``finally`` blocks remove unfinished results."""
     sys.exit(128 + number)
 
 

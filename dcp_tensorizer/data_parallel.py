@@ -16,20 +16,20 @@ _NAME = re.compile(r"(.*?)\.?\bdata-parallel-\d+-of-(\d+)(?:\.|$)")
 
 
 class DataParallelState(Stateful):
-    """The state of something that each data-parallel rank has for itself: its data loader, or its random generators.
+    """State of an object that differs on each data-parallel rank, such as a data loader or a random generator.
 
-    Each rank's state has a key of its own, which also has the number of ranks::
+    The key of each state contains the data-parallel rank and the number of ranks::
 
         state = {"app": app, "loader": DataParallelState(loader)}
 
-    So a job with another number of data-parallel ranks cannot load it by mistake. Otherwise some shares of the data
-    would be read twice, or never. `CheckpointManager.restore` raises before anything changes.
+    So a job with another number of data-parallel ranks cannot load the state by mistake. Otherwise some shares of the
+    data would be read twice, or never. `CheckpointManager.restore` raises before anything changes.
 
     Args:
-        value: Has ``state_dict`` and ``load_state_dict``.
+        value: Object with ``state_dict`` and ``load_state_dict``.
         rank: The data-parallel rank; None for the rank in the default process group. Ranks that share their data, such
-            as those of one tensor-parallel group, have the same.
-        size: How many data-parallel ranks there are; None for the size of that group.
+            as those of one tensor-parallel group, pass the same rank.
+        size: Number of data-parallel ranks; None for the size of the default process group.
 
     Raises:
         ValueError: the rank is not below the size.
@@ -44,7 +44,7 @@ class DataParallelState(Stateful):
         self._key = f"data-parallel-{rank}-of-{size}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the value, under the rank's key."""
+        """Returns the state of the value, under the rank's key."""
         return {self._key: self._value.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -53,7 +53,7 @@ class DataParallelState(Stateful):
 
 
 def other_sizes(missing: Iterable[str], stored: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """The values among missing keys that another number of data-parallel ranks has saved: that number, and today's."""
+    """Finds missing values that another number of data-parallel ranks saved: name to (that number, today's number)."""
     now = {match[1]: int(match[2]) for key in missing if (match := _NAME.match(key))}
     if not now:
         return {}

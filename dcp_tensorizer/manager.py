@@ -1,12 +1,12 @@
-"""The checkpoints of a job: `CheckpointManager` decides when to save, which to keep, and which to resume from.
+"""The checkpoints of a job: `CheckpointManager` decides when to save, what to retain, and what to resume from.
 
 save() ──every rank──▶ one small reduction: due? stopping? the same step?
-       ──if so───────▶ dcp.async_save with one writer, one planner, a group of its own
+       ──if due──────▶ dcp.async_save with one writer, one planner, a separate group
        ──committed───▶ rank 0 deletes checkpoints that no rule retains
 restore() ──rank 0──▶ the newest checkpoint of the branch ──all ranks──▶ dcp.load
 
 CheckpointManager ── SavePolicy, decide       is a save due? what do all ranks do?               policy
-                  ── Position                    the job's position among the checkpoints           steps
+                  ── Position                 the job's position among the checkpoints           steps
                   ── Saves ── Exports         one save at a time; models of the saved state      saves, exports
                   ── Retaining                after a commit: `latest`, deletions                retention
                   ── Survival ── PeerCopies   states in memory, and their copies on other hosts  _memory
@@ -82,66 +82,66 @@ logger = logging.getLogger("dcp_tensorizer")
 
 
 class CheckpointManager:
-    """Saves a job's steps, deletes the old ones, and resumes the job from the newest::
+    """Checkpoint manager of a job: saves its steps, deletes old checkpoints, and resumes from the newest::
 
         with CheckpointManager("checkpoints", save_every=500, save_at_end=True, keep_latest=3) as manager:
             start = manager.restore(state) or 0
             for step in range(start + 1, steps + 1):
                 loss = train(...)
-                manager.save(step, state, metrics={"loss": loss})  # it is saved if a save is due
+                manager.save(step, state, metrics={"loss": loss})  # saves if a save is due
                 if manager.stopping:
                     break
 
-    Every rank makes one and makes the same calls, in the same order. A rank may call `latest`, `best`, `steps`, `path`
-    and `report` by itself. The manager makes two gloo groups, because saves run their collectives on a thread of their
-    own. The groups have the timeout of the ranks' process group: no rank waits longer for one that shows no sign of
-    life. Close it before ``destroy_process_group()``. Its errors are never wrapped in DCP's ``CheckpointException``.
+    Every rank makes a manager, and makes the same calls in the same order. `latest`, `best`, `steps`, `path` and
+    `report` are not collective. The manager makes two gloo groups, because saves run their collectives on a background
+    thread. The groups have the timeout of the ranks' process group: no rank waits longer for an unresponsive rank.
+    Close the manager before ``destroy_process_group()``. Its errors are never wrapped in DCP's ``CheckpointException``.
 
     Args:
         folder: The folder of the checkpoints: a local directory that all ranks share, or any URL that fsspec opens.
-        name: The names of their directories. ``"step-{:06}"`` pads the number. Directories are recognised by the
-            number, padded or not.
+        name: Template for the names of the checkpoints' directories. ``"step-{:06}"`` pads the number. The manager
+            recognises directories by the number, padded or not.
         save_every: Save when a multiple of this many steps has been reached since the last save.
         save_interval: Save when this many seconds have passed since the last save, by rank 0's clock. ``"auto"``: the
             interval that loses the least time, computed from the cost of saves and the failures of the job in all its
-            runs. ``(60, 3600)``: the same, with a least and a greatest value. With ``save_every`` as well, either is
+            runs. ``(60, 3600)``: the same, with a lower and an upper bound. With ``save_every`` as well, either is
             enough. With neither, every call of `save` saves.
-        keep_latest: Keep this many of the newest checkpoints. Checkpoints that no ``keep_`` rule keeps are deleted
-            after the next commit, except the newest. Without rules everything is kept.
-        keep_every: Keep the checkpoints whose step is a multiple of this.
-        keep_best: Keep the checkpoint with the least value of this metric; ``("accuracy", "max")``: with the largest.
-            While no checkpoint has a number as its value, none is deleted, and a warning says so.
-        delete_after: The age in seconds from which checkpoints are deleted on object stores and network mounts, where a
-            job that loads a checkpoint cannot lock it.
+        keep_latest: Retain this many of the newest checkpoints. After each commit, the manager deletes the checkpoints
+            that no ``keep_`` rule retains, except the newest. Without rules it deletes nothing.
+        keep_every: Retain the checkpoints whose step is a multiple of this.
+        keep_best: Retain the checkpoint with the smallest value of this metric; ``("accuracy", "max")``: with the
+            largest. While no checkpoint has a number as its value, the manager warns and deletes nothing.
+        delete_after: Minimum age in seconds of a checkpoint that the manager deletes on object stores and network
+            mounts, where a job that loads a checkpoint cannot lock it.
         delete_other_files: Also delete checkpoints that contain files that no save wrote, together with these files.
-        must_change: Patterns of keys. If none of their floating-point tensors differs from the previous save, a warning
-            says so: the state that is saved may not be the one that is trained.
+        must_change: Patterns of keys. The manager warns if none of their floating-point tensors differs from the
+            previous save: the saved state may not be the one in training.
         stop_signals: Signals that ask the job to stop. The next `save` on every rank then saves at once and waits, and
             `stopping` is true. Earlier handlers are called as well. A second signal, 5 seconds later or more, acts as
             it would without the manager.
-        survive: Seconds for which the newest states stay in this machine's memory after a rank has died. A job that is
-            started again there within that time resumes from them. It takes memory; 0: nothing is kept.
-        survive_every: With ``survive`` and 3 buffers: also keep each step in memory that is a multiple of this, whether
-            or not a save is due.
-        buffers: How many staging buffers there may be with ``survive``. 3: a step that is due while the previous save
-            still runs is kept only in memory, and training does not wait. 2: training waits for that save.
-        copies: How many hosts keep each state, with ``survive``. 2: another host has a copy of the newest state in its
-            memory. A job that has lost a host resumes from it. Copies are encrypted on the network.
+        survive: Seconds for which the newest states stay in this machine's memory after a rank has died. A job that
+            restarts there within that time resumes from them. They take memory. 0 holds no state.
+        survive_every: With ``survive`` and 3 buffers: also hold in memory each step that is a multiple of this, even if
+            no save is due.
+        buffers: Maximum number of staging buffers with ``survive``. 3: a step that is due while the previous save still
+            runs is held only in memory, and training does not wait. 2: training waits for that save.
+        copies: Number of hosts that hold each state, with ``survive``. 2: another host holds a copy of the newest state
+            in memory, and a job that has lost a host resumes from that copy. Copies are encrypted on the network.
         copy_options: How states are copied: see `CopyOptions`.
-        export: The models for inference that are also saved, and when: see `Export`.
-        save_at_end: When the manager is closed, also save the last step that `save` was given, unless it is saved. It
-            saves the objects of that call as they are by then, so nothing may have changed them since. If an error
-            ends the ``with`` block, `close` has a timeout, or `restore` was called since, nothing is saved.
+        export: Which models for inference to save as well, and when: see `Export`.
+        save_at_end: On `close`, also save the step of the last `save` call, unless it is saved already. This saves the
+            objects of that call as they are on `close`, so they must not have changed since. It saves nothing if an
+            error ends the ``with`` block, `close` has a timeout, or `restore` was called after that `save`.
         process_group: The ranks of the job; by default all.
-        reader_options: Options of `TensorizerStorageReader` for `restore`. Storage options, the timeout and a key are
-            taken from the writer's options; a passphrase is not. ``page_cache`` is False by default.
+        reader_options: Options of `TensorizerStorageReader` for `restore`. Storage options, the timeout and a key
+            default to those of the writer; a passphrase does not. ``page_cache`` is False by default.
         writer_options: Options of `TensorizerStorageWriter`. With ``local``, the rules count the checkpoints in
             ``folder``.
 
     Raises:
-        TypeError, ValueError: an argument is of a wrong type or value, or differs from that of another rank; or this is
-            not the main thread, and there are signals.
-        WriteError: the folder's URL cannot be opened, or its path is relative and there is no working directory.
+        TypeError, ValueError: an argument is of a wrong type or value, or differs from that of another rank; or
+            ``stop_signals`` is not empty, and this is not the main thread.
+        WriteError: the folder's URL cannot be opened, or its path is relative and the working directory is gone.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class CheckpointManager:
             self._reader_options = options_of_reader(folder, options, limits, reader_options)
             of_saves, of_agreements = make_groups(process_group)
             agreement, heartbeats = Agreement(of_agreements), Heartbeats(of_saves)
-            agreement.check_same(  # before the first call in which ranks may do something else because of an option
+            agreement.check_same(  # before the first collective whose course depends on an option
                 {
                     "folder": self._folder.path,
                     "name": name,
@@ -228,7 +228,7 @@ class CheckpointManager:
         self._signals.install()
 
     def _make_parts(self, agreement: Agreement, heartbeats: Heartbeats, survive: float, export: Export | None) -> None:
-        """Makes the parts that do the work in this process. Those of a forked child only restore."""
+        """Makes the parts that do the work in this process. In a forked child they can only restore."""
         saver, is_copy = self._writer.saver, self._is_copy
         folder = self._folder
         remote = folder.remote if isinstance(folder, NearestStorage) else folder
@@ -257,14 +257,14 @@ class CheckpointManager:
             agreement,
             heartbeats,
             self._clock,
-            stages_replicas=survive > 0,  # a state in memory may be all that is left of the job
+            stages_replicas=survive > 0,  # a restart may have nothing but the state in memory
             after=self._retaining.after,
             exports=self._exports,
         )
         self._home_of_parts = Home()
 
     def __repr__(self) -> str:
-        """The folder, without secrets."""
+        """Returns the folder, without secrets."""
         return f"{type(self).__name__}({self._folder.path!r}, name={self._names.template!r})"
 
     def __enter__(self) -> CheckpointManager:
@@ -291,31 +291,33 @@ class CheckpointManager:
         exclude: Sequence[str] = (),
         trainable_only: bool = False,
     ) -> Future[str] | None:
-        """Saves a step if a save is due, or a rank has been told to stop; call it after each step.
+        """Saves a step if a save is due, or if a rank has received a stop signal. Call it after each step.
 
-        It returns when the state is copied, and the save goes on in the background. If the previous save still runs, it
-        waits for that (with ``survive``, see ``buffers``). A step that is being saved, or is saved already, is not
-        saved again. When the job is to stop, it waits for the save.
+        It returns when the state is copied, and the save continues in the background. If the previous save still runs,
+        the call waits for that save first (with ``survive``, see ``buffers``). A step that is being saved, or is saved
+        already, is not saved again. If the job is `stopping`, the call waits for its own save.
 
         Args:
             step: The step of training, the same on every rank.
             state: A state dict, as for ``dcp.async_save``.
-            force: Save even if none is due; one rank is enough. A step that is saved already is not replaced: the
-                result is a finished future of the checkpoint that is there.
-            metrics: Numbers that are recorded with the checkpoint; those of rank 0.
-            wait: Return when it is committed, and old checkpoints are deleted: see `wait`.
-            exclude: Patterns of keys to leave out. One that matches no key of the first rank's state is a warning.
+            force: Save even if no save is due. If any rank passes True, all save. A step that is saved already is not
+                replaced: the result is a finished future of the existing checkpoint.
+            metrics: Numbers to record with the checkpoint. Only those of rank 0 count.
+            wait: Return only after the commit and the deletion of old checkpoints: see `wait`.
+            exclude: Patterns of keys to leave out. A pattern that matches no key of the first rank's state is logged
+                as a warning.
             trainable_only: Leave out the frozen parameters of modules in the state.
 
         Returns:
-            A future of the checkpoint's path, done when it is committed; None if no save was due, or if the step is
-            only in memory (``survive``) until the next one, `wait` or `close`.
+            A future of the checkpoint's path, done when it is committed. If no save was due, or the step is only in
+            memory (``survive``) until the next step, `wait` or `close`: None.
 
         Raises:
             TypeError, ValueError: an argument is invalid, or the ranks save different steps.
             WriteError: too many saves in a row have failed (``limits``), the manager is closed, a rank is gone, or this
                 is a forked child of the process that made the manager.
-            CheckpointError: the save was waited for, and has failed; or, in the first call, the folder cannot be read.
+            CheckpointError: the call waited for the save, and the save failed; or, in the first call, the folder cannot
+                be read.
         """
         since = self._clock.now()
         self._check_open()
@@ -330,7 +332,7 @@ class CheckpointManager:
             self._save_last = functools.partial(save, stop=False, force=True, must_write=True)
         action, future = save(stop=self._signals.seen, force=force, must_write=wait)
         if action is not Action.NOTHING and (wait or self._stopping):
-            self._wait(until_published=False)  # for which all ranks would have to come here
+            self._wait(until_published=False)  # waiting for a publication is collective; `wait` may differ by rank
         self._clock.stalled(since, saves=action is Action.SAVE)
         return future
 
@@ -349,34 +351,34 @@ class CheckpointManager:
         """Loads a checkpoint into the state: by default the newest, the same on every rank.
 
         A job that goes back to an earlier step begins a branch. The checkpoints beyond that step stay, but do not
-        count. With ``survive``, a newer state that an earlier run has left in memory is loaded, unless ``step`` is
-        given. An optimizer in the state that has not taken a step yet gets the saved state. A forked child restores
-        from storage, by itself, and changes nothing of the job.
+        count. With ``survive`` and without ``step``, a newer state that an earlier run left in memory takes precedence.
+        An optimizer that has not taken a step yet also gets the saved state. A forked child restores from storage, by
+        itself, and changes nothing of the job.
 
         Args:
             state: A state dict, as for ``dcp.load``.
             step: The step to load; None for the newest.
             include: Patterns of the keys to load, such as ``model.*``; by default all. Keys are those of the flattened
                 state dict.
-            exclude: Patterns of keys that stay as they are.
-            strict: A key that the checkpoint lacks is an error, and so is a stored value for which an optimizer or an
-                empty dict has no place. If False, each is a warning, and the state stays as it is there.
-            allow_shape_mismatch: A tensor that the checkpoint has in another shape stays as it is, and so does the
-                optimizer's state of it, with a warning. Otherwise it is an error.
+            exclude: Patterns of keys whose values stay unchanged.
+            strict: Raise an error for a key that the checkpoint lacks, and for a stored value that an optimizer or an
+                empty dict cannot take. If False, log a warning for each, and leave the value unchanged.
+            allow_shape_mismatch: If the checkpoint has a tensor in another shape, log a warning, and leave the tensor
+                and its optimizer state unchanged. If False, raise an error.
             grow: Patterns of tensors that may be larger than the saved ones, such as those of a vocabulary that grew,
-                each with the value of the new elements. None leaves those as they are. What was saved is loaded into
-                the beginning of the tensor, in each dimension. An optimizer's state of such a parameter grows with
-                zeros.
-            fallback: If a checkpoint is damaged or unreadable, load the one before it, and log an error.
+                each with the value of the new elements. With None, new elements stay unchanged. The saved elements are
+                loaded at the beginning of the tensor, in each dimension. The optimizer state of such a parameter is
+                padded with zeros.
+            fallback: If a checkpoint is damaged or unreadable, load the previous one, and log an error.
 
         Returns:
-            The step; None if there is no checkpoint, and nothing that looks like one.
+            The step. If the folder has no checkpoint, and nothing that looks like one: None.
 
         Raises:
-            NotCommitted: there is no checkpoint of that step.
-            MetadataError: there are checkpoints of an unknown format, or two of one step; a pattern matches nothing, a
-                key is missing, or a shape is different.
-            ReadError: it is damaged, or cannot be read.
+            NotCommitted: ``step`` has no checkpoint.
+            MetadataError: the folder has checkpoints of an unknown format, or two of one step; a pattern matches
+                nothing, a key is missing, or a shape is different.
+            ReadError: the checkpoint is damaged, or cannot be read.
         """
         since = self._clock.now()
         self._check_open()
@@ -395,15 +397,15 @@ class CheckpointManager:
         restored = self._restored(state, selection, step, fallback=fallback)
         self._clock.restored(since)
         is_whole = strict and not include and not exclude
-        if restored is not None and is_whole and not self._is_copy:  # a part may be all that is saved, too
+        if restored is not None and is_whole and not self._is_copy:  # after a partial load, saves may be partial too
             self._saves.warm_up(lambda: collected_part(state))
         return restored
 
     def wait(self) -> None:
-        """Waits for the save in progress; then rank 0 deletes old checkpoints. Raises what `close` raises.
+        """Waits for the save in progress and the deletion of old checkpoints. Raises what `close` raises.
 
-        Every rank calls it. A step that is only in memory is saved first. It also waits until the last export is
-        published. A forked child does not wait.
+        Collective. A step that is only in memory is saved first. The call also waits until the last export is
+        published. In a forked child it does nothing.
         """
         self._wait(until_published=True)
 
@@ -418,9 +420,9 @@ class CheckpointManager:
 
     @property
     def stopping(self) -> bool:
-        """Returns whether the job is to stop, because a signal has come on some rank.
+        """Returns whether the job is to stop, because some rank received a stop signal.
 
-        It changes only in `save`, which then saves.
+        The value changes only in `save`, which then saves.
         """
         return self._stopping
 
@@ -439,21 +441,21 @@ class CheckpointManager:
         """Waits for the save in progress and the deletions after it, ends the writer process, and destroys the process
         groups of this manager. Idempotent.
 
-        Without a timeout, a step that is only in memory is saved first, and with ``save_at_end`` the last step. So
-        every rank has to close. If the last step that `save` was given is not committed in the end, a warning says so.
-        The memory of kept states is freed, unless the last save has failed. A job that is `stopping` waits for a
-        publication up to ``limits.timeout`` seconds; the log names a model that is not published then. In a forked
-        child it does nothing.
+        Without a timeout, the call is collective: it first saves a step that is only in memory, and with
+        ``save_at_end`` the last step. It warns if the step of the last `save` call is not committed in the end. It
+        frees the memory of the states, unless the last save has failed. A job that is `stopping` waits for a
+        publication up to ``limits.timeout`` seconds, and then logs the unpublished model. In a forked child the call
+        does nothing.
 
         Args:
-            timeout: Timeout in seconds. After that the save in progress is abandoned, and the previous
-                checkpoint stays.
+            timeout: Timeout in seconds. After it, the save in progress is abandoned, and the previous checkpoint
+                stays.
 
         Raises:
             TypeError, ValueError: the timeout is not a number of seconds.
-            CheckpointError: the last save, its export or its publication has failed, and no call has raised that yet.
-                Every rank raises it; with a timeout, only rank 0 raises that of publishing.
-            ValueError: ``save_at_end``, and the last steps of the ranks differ.
+            CheckpointError: the last save, its export or its publication has failed, and no call has raised the error
+                yet. Every rank raises it; with a timeout, only rank 0 raises an error of publishing.
+            ValueError: ``save_at_end`` is set, and the last steps of the ranks differ.
         """
         if self._is_over or self._is_copy:
             return
@@ -472,15 +474,15 @@ class CheckpointManager:
                     self._saves.wait()
                     self._saves.error = self._exports.run_last(self._saves.wait_committed()) or self._saves.error
             elif self._saves.held_step is not None:
-                logger.warning("%s: step %d is in memory alone", self._folder.path, self._saves.held_step)
+                logger.warning("%s: step %d is only in memory", self._folder.path, self._saves.held_step)
         finally:
             self._signals.uninstall()
             self._end(deadline, is_with_all=is_with_all)
         logger.info("%s: %s", self._folder.path, self.report())
         self._retaining.wait(deadline)
-        self._is_over = True  # not before, so that after an interruption it can be closed again
+        self._is_over = True  # set here so that `close` can be called again after an interruption
         self._agreement.close()
-        if self._saves.is_over:  # an abandoned save keeps its group
+        if self._saves.is_over:  # an abandoned save still uses its group
             self._heartbeats.close()
         self._saves.raise_error()
         if is_end and self._agreement.is_first:
@@ -494,7 +496,7 @@ class CheckpointManager:
         self._saves.wait(deadline)
         timeout = self._writer.saver.options.limits.timeout
         try:
-            # A job that is to stop waits for a publication no longer than a save may wait for a storage.
+            # A stopping job waits for a publication no longer than a save waits for storage.
             until = Deadline(deadline.within(timeout)) if self._stopping else deadline
             self._saves.wait_published(until, on_all_ranks=is_with_all)
         finally:
@@ -505,7 +507,6 @@ class CheckpointManager:
             self._survival.end(deadline, has_saved=self._saves.saved is not None)
 
     def _warn_of_last_step(self) -> None:
-        """Warns if the last step is not committed."""
         position, saved, step = self._position, self._saves.saved, self._last_step
         if position is None or step is None or step in position.numbers or (saved is not None and saved.number == step):
             return
@@ -521,7 +522,7 @@ class CheckpointManager:
     # --- what each rank may call by itself --------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Returns the steps of the committed checkpoints of the job's branch, lowest first, as they are now.
+        """Lists the steps of the committed checkpoints of the job's branch, lowest first.
 
         Raises:
             MetadataError: two directories are of one step.
@@ -530,16 +531,16 @@ class CheckpointManager:
         return [step.number for step in self._members()]
 
     def latest(self) -> int | None:
-        """Returns the highest of the `steps`; None if there is none. Raises what `steps` raises."""
+        """Returns the highest of the `steps`, or None without checkpoints. Raises what `steps` raises."""
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """Returns the step that is best by the metric of ``keep_best``; None if no checkpoint has a value of it.
+        """Returns the best step by the metric of ``keep_best``, or None if no checkpoint has a value of the metric.
 
         Raises what `steps` raises, and `ValueError` without ``keep_best``.
         """
         if self._retention.metric is None:
-            raise ValueError("there is no best checkpoint without keep_best=")
+            raise ValueError("best() needs keep_best=. Pass it to the manager.")
         best = self._retention.best(self._members())
         return None if best is None else best.number
 
@@ -551,7 +552,10 @@ class CheckpointManager:
         return self._folder.child(name).location
 
     def wait_remote(self, timeout: float | None = None) -> bool:
-        """Waits until the folder has everything from ``local``: see `TensorizerStorageWriter.wait_remote`."""
+        """Waits until all saves have been copied from ``local`` to the folder.
+
+        See `TensorizerStorageWriter.wait_remote`.
+        """
         self._check_at_home()
         return self._writer.wait_remote(timeout)
 
@@ -560,7 +564,7 @@ class CheckpointManager:
         return self._clock.report()
 
     def _members(self) -> list[Step]:
-        """The checkpoints of the job's branch; raises what `read_members` raises."""
+        """Reads the checkpoints of the job's branch. Raises what `read_members` raises."""
         self._come_home()
         return read_members(self._folder, self._names, self._position)
 
@@ -578,13 +582,12 @@ class CheckpointManager:
     def _check_at_home(self) -> None:
         if self._is_copy:
             raise WriteError(
-                f"{self._folder.path}: this process is a forked child of the one that made this manager, and saves of "
-                f"that job are its parent's. Here the manager can restore. To save, make another one in this process, "
-                f"for another folder"
+                f"{self._folder.path}: a forked child of the process that made the manager cannot save, only restore. "
+                f"To save here, make another manager in this process, for another folder."
             )
 
     def _come_home(self) -> None:
-        """In a forked child, begins anew at the same step: it reads by itself, over connections of its own."""
+        """In a forked child, replaces the parts: a child reads by itself, over new connections."""
         if not self._home_of_parts.is_here:
             self._folder = self._open_folder()
             self._make_parts(Agreement(None), Heartbeats(None), 0.0, None)
@@ -601,7 +604,7 @@ class CheckpointManager:
         force: bool,
         must_write: bool,
     ) -> tuple[Action, Future[str] | None]:
-        """Does what all ranks decide for a step. Returns the action, and the result of `CheckpointManager.save`."""
+        """Decides on all ranks what to do for a step, and does it. Returns also the result of `save`."""
         self._survival.find_predecessors()
         self._survival.start_keeper()
         self._survival.find_partners()
@@ -614,7 +617,7 @@ class CheckpointManager:
             superseded = (
                 f"{self._folder.path}: a later run of this job has claimed the memory of another host, where this "
                 f"run's states are copied to. This run can no longer save. Stop it; or stop the other run, and restart "
-                f"this one."
+                f"this run."
             )
             raise WriteError(self._agreement.decided(lambda: self._lease.lost or superseded))
         if step < self._position.step:  # true on all ranks or none: they have just compared their steps
@@ -633,28 +636,31 @@ class CheckpointManager:
         if self._has_lease:
             return
         self._has_lease = True
-        if self._flushing is not None:  # before the lease is taken: the flush of each node must know it as its own
+        if self._flushing is not None:  # before the lease is taken, so that the flush of each node recognises it
             self._flushing.admit(self._lease.name, self._agreement.decided(lambda: self._lease.id))
             self._agreement.largest(0)
         if self._agreement.is_first:
             self._lease.take()
 
     def _is_gone(self, step: int) -> bool:
-        """Returns whether a saved step was deleted. If so, the job goes on among the remaining steps.
+        """Returns whether a saved step was deleted. If so, updates the position to the remaining steps.
 
-        Every rank calls it. It costs a request, so it is called only if a step would not be saved because it exists.
+        Collective. It costs a request, so call it only if a step would not be saved because it exists.
         """
         position = self._agreement.decided(lambda: self._position_without(step))
         if position is None:
             return False
-        logger.warning("%s: step %d was saved, but is gone: it is saved again", self._folder.path, step)
+        logger.warning("%s: step %d was saved, then deleted: saving it again", self._folder.path, step)
         self._saves.wait()
         self._saves.forget()
         self._position = position
         return True
 
     def _position_without(self, step: int) -> Position | None:
-        """Finds the job's position without a step; None if the step exists, is being saved, or cannot be looked up."""
+        """Returns the job's position without a deleted step.
+
+        If the step exists, is being saved, or cannot be looked up, returns None.
+        """
         assert self._position is not None
         if self._saves.is_last(step) and self._saves.is_busy:
             return None
@@ -669,7 +675,6 @@ class CheckpointManager:
         return Position.at(self._position.branch, newest_of(steps, self._position.branch), steps, self._position.step)
 
     def _decide(self, step: int, *, stop: bool, force: bool, must_write: bool) -> tuple[Action, Vote]:
-        """Decides on all ranks what to do for a step, given the job's position."""
         assert self._position is not None
         memory, holds = self._survival.vote(), self._survival.holds
         vote = Vote(
@@ -692,8 +697,8 @@ class CheckpointManager:
         """Begins a branch, because the job has gone back to an earlier step without restoring it."""
         assert self._position is not None
         logger.warning(
-            "%s: the job has gone back from step %d to step %d, and not by restore: from here on its saves are a "
-            "branch of their own",
+            "%s: the job has gone back from step %d to step %d without restore(): its saves from here on form a new "
+            "branch",
             self._folder.path,
             self._position.step,
             step,
@@ -733,7 +738,7 @@ class CheckpointManager:
             future.set_result(self.path(step))
             return future
         if action is Action.SAVE or not self._saves.is_busy:
-            self._advance()  # staging would wait for that save, too
+            self._advance()  # staging would wait for that save anyway
         self._policy.record_save(step, is_due=vote.asks_for_save)
         name = self._position.name_of(step, self._names)
         self._serial = max(self._serial, self._position.serial) + 1
@@ -769,7 +774,7 @@ class CheckpointManager:
     # --- a restore, as all ranks decide -----------------------------------------------------------------------------
 
     def _restored(self, state: dict[str, Any], selection: Selection, step: int | None, *, fallback: bool) -> int | None:
-        """Loads the newest state, or the checkpoint of ``step``. Returns its step, or None if there is nothing."""
+        """Loads the newest state, or the checkpoint of ``step``. Returns its step, or None if there is no state."""
         self._write_held()
         self._saves.wait()
         lost = finish_unflushed(self._flushing, self._agreement)
@@ -802,10 +807,10 @@ class CheckpointManager:
     def _restore_from_storage(
         self, state: dict[str, Any], selection: Selection, found: RestoreChoice, problem: Problem | None
     ) -> Position | None:
-        """Loads the first checkpoint that is not damaged; returns the job's new position, or None if there is none.
+        """Loads the first undamaged checkpoint. Returns the job's new position, or None without a checkpoint.
 
-        ``problem`` says why a state in memory was not loaded, if there is one. States in memory may be all that is
-        left of the job. So they are freed only once a checkpoint has been loaded, or if they are damaged.
+        ``problem`` is the reason why a state in memory was not loaded. The job may have nothing but its states in
+        memory, so they are freed only after a checkpoint has been loaded, or if they are damaged.
         """
         steps = [step for step, _ in found.candidates]
         options = self._reader_options
@@ -822,7 +827,7 @@ class CheckpointManager:
         step = steps[number]
         if self._agreement.is_first and step.record is not None and step.record.step != step.number:
             logger.warning(
-                "%s/%s says that it is of step %d: it was renamed, or is a copy. It is restored as step %d",
+                "%s/%s records step %d: it was renamed or copied. Restoring it as step %d",
                 self._folder.path,
                 step.name,
                 step.record.step,

@@ -1,8 +1,8 @@
-"""``dcp-tensorizer``: lists, inspects, verifies, compares, converts and removes checkpoints, and makes reports of them.
+"""``dcp-tensorizer``: lists, inspects, verifies, compares, converts, reports on and removes checkpoints.
 
-Each command reads its arguments, calls the public function that does the work, and shows the result. Modules that need
-torch are imported when a command runs: help, the version and completion take a tenth of the time of importing torch. No
-command runs code from a checkpoint.
+Each command parses its arguments, calls one public function, and shows the result. Modules that need torch are imported
+when a command runs: help, the version and completion take a tenth of the time of importing torch. No command runs code
+from a checkpoint.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ from .arguments import (
 
 # --- exit codes and errors --------------------------------------------------------------------------------------------
 #
-#   0    fine; ``diff``: the same
+#   0    success; ``diff``: no difference
 #   1    damaged; ``diff``: different
-#   2    not done: a mistake in the command, no checkpoint at the path, or a failed read or write
-#   3    of a format or version that this release does not read; it may be whole
-# 130    interrupted by Ctrl-C; 129 and 143: ended by SIGHUP, by SIGTERM
-# 141    the reader of the output has closed it
+#   2    failed: a usage error, no checkpoint at the path, or a failed read or write
+#   3    a format or version that this release cannot read; the checkpoint may be undamaged
+# 130    interrupted by Ctrl-C; 129: ended by SIGHUP; 143: ended by SIGTERM
+# 141    the reader of stdout has closed the pipe
 
 OK = 0
 DAMAGED = DIFFERENT = 1
 NOT_DONE = 2
 UNSUPPORTED = 3
-INTERRUPTED = 130  # 128 and the number of SIGINT, as shells have it
-CLOSED = 141  # 128 and the number of SIGPIPE
+INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
+CLOSED = 141  # 128 + SIGPIPE
 
 usage_error = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
-"""A mistake in the command, of any kind. Its module depends on the release of typer."""
+"""The base class of all usage errors. Its module depends on the release of typer."""
 
 
 def failed(error: BaseException, *, as_json: bool, damaged: int = DAMAGED) -> int:
-    """Reports why a command failed, and returns its exit code, which is ``damaged`` if the checkpoint is damaged.
+    """Reports why a command failed; returns its exit code. For a damaged checkpoint, the code is ``damaged``.
 
-    The message is a JSON document on stdout if ``as_json``; otherwise a line on stderr.
+    With ``as_json``, prints a JSON document to stdout; otherwise a line to stderr.
     """
     from .terminal import print_error, print_json
 
@@ -88,17 +88,17 @@ def failed(error: BaseException, *, as_json: bool, damaged: int = DAMAGED) -> in
 
 
 def flushed(code: int) -> int:
-    """Writes all output, and returns the exit code; raises `OSError` if the output cannot be written."""
-    if sys.stdout is not None:  # the stream is None in a daemon that has closed it
+    """Flushes stdout and returns ``code``. Raises `OSError` if stdout cannot be written."""
+    if sys.stdout is not None:  # None in a daemon that has closed stdout
         sys.stdout.flush()
     return code
 
 
 def unwritten(error: OSError) -> int:
-    """Reports that the output could not be written, unless its pipe is closed; returns the exit code."""
-    # The rest of the buffer goes to /dev/null: the interpreter would fail to write it at its exit.
+    """Reports that stdout could not be written; returns the exit code. A closed pipe is not reported."""
+    # Send the rest of the buffer to /dev/null: at exit, the interpreter would fail to flush it.
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    with suppress(OSError, ValueError, AttributeError):  # the stream was replaced, or there is none
+    with suppress(OSError, ValueError, AttributeError):  # stdout was replaced or is None
         os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
     if isinstance(error, BrokenPipeError):
@@ -109,7 +109,7 @@ def unwritten(error: OSError) -> int:
 
 
 def _is_damage(error: CheckpointError) -> bool:
-    """Returns whether the checkpoint itself is the cause, not a server, a key or permissions."""
+    """Returns whether the checkpoint itself caused the error, not a server, a key or permissions."""
     if isinstance(error, NotCommitted | UntrustedObject):
         return False
     gone = isinstance(error, ReadError) and isinstance(error.__cause__, EOFError | FileNotFoundError)
@@ -117,7 +117,7 @@ def _is_damage(error: CheckpointError) -> bool:
 
 
 _app = typer.Typer(
-    rich_markup_mode=None,  # its help tables would show a type for each switch
+    rich_markup_mode=None,  # rich's help tables would show a type for each switch
     pretty_exceptions_enable=False,
     help="Look at checkpoints of dcp_tensorizer, verify, compare, convert and collect them.",
     epilog="Exit codes: 0 fine, 1 damaged or different, 2 not done, 3 unreadable by this version, 130 interrupted, "
@@ -126,7 +126,7 @@ _app = typer.Typer(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs a command, or shows the list of commands; returns the exit code."""
+    """Runs a command; returns the exit code. Without arguments, shows the help."""
     as_json = "--json" in arguments
     try:
         code = _app(list(arguments) or ["--help"], prog_name="dcp-tensorizer", standalone_mode=False) or OK
@@ -145,10 +145,10 @@ _app.add_typer(_publish, name="publish")
 
 
 def _command(damaged: int = DAMAGED, *, of: typer.Typer = _app) -> Callable[[Callable[..., int]], None]:
-    """Registers a command, which ends with the exit code that its function returns.
+    """Registers a command whose function returns the exit code.
 
-    Errors that users can fix are shown without a traceback. ``damaged`` is the exit code if the checkpoint is damaged.
-    ``of`` is the group of the command; the function's name begins with the group's.
+    Expected errors are shown without a traceback. ``damaged`` is the exit code for a damaged checkpoint. ``of`` is the
+    group of the command; the function's name begins with the group's name.
     """
 
     def add(function: Callable[..., int]) -> None:
@@ -161,14 +161,14 @@ def _command(damaged: int = DAMAGED, *, of: typer.Typer = _app) -> Callable[[Cal
                 except (CheckpointError, KeyboardInterrupt) as error:
                     code = failed(error, as_json=kwargs["as_json"], damaged=damaged)
                 return flushed(code)
-            except OSError as error:  # an error of a local file; errors of checkpoints are CheckpointErrors
+            except OSError as error:  # from stdout or a local file; checkpoints raise CheckpointError
                 return unwritten(error)
 
     return add
 
 
 def emit(result: object, show: Callable[[], None], *, as_json: bool) -> int:
-    """Prints the result of a command as a JSON document, or shows it to people; returns the exit code of a success."""
+    """Prints the result of a command as a JSON document, or calls ``show``; returns `OK`."""
     from .terminal import print_json
 
     if as_json:
@@ -180,7 +180,7 @@ def emit(result: object, show: Callable[[], None], *, as_json: bool) -> int:
 
 @_app.callback()
 def _all_commands(version: Version = False, as_json: Json = False) -> None:
-    """Options before the name of any command."""
+    """Declares the options that precede any command."""
 
 
 @_command()
@@ -320,7 +320,7 @@ def convert(
     from .views import show_converted
 
     if split is not None and tensor_parallel == 1:
-        raise typer.BadParameter("needs --tensor-parallel N, the number of files", param_hint="--split")
+        raise typer.BadParameter("needs --tensor-parallel N, the number of files.", param_hint="--split")
     conversion = tools.ConvertOptions(
         include=include or (),
         exclude=exclude or (),

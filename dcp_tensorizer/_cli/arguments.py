@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and functions that read them."""
+"""Command-line arguments shared by several commands, and their parsers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PassphraseFile = Annotated[
 
 
 def _here_or_before(context: typer.Context, given: bool) -> bool:
-    """Reads a switch that may also precede the name of the command, or of its group."""
+    """Returns whether a switch was given after the command, or before it or its group."""
     above = context.parent
     while above is not None:
         given = given or bool(above.params.get("as_json"))
@@ -71,12 +71,12 @@ StorageOptions = Annotated[
 
 
 def read_options(given: list[str] | None) -> dict[str, Any]:
-    """Reads ``KEY=VALUE`` pairs, whose values may be JSON."""
+    """Parses ``KEY=VALUE`` pairs. A value that is not JSON is a string."""
     options = {}
     for option in given or []:
         key, equals, text = option.partition("=")
         if not key or not equals:
-            raise typer.BadParameter(f"{key!r} is not of the form KEY=VALUE", param_hint="--storage-option")
+            raise typer.BadParameter(f"must have the form KEY=VALUE, got {key!r}.", param_hint="--storage-option")
         try:
             options[key] = json.loads(text)
         except ValueError:
@@ -85,7 +85,7 @@ def read_options(given: list[str] | None) -> dict[str, Any]:
 
 
 def read_key(key_file: Path | None, passphrase_file: Path | None) -> DecryptionParams | None:
-    """Reads the key from a file: as an argument, other users of the machine would see it."""
+    """Reads the key from a file. An argument would be visible to other users of the machine."""
     if key_file is None and passphrase_file is None:
         return None
     if key_file is not None and passphrase_file is not None:
@@ -113,7 +113,7 @@ def read_dtype(name: str | None) -> torch.dtype | None:
     floats = {key: value for key, value in dtypes.items() if value.is_floating_point}
     if name is not None and name not in floats:
         meant = did_you_mean([name], floats)
-        raise typer.BadParameter(f"{name!r} is not a floating-point dtype of torch{meant}", param_hint="--dtype")
+        raise typer.BadParameter(f"must be a floating-point dtype of torch, got {name!r}{meant}", param_hint="--dtype")
     return floats[name] if name else None
 
 
@@ -143,12 +143,12 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 def read_nbytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
     if match is None or match[2] not in _UNITS or not (nbytes := int(float(match[1]) * _UNITS[match[2]])):
-        raise typer.BadParameter(f"{text!r} is not a size like 5GB", param_hint="--shard-size")
+        raise typer.BadParameter(f"must be a size like 5GB, got {text!r}.", param_hint="--shard-size")
     return nbytes
 
 
 def read_seconds(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip().lower())
     if match is None:
-        raise typer.BadParameter(f"{text!r} is not an age like 12h or 7d", param_hint="--older-than")
+        raise typer.BadParameter(f"must be an age like 12h or 7d, got {text!r}.", param_hint="--older-than")
     return float(match[1]) * _SECONDS[match[2]]

@@ -20,12 +20,12 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-_PIPE_COLUMNS = 1 << 16  # wide enough that no line is broken for a program
+_PIPE_COLUMNS = 1 << 16  # so that lines read by a program are never wrapped
 _MAX_NAMED_RANKS = 4
 
 
 class _Console(Console):
-    """rich's console, but the command decides what a closed pipe means."""
+    """A rich console that raises `BrokenPipeError`: rich itself would exit with code 1."""
 
     def on_broken_pipe(self) -> None:
         raise
@@ -35,13 +35,13 @@ _console = functools.partial(_Console, highlight=False, markup=False, emoji=Fals
 
 
 def fields(record: Any) -> dict[str, Any]:
-    """The fields of a record, by their names in JSON documents."""
+    """Returns the fields of a record by their names in JSON documents (``nbytes`` is ``bytes``)."""
     return {field.name.replace("nbytes", "bytes"): getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
 def print_json(value: Any) -> None:
-    """Prints a document: records as objects, times in ISO format, and null for numbers that JSON does not have."""
-    # In ASCII, because names of files may have bytes that no encoding has.
+    """Prints a JSON document: records as objects, times in ISO format, NaN and infinities as null."""
+    # ASCII, because file names may contain bytes that are not valid UTF-8 (surrogate escapes).
     sys.stdout.write(json.dumps(_plain(value), indent=2, allow_nan=False) + "\n")
 
 
@@ -60,7 +60,7 @@ def print_error(text: str, hint: str = "") -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> None:
-    """Prints a table, unless it has no rows. A column whose name begins with ``>`` has numbers."""
+    """Prints a table. Without rows, prints nothing. A ``>`` before a column's name right-aligns its numbers."""
     console = _console()
     cells = [[_visible(_cell(value)) for value in row] for row in rows]
     if not cells:
@@ -75,9 +75,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
 
 @contextmanager
 def progress(doing: str, *, hidden: bool) -> Iterator[Any]:
-    """Shows a bar on a terminal; yields a function to call with the work done and the total.
+    """Shows a progress bar on a terminal; yields a function that takes the bytes done and the total.
 
-    Ctrl-C interrupts this thread at once, and other threads when they call the function.
+    Ctrl-C interrupts the main thread at once, and any other thread at its next call of that function.
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -109,25 +109,25 @@ def progress(doing: str, *, hidden: bool) -> Iterator[Any]:
 
 
 def count(number: int, noun: str) -> str:
-    """``1 tensor``, ``2 tensors``."""
+    """Returns ``1 tensor`` or ``2 tensors``."""
     plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
 
 
 def moment(time: datetime | None) -> str:
-    """A time, local and to the second."""
-    with suppress(OverflowError):  # the last day of the year 9999 may be over here
+    """Returns the local time, to the second."""
+    with suppress(OverflowError):  # late in the year 9999 UTC, the local year may be 10000
         return "-" if time is None else time.astimezone().strftime("%Y-%m-%d %H:%M:%S")
     return "-"
 
 
 def shape(extents: Sequence[int]) -> str:
-    """``4 x 3``; ``scalar`` for a tensor without dimensions."""
+    """Returns ``4 x 3``, or ``scalar`` for a tensor without dimensions."""
     return " x ".join(map(str, extents)) or "scalar"
 
 
 def ranks(numbers: Iterable[int | None]) -> str:
-    """``0-3``, or ``0, 2``."""
+    """Returns ``0-3`` for consecutive ranks, otherwise ``0, 2``."""
     known = sorted({number for number in numbers if number is not None})
     if not known:
         return "-"
@@ -145,14 +145,14 @@ def _folded(text: str, console: Console) -> str:
 
 
 def _cell(value: object) -> str:
-    """The text of a cell: counts in full, floats with three digits."""
+    """Formats a cell: ints in full, floats with three digits."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _visible(text: str) -> str:
-    """Escapes what is not printable: keys come from a checkpoint, and could control the terminal."""
+    """Escapes unprintable characters: a key from a checkpoint could contain terminal control sequences."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 
@@ -172,7 +172,7 @@ def _plain(value: Any) -> Any:
 
 # --- tables that fit a terminal ---------------------------------------------------------------------------------------
 #
-# Names are not broken. Other cells are broken after a dot, a slash or a space.
+# Names are never wrapped. Other cells wrap after a dot, a slash or a space.
 
 _GAP = "  "
 _NAME = 12  # columns for the names in a table that is too wide
@@ -181,7 +181,7 @@ _PIECE = re.compile(r"[^\s./]*[\s./]*")  # a piece of a key or a path
 
 
 def folded(text: str, room: int, pieces: re.Pattern[str] = _WORD) -> list[str]:
-    """Breaks a text between pieces into lines of ``room`` columns. A longer piece is not broken."""
+    """Wraps a text between pieces into lines of ``room`` columns. A piece longer than ``room`` is not split."""
     if cell_len(text) <= room:
         return [text]
     lines = [""]
@@ -193,10 +193,10 @@ def folded(text: str, room: int, pieces: re.Pattern[str] = _WORD) -> list[str]:
 
 
 def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
-    """The lines of a table, the head first. Lines are wider than ``width`` only if breaking cells is not enough.
+    """Yields the lines of a table, the header first. A line exceeds ``width`` only if wrapping cells is not enough.
 
-    The first cell of a row is its name, which readers copy. A name that is too long has a line of its own above the
-    other cells. A column whose name begins with ``>`` has numbers, which are not broken.
+    The first cell of a row is its name, which users copy: a name that is too long gets its own line above the other
+    cells. Columns whose name begins with ``>`` hold numbers, which are not wrapped.
     """
     heads = [name.lstrip(">") for name in columns]
     numeric = [name.startswith(">") for name in columns]
@@ -211,7 +211,7 @@ def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -
             else max(cell_len(piece.rstrip()) for cell in (head, *column) for piece in _PIECE.findall(cell))
             for number, (whole, is_number, head, column) in enumerate(zip(widths, numeric, heads, cells, strict=True))
         ]
-        # The widest column that can be narrower gives way, again and again.
+        # Repeatedly narrow the widest column that can still shrink.
         while sum(widths) + len(_GAP) * (len(widths) - 1) > width:
             able = [number for number, whole in enumerate(widths) if whole > least[number]]
             if not able:

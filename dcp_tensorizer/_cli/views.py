@@ -1,4 +1,4 @@
-"""The results of the commands, as tables and lines for people."""
+"""Tables and lines that show the results of the commands in a terminal."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _metrics(metrics: Mapping[str, float], best: str | None) -> str:
 
 
 def show_checkpoint(inspected: Inspection, chunks: bool) -> None:
-    """Shows the contents of a checkpoint, a line per tensor, or with ``chunks`` a line per chunk."""
+    """Shows the contents of a checkpoint: one line per tensor, or with ``chunks`` one line per chunk."""
     (_show_chunks if chunks else _show_tensors)(inspected.tensors)
     objects = ([o.key, o.type, o.text, size(o.nbytes)] for o in inspected.objects)
     print_table(["object", "type", "value", ">size"], objects, "Objects")
@@ -181,7 +181,7 @@ def show_trace(traced: Traced) -> None:
 
 
 def show_removals(removals: Sequence[Collected], path: str, dry_run: bool) -> None:
-    """Shows what was removed below a directory, or would be with ``dry_run``."""
+    """Shows what was removed below a directory; with ``dry_run``, what would be removed."""
     removed = [removal for removal in removals if not removal.kept]
     total = sum(removal.nbytes for removal in removed)
     rows = (
@@ -203,7 +203,7 @@ def show_removals(removals: Sequence[Collected], path: str, dry_run: bool) -> No
 
 
 def show_published(version: PublishedVersion) -> None:
-    """Shows the version that was published."""
+    """Shows a newly published version."""
     part = f" ({100 * version.nbytes / max(1, version.model_nbytes):.2f}%)" if version.is_delta else ""
     print_line(
         f"version {version.version}: {'what changed' if version.is_delta else 'whole'}, "
@@ -216,7 +216,7 @@ def show_published(version: PublishedVersion) -> None:
 
 
 def show_versions(versions: Sequence[VersionInfo]) -> None:
-    """Published versions, the newest first."""
+    """Shows the published versions, the newest first."""
     rows = (
         [
             str(info.version),
@@ -233,7 +233,7 @@ def show_versions(versions: Sequence[VersionInfo]) -> None:
 
 
 def show_applied(applied: Applied, copy: str) -> None:
-    """Shows the version that a copy has now."""
+    """Shows the version to which a copy was brought."""
     if not applied.nbytes:
         print_line(f"{redact(copy)} has version {applied.version} already")
         return
@@ -260,7 +260,7 @@ def show_versions_verified(verified: VersionsVerified) -> None:
 
 
 def show_versions_removed(removed: Sequence[VersionInfo], dry_run: bool) -> None:
-    """Shows the versions that were removed, or would be."""
+    """Shows the versions that were removed; with ``dry_run``, those that would be removed."""
     total = sum(info.nbytes for info in removed)
     for info in removed:
         print_line(f"version {info.version}: {'what changed' if info.is_delta else 'whole'}, {size(info.nbytes)}")
@@ -269,6 +269,6 @@ def show_versions_removed(removed: Sequence[VersionInfo], dry_run: bool) -> None
 
 
 def _below(found: str, path: str) -> str:
-    """A checkpoint's path relative to the directory of the command."""
+    """Returns a checkpoint's path relative to the directory given to the command."""
     above = shown_path(path).rstrip("/")
     return found.removeprefix(above).lstrip("/") or found

@@ -30,10 +30,10 @@ logger = logging.getLogger("dcp_tensorizer")
 
 
 class Exports:
-    """The exports of one rank. Each staged state stays until the next one is staged, so that it can be exported.
+    """Exports of one rank. Each staged state stays until the next one is staged, so that it can be exported.
 
-    ``owner`` tells whether this run still owns the folder of the saves. ``holds_states``: with ``survive``, staged
-    states stay in memory in any case. ``writer`` writes the models.
+    ``owner`` is the lease of the saves' folder. ``holds_states``: with ``survive``, staged states stay in memory
+    anyway. ``writer`` writes the models.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Exports:
         self._continued_from = self._exported = step
 
     def is_due(self, step: int) -> bool:
-        """Returns whether a saved step is to be exported, too."""
+        """Returns whether to export a saved step."""
         every = self._export.every
         return every is not None and step // every > self._exported // every
 
@@ -93,7 +93,7 @@ class Exports:
         return retain
 
     def run(self, saved: Step) -> Exception | None:
-        """Exports the state that was staged last, on all ranks; returns why it failed, if it did."""
+        """Exports the state that was staged last. Collective. Returns the error, or None."""
         staged = self._staged
         if staged is None:
             return None
@@ -123,7 +123,7 @@ class Exports:
         return None
 
     def run_last(self, saved: Step | None) -> Exception | None:
-        """Exports the last save of the job if ``at_end`` asks for it, and the save has not been exported yet."""
+        """Exports the last save of the job if ``at_end`` is set and the save has not been exported yet."""
         if (
             not self._export.at_end
             or saved is None
@@ -135,11 +135,10 @@ class Exports:
 
     @property
     def publishes(self) -> bool:
-        """Returns whether exports are published."""
         return self._export.publish is not None
 
     def wait_published(self, deadline: Deadline) -> Exception | None:
-        """Waits until the last export is published; returns the error if it could not be."""
+        """Waits until the last export is published. Returns the error, or None."""
         try:
             self.writer.wait_published(deadline.left)
         except WriteError as error:
@@ -152,20 +151,19 @@ class Exports:
         self.writer.close(0.0)
 
     def _chosen(self, staged: StagedStateDict) -> dict[str, Any]:
-        """The values that are exported, by their keys in the flattened state dict."""
+        """Returns the values to export, by their keys in the flattened state dict."""
         flat, _ = flatten_state_dict(dict(staged))  # `dict` does not call `items`, which ties the state to a save
         omitted = staged.staged_save.omitted
         chosen = {key: value for key, value in flat.items() if matches((key,), self._export.include)}
         if not chosen:
             raise WriteError(
-                f"no key of the state matches {listed(list(self._export.include))}, which Export(include=) has: its "
-                f"keys are {listed(list(flat))}"
+                f"Export(include=) must match a key of the state, got {listed(list(self._export.include))}. The state "
+                f"has {listed(list(flat))}."
             )
         return {key: value for key, value in chosen.items() if key not in omitted}
 
 
 def ties_in(collected: Mapping[str, Any]) -> Mapping[str, str]:
-    """The tied tensors of a state: see `ties_of`."""
     with suppress(Exception):  # staging or the planner reports the error
         return ties_of(collected)
     return {}

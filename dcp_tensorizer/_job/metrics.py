@@ -1,4 +1,4 @@
-"""Measures how much of a job's time went into training, and how much into checkpoints."""
+"""Measurement of how much of a job's time went into training, and how much into checkpoints."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from .._index.schema import SaveRecord
 from .._runtime.forks import free_in_child
 
-# The seconds to a failure that are assumed of a new job. They are few, so that a new job saves often. With each hour
-# without a failure, the job's own record counts more.
+# The seconds until a failure that are assumed for a new job. The value is low, so that a new job saves often. With each
+# hour without a failure, the job's own history counts more.
 ASSUMED = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoodputReport:
-    """The cost of checkpoints for one rank of a job since its manager was made. All times are wall-clock seconds.
+    """Cost of checkpoints for one rank of a job since its manager was made. All times are wall-clock seconds.
 
     Attributes:
         seconds: Time since the manager was made.
@@ -29,7 +29,7 @@ class GoodputReport:
         durable_seconds: From the call to the commit, on average over the saves.
         saving_seconds: The part of ``stall_seconds`` that was spent in calls that began a save.
         lived_seconds: Time that the job has run, in all its runs, each up to the save that the next one restored.
-        restarts: Number of times that the job went on after a run that failed. A run that was told to stop did not.
+        restarts: Number of times that the job resumed after a failed run. Runs ended by a stop signal do not count.
     """
 
     seconds: float
@@ -44,29 +44,29 @@ class GoodputReport:
 
     @property
     def goodput(self) -> float:
-        """The share of the time in which the job could train, from 0 to 1. Repeated steps count as training."""
+        """Returns the share of the time in which the job could train, from 0 to 1. Repeated steps count as training."""
         spent = self.stall_seconds + self.restore_seconds
         return max(0.0, 1 - spent / self.seconds) if self.seconds > 0 else 1.0
 
     @property
     def stall_per_save(self) -> float:
-        """The seconds that training waits for one save."""
+        """Returns the seconds that training waits for one save."""
         tries = self.saves + self.failures
         return self.saving_seconds / tries if tries else 0.0
 
     @property
     def mean_time_between_failures(self) -> float:
-        """The mean seconds between two failures, by the job's runs so far. For a new job 10 minutes are assumed."""
+        """Returns the mean seconds between failures, by the job's runs so far. A new job starts at 10 minutes."""
         return (self.lived_seconds + ASSUMED) / (self.restarts + 1)
 
     def young_interval(self, mean_time_between_failures: float | None = None) -> float:
-        """The best interval between two saves in seconds, by Young's rule: the square root of 2 x stall x MTBF.
+        """Returns the best interval between saves in seconds, by Young's rule: the square root of 2 x stall x MTBF.
 
-        Never less than the time until a save is durable, because the next save would wait for it; 0 before the first
-        save.
+        The result is at least the time until a save is durable, because the next save would wait for it. Before the
+        first save, it is 0.
 
         Args:
-            mean_time_between_failures: Of the whole job, in seconds; None for what the job's runs show.
+            mean_time_between_failures: Of the whole job, in seconds; None for the value of this report.
         """
         seconds = self.mean_time_between_failures if mean_time_between_failures is None else mean_time_between_failures
         return max(math.sqrt(2 * self.stall_per_save * seconds), self.durable_seconds)
@@ -83,52 +83,52 @@ class GoodputReport:
 
 
 class GoodputClock:
-    """Measures the times of a job, on several threads."""
+    """Clock for the times of a job. Several threads may use it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.now = clock
         self._began = self._resumed = clock()
         self._lived = 0.0
         self.restarts = 0
-        """Number of times that the job went on after a run that failed."""
+        """Number of times that the job resumed after a failed run."""
         self._lock = free_in_child(threading.Lock())
         self._stall = self._saving = self._restore = self._durable = 0.0
         self._saves = self._failures = 0
 
     def resume(self, record: SaveRecord | None) -> None:
-        """Records that the job now resumes from a checkpoint with this record; None if no manager has saved it."""
+        """Records that the job now resumes from a checkpoint; ``record`` is None if no manager saved it."""
         self._resumed = self.now()
         self._lived = 0.0 if record is None else record.lived
         self.restarts = 1 if record is None else record.restarts + (not record.is_end)
 
     @property
     def lived(self) -> float:
-        """The seconds that the job has run, in all its runs."""
+        """Returns the seconds that the job has run, in all its runs."""
         return self._lived + self.now() - self._resumed
 
     def stalled(self, since: float, *, saves: bool = False) -> None:
-        """Records that training has waited since a moment; ``saves``: the call has begun a save."""
+        """Records that training has waited since ``since``. ``saves``: the call began a save."""
         seconds = self.now() - since
         self._stall += seconds
         self._saving += seconds if saves else 0.0
 
     def restored(self, since: float) -> None:
-        """Records that a restore, begun at a moment, is over."""
+        """Records the end of a restore that began at ``since``."""
         self._restore += self.now() - since
 
     def saved(self, since: float) -> None:
-        """Records that a save, begun at a moment, is committed."""
+        """Records the commit of a save that began at ``since``."""
         with self._lock:
             self._saves += 1
             self._durable += self.now() - since
 
     def failed(self) -> None:
-        """Records that a save has failed."""
+        """Records the failure of a save."""
         with self._lock:
             self._failures += 1
 
     def report(self) -> GoodputReport:
-        """The report up to now."""
+        """Returns the report up to now."""
         now = self.now()
         with self._lock:
             return GoodputReport(

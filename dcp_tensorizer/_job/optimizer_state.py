@@ -1,9 +1,9 @@
-"""Makes room for the state of an optimizer that has none yet, so that the checkpoint's state can be loaded.
+"""Allocation of optimizer state before the first step, so that a checkpoint's state can be loaded into it.
 
-An optimizer makes its state in its first step. DCP loads only keys that the state dict has, and so nothing into a new
-optimizer. torch's remedy is a step with gradients of zero. Here no step is taken. The checkpoint says which tensors and
-objects the state consists of. Parameters say how tensors of their shape are sharded. ``load_state_dict`` takes the
-tensors made from both.
+An optimizer makes its state in its first step. DCP loads only keys that the state dict has, so it loads nothing into a
+new optimizer. torch's solution is a step with zero gradients. This module takes no step. The checkpoint's metadata
+gives the tensors and objects of the state; the parameters give the sharding of tensors of their shape. The tensors that
+are made from both go to ``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _Path = Sequence[str | int]
 
 
 class OptimizerTarget:
-    """An optimizer that a checkpoint is loaded into. ``key`` is its key in the state.
+    """Optimizer that a checkpoint is loaded into. ``key`` is its key in the state.
 
-    ``collected`` is the result of its ``state_dict``. Only that is changed here, not the optimizer itself.
+    ``collected`` is the result of its ``state_dict``. This class changes only that, not the optimizer itself.
     """
 
     def __init__(self, key: str, optimizer: torch.optim.Optimizer, collected: Any) -> None:
@@ -40,7 +40,7 @@ class OptimizerTarget:
             return  # the optimizer has its own kind of state dict
         if not isinstance(state, dict) or len(numbers) != len(params):
             return
-        # A copy, because the optimizer's own groups must not change before all is loaded.
+        # A copy, because the optimizer's own groups must not change before the whole state is loaded.
         collected["param_groups"] = [
             {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
             for group in collected["param_groups"]
@@ -58,9 +58,9 @@ class OptimizerTarget:
         """Makes the tensors of the state that a checkpoint has.
 
         ``stored`` are the entries that the checkpoint has and the state lacks. ``paths`` are the keys' paths in the
-        nested state. ``size_before`` gives the stored size of a parameter that is larger now. Tensors of its state that
-        had the size of the parameter become larger, too. ``dtype_before`` gives the stored dtype of a parameter, if it
-        is known. Tensors of its state that had the dtype of the parameter get the dtype that it has now.
+        nested state. ``size_before`` gives the stored size of a parameter that is larger now. State tensors that had
+        the parameter's stored size get its new size. ``dtype_before`` gives the stored dtype of a parameter, or None if
+        unknown. State tensors that had the parameter's stored dtype get its new dtype.
         """
         for key, entry in stored.items():
             path = paths.get(key, ())
@@ -78,7 +78,7 @@ class OptimizerTarget:
                 set_element(self._state, (number, *path[3:]), value)
 
     def keys_of(self, is_one: Callable[[torch.Tensor], object], paths: Mapping[str, _Path]) -> Iterator[str]:
-        """The keys of the state of those parameters for which ``is_one`` is true; ``paths`` as in `make_state`."""
+        """Yields the keys of the state of parameters for which ``is_one`` is true. ``paths`` as in `make_state`."""
         numbers = {name for name, (_, param) in self._params.items() if is_one(param)}
         if numbers:
             yield from (key for key, path in paths.items() if self._is_of_state(path) and str(path[2]) in numbers)
@@ -92,7 +92,7 @@ class OptimizerTarget:
 
 
 def _copied(container: Any) -> Any:
-    """Copies dicts and lists, but not the values in them."""
+    """Copies nested dicts and lists, but not their values."""
     if type(container) is dict:
         return {key: _copied(value) for key, value in container.items()}
     return [_copied(value) for value in container] if type(container) is list else container
@@ -100,10 +100,10 @@ def _copied(container: Any) -> Any:
 
 @contextmanager
 def dtypes_kept(values: Iterable[object]) -> Iterator[None]:
-    """Makes ``load_state_dict`` of the optimizers among some values keep the dtypes of what it gets.
+    """Preserves the dtypes of loaded state in ``load_state_dict`` of the optimizers among ``values``.
 
-    torch casts the state to the dtype of its parameter, which would round masters and moments in float32 of a parameter
-    in bfloat16. It treats ``step`` in another way, which stays.
+    torch casts the state to the dtype of its parameter. This would round float32 master weights and moments of a
+    bfloat16 parameter. torch treats ``step`` differently, and that is unchanged here.
     """
     handles = []
     for optimizer in values:
@@ -123,7 +123,7 @@ def _remember(given: dict[str, Any], optimizer: torch.optim.Optimizer, state_dic
 
 
 def _set_back(given: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Gives the state of an optimizer, just after torch has cast it, the dtypes of what was given."""
+    """Restores the given dtypes in an optimizer's state, immediately after torch has cast it."""
     numbers = (number for group in given["param_groups"] for number in group["params"])
     params = (param for group in optimizer.param_groups for param in group["params"])
     for number, param in zip(numbers, params, strict=True):
@@ -143,9 +143,9 @@ def _as_given(cast: Any, given: Any) -> Any:
 
 
 def _can_be_made(entry: Any, param: torch.Tensor | None) -> bool:
-    """Returns whether a value's sharding is known: that of its parameter, or none.
+    """Returns whether the sharding of a value is known: that of its parameter, or no sharding.
 
-    What a parameter describes as its part need not be what its optimizer's state describes.
+    A parameter that describes its own part says nothing about the part of its optimizer's state.
     """
     if param is not None and describes_part(param):
         return False
@@ -155,7 +155,7 @@ def _can_be_made(entry: Any, param: torch.Tensor | None) -> bool:
 
 
 def _larger(entry: Any, before: torch.Size, after: torch.Size) -> Any:
-    """The entry of a value of a parameter that has grown. A factored moment has only some of its dimensions."""
+    """Returns the entry of a value of a parameter that has grown. A factored moment has only some of the dimensions."""
     if not isinstance(entry, TensorStorageMetadata) or len(entry.size) != len(before):
         return entry
     grown = (new if size == old else size for size, old, new in zip(entry.size, before, after, strict=True))
@@ -163,13 +163,13 @@ def _larger(entry: Any, before: torch.Size, after: torch.Size) -> Any:
 
 
 def _room(entry: Any, param: torch.Tensor | None, name: str, dtype_before: torch.dtype | None) -> torch.Tensor | None:
-    """Makes the tensor that an entry of the checkpoint is loaded into; None for an object."""
+    """Makes the tensor that an entry of the checkpoint is loaded into, or None for an object."""
     if not isinstance(entry, TensorStorageMetadata):
         return None
     size, dtype = entry.size, entry.properties.dtype
     if param is not None and name != "step":  # "step" stays on the host and in its dtype, as in torch
         is_alike = size == param.size()
-        if dtype is dtype_before and (is_alike or size):  # scalars are in float32 whatever the parameter is
+        if dtype is dtype_before and (is_alike or size):  # scalars are float32 for any dtype of the parameter
             dtype = param.dtype
         if is_alike:
             return torch.empty_like(param.detach(), dtype=dtype)

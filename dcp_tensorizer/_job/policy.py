@@ -24,34 +24,34 @@ SaveInterval = float | Literal["auto"] | tuple[float, float]
 
 
 class Action(enum.Enum):
-    """The action for a step."""
+    """Action for a step."""
 
     NOTHING = enum.auto()
     SAVE = enum.auto()
     JOIN = enum.auto()
-    """The last save is of this step: use its result."""
+    """Use the result of the last save, which is of this step."""
     KEEP = enum.auto()
-    """The checkpoint of this step exists already, and stays."""
+    """Use the existing checkpoint of this step."""
     HOLD = enum.auto()
-    """Hold the step only in memory: no save is due, or the save before it still runs."""
+    """Hold the step only in memory: no save is due, or the previous save still runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """Facts that a rank knows. After the reduction a flag is set if any rank set it.
+    """Facts that a rank knows. After the reduction, a flag is set if any rank set it.
 
-    Those marked "first" count only on the first rank.
+    Facts marked "first" count only on the first rank.
 
     Attributes:
         step: The rank's step.
-        stop: The rank has been told to stop.
-        force: The rank wants to save, even if no save is due.
+        stop: The rank has received a stop signal.
+        force: The rank's caller wants to save, even if no save is due.
         is_due: First: a save is due.
         is_last: First: the last save is of this step, and has not failed.
         is_there: First: the step exists.
         failures: First: the number of saves that have failed in a row.
-        must_write: If a save is due, the rank wants the step on storage, not only in memory.
-        is_busy: The save before still runs, and this step could be held only in memory.
+        must_write: If a save is due, the rank's caller wants the step on storage, not only in memory.
+        is_busy: The previous save still runs, and this step could be held only in memory.
         is_due_in_memory: The step is to be held in memory, even if no save is due.
         is_lost: First: another run has claimed the folder.
         memory: Facts about states in memory, and their copies on other hosts.
@@ -76,7 +76,7 @@ class Vote:
         return self.stop or self.force or self.is_due
 
     def numbers(self, *, is_first: bool) -> list[int]:
-        """The numbers whose maximum over all ranks is computed."""
+        """Returns the numbers for the reduction, which computes their maximum over all ranks."""
         own = [getattr(self, name) if is_first or name not in _RANK0_FLAGS else 0 for name in _FLAGS]
         return [self.step, -self.step, *own, *self.memory]
 
@@ -86,13 +86,13 @@ _FLAGS = [field.name for field in dataclasses.fields(Vote) if field.name not in 
 
 
 def decide(agreement: Agreement, vote: Vote) -> tuple[Action, Vote]:
-    """Decides on all ranks; returns the action, and the joint vote, the same on each rank.
+    """Decides on all ranks. Returns the action and the joint vote, which are the same on each rank.
 
     Raises `ValueError` if the ranks are at different steps, and `WriteError` if a rank is gone.
     """
     highest, lowest, *numbers = agreement.largest(*vote.numbers(is_first=agreement.is_first))
     if highest != -lowest:
-        raise ValueError(f"the ranks save different steps, from {-lowest} to {highest}: all must be at the same")
+        raise ValueError(f"the ranks save different steps, from {-lowest} to {highest}: all must be at the same step")
     known: dict[str, Any] = dict(zip(_FLAGS, map(bool, numbers), strict=False))
     memory = MemoryVote(*map(bool, numbers[len(_FLAGS) :]))
     vote = Vote(highest, **known | {"failures": numbers[_FLAGS.index("failures")]}, memory=memory)
@@ -112,14 +112,14 @@ def decide(agreement: Agreement, vote: Vote) -> tuple[Action, Vote]:
 
 
 class SavePolicy:
-    """Decides when a step is due to be saved, and when it is due to be held only in memory.
+    """Schedule of saves, and of steps that are held only in memory.
 
-    A save is due when a multiple of ``every`` steps has been reached since the last save, or when ``interval`` is over.
-    Without either, every step is due. A step is due in memory when a multiple of ``every_in_memory`` has been reached
-    since the last step that was saved or held; None: never.
+    A save is due when a multiple of ``every`` steps has been reached since the last save, or when ``interval`` has
+    passed. Without either, every step is due. A step is due in memory when a multiple of ``every_in_memory`` has been
+    reached since the last step that was saved or held; None: never.
 
-    ``interval`` is in seconds. With ``"auto"``, or its smallest and its largest value, it is computed from the cost of
-    saves and failures. Raises `TypeError` or `ValueError` for bad values.
+    ``interval`` is in seconds. With ``"auto"``, or a pair of bounds, it is computed from the cost of saves and
+    failures. Raises `TypeError` or `ValueError` for invalid values.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class SavePolicy:
 
     @property
     def interval(self) -> float:
-        """The seconds between two saves, as computed now; infinite if only steps count."""
+        """Returns the current interval between two saves in seconds; infinite if only steps count."""
         if self._bounds is None:
             return math.inf
         shortest, longest = self._bounds
@@ -172,7 +172,7 @@ class SavePolicy:
 
 
 def _bounds(interval: SaveInterval) -> tuple[float, float]:
-    """The least and the greatest value of an interval; raises `TypeError` or `ValueError` if it is invalid."""
+    """Returns the bounds of an interval. Raises `TypeError` or `ValueError` if it is invalid."""
     if isinstance(interval, str):
         if interval != "auto":
             raise TypeError(f"save_interval must be a number of seconds, a pair of them, or 'auto', got {interval!r}")
@@ -181,38 +181,39 @@ def _bounds(interval: SaveInterval) -> tuple[float, float]:
         check_timeout(interval, name="save_interval")
         return interval, interval
     if len(interval) != 2:
-        raise ValueError(f"save_interval={interval!r} must have two values: the least seconds, and the most")
+        raise ValueError(f"save_interval must have two values, the least seconds and the most, got {interval!r}.")
     shortest, longest = interval
     check_timeout(shortest, least=0.0, name="save_interval")
     check_timeout(longest, name="save_interval")
     if shortest > longest:
-        raise ValueError(f"save_interval={interval!r} must have the least seconds first, and the most second")
+        raise ValueError(f"save_interval must have the least seconds first, and the most second, got {interval!r}.")
     return shortest, longest
 
 
 # --- signals that ask a job to stop -----------------------------------------------------------------------------------
 
-_handled: set[int] = set()  # the signals that managers of this process handle, or once handled
+_handled: set[int] = set()  # the signals that managers of this process handle, or have handled
 _forking = threading.local()
 
 _SAME_SIGNAL_SECONDS = 5.0
 
 
 class StopSignals:
-    """Sets ``seen`` when a signal has come, and lets the job run on. A second signal has its usual effect.
+    """Handlers of stop signals. The first signal only sets ``seen``; a second one has its usual effect.
 
     Earlier handlers are called as well. Signals within 5 seconds count as one: a scheduler may signal a job and its
     launcher, which signals the job again. Raises `TypeError` unless ``signals`` are signals, and `ValueError` if one
-    cannot be handled, or if this is not the main thread, which alone can have handlers.
+    cannot be handled, or if this is not the main thread: Python sets handlers only there.
     """
 
     def __init__(self, signals: Sequence[int]) -> None:
         try:
             self._signals = tuple(signal.Signals(number) for number in signals)
         except (TypeError, ValueError) as error:
-            raise TypeError(f"stop_signals must be signals, as signal.SIGTERM is, and are {signals!r}") from error
+            raise TypeError(f"stop_signals must be signals, such as signal.SIGTERM, got {signals!r}.") from error
         if fixed := {signal.SIGKILL, signal.SIGSTOP} & set(self._signals):
-            raise ValueError(f"{', '.join(sorted(number.name for number in fixed))} cannot be handled: leave it out")
+            names = ", ".join(sorted(number.name for number in fixed))
+            raise ValueError(f"stop_signals: {names} cannot be handled. Leave it out.")
         if self._signals and threading.current_thread() is not threading.main_thread():
             raise ValueError("only the main thread can handle signals: make the manager there, or pass stop_signals=()")
         self.seen = False
@@ -220,10 +221,9 @@ class StopSignals:
         self._before: dict[int, Any] = {}
         self._over = False
         self._home = Home()
-        in_child(self, StopSignals.uninstall)  # a worker of a data loader must end when it is told to
+        in_child(self, StopSignals.uninstall)  # SIGTERM must end a data loader's worker
 
     def install(self) -> None:
-        """Sets the handlers."""
         try:
             for number in self._signals:
                 self._before[number] = signal.signal(number, self._handle)
@@ -235,7 +235,8 @@ class StopSignals:
     def uninstall(self) -> None:
         """Restores the earlier handlers, unless others have been set since. Idempotent.
 
-        Only the main thread can do so. For a call on another thread, a handler is restored when its signal comes.
+        Only the main thread can set handlers. After a call on another thread, a handler is restored when its signal
+        arrives.
         """
         self._over = True
         if threading.current_thread() is threading.main_thread():
@@ -243,7 +244,7 @@ class StopSignals:
                 self._put_back(number)
 
     def _put_back(self, number: int) -> bool:
-        """Restores the earlier handler of a signal; returns whether it did."""
+        """Restores the earlier handler of a signal. Returns False if another handler has been set since."""
         before = self._before[number]
         if before is None or signal.getsignal(number) != self._handle:
             return False
@@ -264,8 +265,8 @@ class StopSignals:
             before(number, frame)
 
 
-# A signal may come to a child before it has restored the handlers. Then a handler would set a flag, and Python would
-# drop it. So the thread that forks blocks signals meanwhile.
+# A child may receive a signal before it has restored the handlers. Its C handler would only set a flag, which Python
+# clears after a fork. So the forking thread blocks the signals until the child has restored the handlers.
 
 
 def _block_signals() -> None:

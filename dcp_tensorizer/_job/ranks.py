@@ -1,6 +1,4 @@
-"""Agreements of a job's ranks by collectives, and waits for each other: no rank waits for one that shows no sign of
-life.
-"""
+"""Collective decisions of a job's ranks, and heartbeats, so that no rank waits for an unresponsive one."""
 
 from __future__ import annotations
 
@@ -33,9 +31,9 @@ _VALUES_SHOWN = 3
 
 
 class OwnGroup:
-    """A gloo group that this package makes, of the ranks of ``like`` (None: all ranks) and with its timeout.
+    """Separate gloo group of the ranks of ``like`` (None: all ranks), with the timeout of ``like``.
 
-    gloo's own default is 30 minutes. All of these ranks make their groups in the same order.
+    gloo's own default is 30 minutes. All of these ranks must make their groups in the same order.
     """
 
     def __init__(self, like: dist.ProcessGroup | None = None) -> None:
@@ -48,7 +46,7 @@ class OwnGroup:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group. Raises `WriteError` after `destroy`."""
+        """Returns the group. Raises `WriteError` after `destroy`."""
         if self._made is None:
             raise WriteError("the manager is closed, and its process group destroyed")
         return self._made
@@ -56,31 +54,32 @@ class OwnGroup:
     def destroy(self) -> None:
         """Destroys the group, which ends its threads. Idempotent. No collective may be in progress.
 
-        The ranks need not wait for each other: what one has sent arrives.
+        The ranks need not wait for each other, because messages that a rank has sent still arrive.
         """
         made, self._made = self._made, None
         if made is not None:
-            with suppress(ValueError):  # torch has destroyed all groups before
+            with suppress(ValueError):  # torch has destroyed all groups already
                 dist.destroy_process_group(made)
 
 
 def make_groups(process_group: dist.ProcessGroup | None) -> tuple[OwnGroup | None, OwnGroup | None]:
     """Makes two groups of the ranks of ``process_group`` (None: all ranks): one for saves, one for agreements.
 
-    They are two because the collectives of saves run on another thread. Both are None if torch.distributed is not
-    initialised. Raises `ValueError` if it is not, and a ``process_group`` is given.
+    Two groups are needed, because the collectives of saves run on another thread. If torch.distributed is not
+    initialised, returns None twice, or raises `ValueError` if ``process_group`` is given.
     """
     if not is_distributed():
         if process_group is not None:
-            raise ValueError("process_group is given, and torch.distributed is not initialised")
+            raise ValueError("process_group needs torch.distributed, which is not initialised. Initialise it first.")
         return None, None
     return OwnGroup(process_group), OwnGroup(process_group)
 
 
 class Agreement:
-    """Makes decisions that are the same on all ranks of ``group`` (None: this rank alone). All ranks call alike.
+    """Collective decisions of the ranks of ``group`` (None: this rank alone).
 
-    ``rank`` and ``size`` are those of the group. All methods raise `WriteError` after `close`.
+    All ranks make the same calls. ``rank`` and ``size`` are those of the group. All methods raise `WriteError` after
+    `close`.
     """
 
     def __init__(self, group: OwnGroup | None) -> None:
@@ -93,16 +92,16 @@ class Agreement:
 
     @property
     def is_alone(self) -> bool:
-        """Returns whether there is no other rank."""
+        """Returns whether this rank is the only one."""
         return self.size == 1
 
     @property
     def is_first(self) -> bool:
-        """Returns whether this is the rank that decides."""
+        """Returns whether this rank decides."""
         return self.rank == 0
 
     def largest(self, *numbers: int) -> list[int]:
-        """The largest value that any rank has passed, for each number. Raises `WriteError` if a rank is gone."""
+        """Returns the maximum over all ranks, for each number. Raises `WriteError` if a rank is gone."""
         if self._group is None or self._calls is None:
             return list(numbers)
         self._number += 1
@@ -115,7 +114,7 @@ class Agreement:
             except RuntimeError:
                 if work.is_completed():
                     raise
-                # Only after a failed wait: this method runs at each step of training.
+                # Reported only after a failed wait, because this method runs at each step of training.
                 self._calls.here(self._number)
                 work.wait()
         except RuntimeError as error:
@@ -123,7 +122,7 @@ class Agreement:
         return cast("list[int]", tensor.tolist())
 
     def gathered(self, own: _T) -> list[_T]:
-        """Gathers a value of each rank, in rank order. Raises `WriteError` if a rank is gone."""
+        """Gathers the values of all ranks, in rank order. Raises `WriteError` if a rank is gone."""
         if self._group is None:
             return [own]
         self._come()
@@ -135,7 +134,7 @@ class Agreement:
         return values
 
     def check_same(self, options: Mapping[str, object]) -> None:
-        """Checks that all ranks have the same options, by their texts; raises `ValueError`, on all ranks, if not."""
+        """Raises `ValueError` on all ranks unless the reprs of the options are the same on all ranks."""
         texts = {name: repr(value) for name, value in options.items()}
         digest = int.from_bytes(hashlib.blake2b(repr(texts).encode(), digest_size=7).digest(), "big")
         largest, smallest = self.largest(digest, -digest)
@@ -155,9 +154,9 @@ class Agreement:
         )
 
     def decided(self, decide: Callable[[], _T]) -> _T:
-        """Sends the first rank's decision to all ranks; the others do not call ``decide``.
+        """Sends the first rank's decision to all ranks. Only the first rank calls ``decide``.
 
-        An error in it is raised on every rank. Raises `WriteError` if a rank is gone.
+        An error in ``decide`` is raised on every rank. Raises `WriteError` if a rank is gone.
         """
         self._come()
         outcome: list[Any] = [None, None]
@@ -181,9 +180,9 @@ class Agreement:
         return cast("_T", result)
 
     def close(self) -> None:
-        """Destroys the group, unless a signal handler interrupted a collective: the end of that could take long."""
+        """Destroys the group, unless a signal handler interrupted a collective, which could take long to end."""
         if self._group is not None and (self._work is None or self._work.is_completed()):
-            self._work = None  # it would keep a thread
+            self._work = None  # a reference to it would keep a thread alive
             self._group.destroy()
 
     def _come(self) -> None:
@@ -198,18 +197,18 @@ class Agreement:
         return WriteError(f"the ranks could not agree: {self._calls.explain(self._number, error, what)}")
 
 
-# --- naming the ranks that a collective waits for in vain -------------------------------------------------------------
+# --- naming the ranks that a collective waits for ---------------------------------------------------------------------
 
-_LOOK_SECONDS = 2.0  # the time that ranks get to report
-_STORE_SECONDS = 5.0  # the time that the store gets: on an unreachable host it never answers
-_CLOSED = "pair closure"  # gloo's words for a group in which a collective has timed out before
+_LOOK_SECONDS = 2.0  # timeout for the reports of other ranks
+_STORE_SECONDS = 5.0  # timeout for the store, which never answers from an unreachable host
+_CLOSED = "pair closure"  # gloo's error in a group in which an earlier collective has timed out
 
 
 class RollCall:
-    """Names the ranks that a collective of a group has waited for in vain.
+    """Record in a group's store of the collective that each rank has reached, to name absent ranks after a timeout.
 
-    Each rank counts the collective operations called ``name``. When it reaches one, it puts the count into the group's
-    store (`here`). For a frequent operation it does that only after a wait of ``patience``, a tenth of ``timeout``.
+    Each rank counts the collective operations called ``name``. When it reaches one, it puts the count into the store
+    (`here`). For a frequent operation it does so only after a wait of ``patience``, a tenth of ``timeout``.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
@@ -220,15 +219,15 @@ class RollCall:
 
     def here(self, number: int) -> None:
         """Records that this rank has reached the operation with this number."""
-        with suppress(RuntimeError):  # if the store's host is gone, the collective fails, too, and says why
+        with suppress(RuntimeError):  # if the store's host is gone, the collective fails as well, with the reason
             self._store.set(str(self._rank), str(number))
 
     def explain(self, number: int, error: BaseException, what: str) -> str:
-        """Explains for which ranks a failed collective has waited, and how long. ``what``: the others were to do it."""
+        """Returns the text of a failed collective: its ranks, and how long it waited for the others to do ``what``."""
         who = f"rank {self._ranks[self._rank]}"
         if _CLOSED in str(error):
             return f"{who}: the ranks went out of sync in an earlier step. Restart the job."
-        words = str(error).partition(" This is typically caused")[0]  # the rest of torch's text does not help
+        words = str(error).partition(" This is typically caused")[0]  # the rest of torch's text is general advice
         if "timed out" not in words.lower():
             return f"{who} waited for the others to {what}: another rank has ended, or made other calls. {words}"
         seconds = f"{self.timeout.total_seconds():g} s, the timeout of the job's process group,"
@@ -245,9 +244,9 @@ class RollCall:
         return f"{waited}. All of them have come: the network between them may be down. {words}"
 
     def _look(self, number: int) -> tuple[list[int], list[int]]:
-        """The ranks that have not come, and those that have not reported the end of their own wait.
+        """Returns the ranks that have not reached the operation, and those that have not reported their own timeout.
 
-        They get some time to report.
+        Waits a short time for their reports.
         """
         self.here(number)
         self._store.set(f"{self._rank}-gave-up", str(number))
@@ -270,16 +269,16 @@ def _have(ranks: list[int]) -> str:
 
 # --- heartbeats of ranks while each writes or reads its own part -----------------------------------------------------
 
-_ERROR_SECONDS = 30.0  # the time to tell the other ranks that a commit took too long
+_ERROR_SECONDS = 30.0  # extra time in which the coordinator reports to the other ranks that a commit timed out
 
 
 class Heartbeats:
-    """Distinguishes slow ranks from dead ones: saves and loads wait for a silent rank up to the group's timeout.
+    """Heartbeats of slow ranks during saves and loads, which wait for a silent rank up to the group's timeout.
 
     DCP gathers the results of all ranks in a collective. A rank that has written its part within seconds waits there
-    for a rank that takes minutes, and cannot tell it from a dead one. So there is a small collective of the same group
-    before: ranks at work join it now and then, and ready ranks wait in it. When all ranks are ready, they go on to
-    DCP's collective. Nothing else uses ``group`` meanwhile. Without a group there is only this rank.
+    for a rank that takes minutes, and cannot distinguish it from a dead rank. So a small collective of the same group
+    runs repeatedly before: busy ranks join it at intervals, and ready ranks wait in it. When all ranks are ready, they
+    enter DCP's collective. Nothing else may use ``group`` at that time. Without a group, this rank is alone.
     """
 
     def __init__(self, group: OwnGroup | None) -> None:
@@ -290,7 +289,7 @@ class Heartbeats:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The group; None without one. Raises `WriteError` after `close`."""
+        """Returns the group, or None if this rank is alone. Raises `WriteError` after `close`."""
         return None if self._group is None else self._group.group
 
     def close(self) -> None:
@@ -299,7 +298,7 @@ class Heartbeats:
             self._group.destroy()
 
     def watch_saves(self, saver: Saver) -> None:
-        """Sends heartbeats in each save of a writer, instead of the heartbeats that watched it before."""
+        """Sends heartbeats in each save of a writer. Replaces earlier heartbeats of the writer."""
         if (calls := self._calls) is None:
             return
         commit = timedelta(seconds=saver.options.limits.timeout + _ERROR_SECONDS)
@@ -314,7 +313,7 @@ class Heartbeats:
 
     @contextmanager
     def watch(self, done: str) -> Iterator[None]:
-        """Sends heartbeats in the block: work between saves, of which one rank may have more than the others."""
+        """Sends heartbeats during the block, for work between saves that may take longer on one rank."""
         if (calls := self._calls) is None:
             yield
             return
@@ -323,7 +322,7 @@ class Heartbeats:
             yield
 
     def error_of(self, error: BaseException, what: str) -> WriteError | None:
-        """The error to raise if a collective of a save or load has failed; None if ``error`` has another cause."""
+        """Returns the error to raise if a collective of a save or load failed, or None for other kinds of ``error``."""
         is_of_ranks = isinstance(error, RuntimeError) and re.search(rf"gloo/|{_CLOSED}", str(error)) is not None
         if self._calls is None or not is_of_ranks:
             return None
@@ -334,7 +333,7 @@ class Heartbeats:
         return gone
 
     def _start(self, calls: RollCall) -> None:
-        """Records that this rank has begun a save, a load or other work that all ranks do together."""
+        """Records that this rank has begun a save, a load or other collective work."""
         assert self.group is not None
         set_group_timeout(self.group, calls.timeout)  # the last commit had another timeout
         self._number += 1
@@ -342,10 +341,10 @@ class Heartbeats:
 
     @contextmanager
     def _until_all_have(self, done: str, calls: RollCall, then: timedelta | None = None) -> Iterator[None]:
-        """Waits at the end of the block until all ranks have come there, or have failed inside.
+        """Waits at the end of the block until all ranks have reached its end, or have failed inside.
 
         ``done`` is the work of the block, as a participle for messages. ``then`` is the group's timeout afterwards;
-        None: the same. Raises `WriteError` if a rank shows no sign of life.
+        None: unchanged. Raises `WriteError` if a rank is unresponsive.
         """
         is_done, self._failure = threading.Event(), None
         arguments = (is_done, done, calls)
@@ -353,7 +352,7 @@ class Heartbeats:
         try:
             beats.start()
             has_thread = True
-        except RuntimeError:  # the interpreter is ending, and starts no more threads
+        except RuntimeError:  # the interpreter is shutting down, and starts no more threads
             has_thread = False
         try:
             yield

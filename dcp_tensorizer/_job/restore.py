@@ -53,25 +53,25 @@ from .steps import Step
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_LOCK_SECONDS = 60.0  # a clean-up holds the lock for milliseconds
+_LOCK_SECONDS = 60.0  # a clean-up holds the lock only for milliseconds
 _SHAPES_SHOWN = 20
 _T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Selection:
-    """A selection of the keys of a flattened state dict.
+    """Selection of keys of a flattened state dict.
 
     Patterns are those of `fnmatch`. They match a key, or a list that contains the key: a save stores a list as one
-    value. Without ``include`` all keys are selected. Those that ``exclude`` matches are left out.
+    value. Without ``include`` all keys are selected, except those that ``exclude`` matches.
 
     Attributes:
         include: Patterns of the selected keys.
         exclude: Patterns of keys that are left out.
-        strict: A key that the checkpoint lacks is an error. Otherwise its value stays as it is.
-        allow_shape_mismatch: A tensor that is stored in another shape stays as it is. Otherwise it is an error.
+        strict: Raise an error for a key that the checkpoint lacks. If False, its value stays unchanged.
+        allow_shape_mismatch: Leave a tensor unchanged if it is stored in another shape. If False, raise an error.
         grow: Patterns of tensors that may be larger than the stored ones, each with the value of their new elements;
-            None: these stay as they are.
+            None leaves new elements unchanged.
     """
 
     include: tuple[str, ...] = ()
@@ -85,12 +85,12 @@ class Selection:
 
     @property
     def is_all(self) -> bool:
-        """True if every key is loaded."""
+        """Returns whether every key is loaded."""
         return not self.include and not self.exclude
 
     @property
     def tolerates(self) -> bool:
-        """True if values that do not fit stay as they are."""
+        """Returns whether values that do not fit stay unchanged, without an error."""
         return not self.strict or self.allow_shape_mismatch
 
     def has(self, names: Iterable[str]) -> bool:
@@ -98,17 +98,17 @@ class Selection:
         return (not self.include or matches(names, self.include)) and not matches(names, self.exclude)
 
     def value_beyond(self, key: str) -> tuple[float | None] | None:
-        """The value of a tensor's new elements, by the first pattern that matches its key, in a tuple of one.
+        """Returns the value of a tensor's new elements, by the first pattern that matches its key, in a tuple of one.
 
-        None if the tensor may not be larger than the stored one.
+        If the tensor may not be larger than the stored one, returns None.
         """
         return next(((value,) for pattern, value in self.grow if matches((key,), (pattern,))), None)
 
     def check(self, keys: Sequence[str], known: Set[str]) -> None:
-        """Raises `MetadataError` for a pattern that matches nothing: it is probably a slip.
+        """Raises `MetadataError` for a pattern that matches nothing, which is probably a typo.
 
         ``keys`` are the state's, for the message. ``known`` are the names of all keys, and of the lists that contain
-        them. Keys that only the checkpoint has count, too, because each stage of a pipeline has its own keys.
+        them. They include keys that only the checkpoint has, because each pipeline stage has its own keys.
         """
         for pattern in (*self.include, *self.exclude, *(pattern for pattern, _ in self.grow)):
             if not matches(known, [pattern]):
@@ -123,7 +123,7 @@ def load_first(
     heartbeats: Heartbeats,
     options: Mapping[str, Any],
 ) -> int | None:
-    """Loads the first checkpoint that is not damaged; returns its index in ``steps``, or None if there are none.
+    """Loads the first undamaged checkpoint. Returns its index in ``steps``, or None if ``steps`` is empty.
 
     If ``heartbeats`` has no group, this process loads by itself. Raises `CheckpointError`, on all ranks, if an
     undamaged checkpoint cannot be loaded, if the last one is damaged, or if a rank is gone.
@@ -137,7 +137,7 @@ def load_first(
             if number + 1 == len(steps) or isinstance(error, _NO_DAMAGE):
                 raise
             logger.error("%s cannot be restored; trying the one before: %s", storage.path, error)
-            if planner.has_begun:  # some of the state may be overwritten, so the next one must overwrite all of it
+            if planner.has_begun:  # part of the state may be overwritten, so the next load must overwrite all of it
                 selection = dataclasses.replace(selection, strict=True, allow_shape_mismatch=False)
         else:
             return number
@@ -155,7 +155,7 @@ def _load(
     heartbeats: Heartbeats,
     options: Mapping[str, Any],
 ) -> None:
-    """Loads a checkpoint, under a lock against deletion; see `load_first`."""
+    """Loads a checkpoint, under a lock that prevents its deletion; see `load_first`."""
     with _shared_lock(storage):
         reader = open_reader(folder.location, **options)
         heartbeats.watch_load(reader)
@@ -179,12 +179,12 @@ def _load(
 
 
 class Problem(NamedTuple):
-    """The reason why a state in memory could not be loaded."""
+    """Reason why a state in memory could not be loaded."""
 
     error: CheckpointError
-    is_damage: bool  # the state is damaged; otherwise it does not fit the target
-    is_whole: bool  # all parts of the state were at hand; otherwise it may fit with all of them
-    has_touched: bool  # some of the target may have been overwritten
+    is_damage: bool  # the state is damaged; if False, it does not fit the target
+    is_whole: bool  # all parts of the state were available; if False, it may fit with all of them
+    has_touched: bool  # part of the target may have been overwritten
 
 
 def load_from_memory(
@@ -197,7 +197,7 @@ def load_from_memory(
     selection: Selection,
     options: Mapping[str, Any],
 ) -> SaveRecord | Problem:
-    """Loads the state that `Survival.choose` has found. Returns its record, or the logged reason why it cannot.
+    """Loads the state that `Survival.newest_state` found. Returns its record, or the logged reason of a failure.
 
     ``found`` are the keepers of earlier runs, ``path`` is the job's folder, and ``options`` are those of the reader.
     Raises `CheckpointError`, on all ranks, if a complete state does not fit the target, or a rank is gone.
@@ -209,7 +209,7 @@ def load_from_memory(
     problems = agreement.gathered(own)
     is_part = head.world_size == agreement.size and memory.holders(head)
     if is_part and any(p is not None and not (p.is_damage or p.is_whole) for p in problems):
-        loaded, own = load(memory.holders(head))  # the target is sharded in another way: all parts are needed
+        loaded, own = load(memory.holders(head))  # the target has another sharding, so each rank needs all parts
         problems = agreement.gathered(own)
     if problem := joint_problem(problems):
         logger.error("the state in memory, of step %d, cannot be loaded: %s", head.step, problem.error)
@@ -237,10 +237,10 @@ def _loaded(
     options: Mapping[str, Any],
     elsewhere: Mapping[int, Sequence[Address]],
 ) -> tuple[dict[str, Any], Problem | None]:
-    """Loads a state, on this rank by itself. Returns the loaded values, and the problem if there was one.
+    """Loads a state on this rank alone. Returns the loaded values, and the problem or None.
 
-    ``elsewhere`` has the keepers on any host that have parts of the state, by the parts' ranks. If a part is damaged,
-    or can no longer be read, it is taken from the next keeper that has it.
+    ``elsewhere`` has the keepers on any host that hold parts of the state, by the parts' ranks. If a part is damaged or
+    unreadable, it is loaded from the next keeper that holds it.
     """
     damaged: set[tuple[int, str]] = set()
     is_whole, has_begun = True, False
@@ -270,13 +270,13 @@ def _loaded(
 
 
 def joint_problem(problems: Sequence[Problem | None]) -> Problem | None:
-    """The joint problem of all ranks' loads; raises `CheckpointError` if a complete state does not fit a rank."""
+    """Joins the problems of all ranks' loads. Raises `CheckpointError` if a complete state does not fit a rank."""
     found = [problem for problem in problems if problem is not None]
     if misfit := next((problem for problem in found if problem.is_whole and not problem.is_damage), None):
         raise misfit.error
     if not found:
         return None
-    # A rank that succeeded has changed its target, too.
+    # A rank that succeeded has changed its target as well.
     has_touched = any(problem is None or problem.has_touched for problem in problems)
     return found[0]._replace(is_damage=any(problem.is_damage for problem in found), has_touched=has_touched)
 
@@ -296,13 +296,13 @@ def error_of_load(path: str, error: BaseException) -> CheckpointError:
 def _shared_lock(storage: Storage) -> Iterator[None]:
     with ExitStack() as stack:
         if storage.locks_are_visible:
-            with suppress(WriteError):  # if it cannot be locked, the load shows whether it can be read
+            with suppress(WriteError):  # without a lock, the load still shows whether the checkpoint can be read
                 stack.enter_context(storage.lock_directory()).share(_LOCK_SECONDS)
         yield
 
 
 class SelectivePlanner(LoadPlanner):
-    """Plans loads of selected keys, and makes the state of optimizers that have none yet.
+    """Load planner for selected keys, which also makes the state of optimizers that have not taken a step.
 
     ``path`` is the checkpoint's, for messages. Once ``has_begun`` is true, all ranks have agreed on what to read, and
     the state may change.
@@ -319,7 +319,7 @@ class SelectivePlanner(LoadPlanner):
         self._of_optimizers = {key: value for key, value in state.items() if isinstance(value, torch.optim.Optimizer)}
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Called by DCP with the final plan of this rank."""
+        """Receives the final plan of this rank from DCP."""
         self.has_begun = True
         for key, (stored, value) in self._grown.items():
             if value is not None:
@@ -329,10 +329,10 @@ class SelectivePlanner(LoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Called by DCP with the state and the checkpoint's metadata. Removes keys that are not selected from both.
+        """Receives the state and the checkpoint's metadata from DCP. Removes keys that are not selected from both.
 
         Raises:
-            StateMismatch: the state and the checkpoint do not match; names the keys.
+            StateMismatch: the state and the checkpoint do not match; the error names the keys.
         """
         assert metadata is not None
         optimizers = [
@@ -351,7 +351,7 @@ class SelectivePlanner(LoadPlanner):
             of_grown = {key for optimizer in optimizers for key in optimizer.keys_of(size_before, paths)}
             if more := self._more():
                 of_left = {key for optimizer in optimizers for key in optimizer.keys_of(is_left, paths)}
-                left |= of_left - of_grown  # a tied parameter may have grown under one of its names only
+                left |= of_left - of_grown  # a tied parameter may have grown under only one of its names
                 for optimizer in optimizers:
                     rest = {key: entry for key, entry in more.items() if key not in left}
                     optimizer.make_state(rest, paths, size_before, self._dtype_before)
@@ -363,13 +363,13 @@ class SelectivePlanner(LoadPlanner):
         self._enlarge(grown)
         self._drop(left)
         if more := self._more():
-            self._drop(self._report_lost(more, metadata, optimizers))  # otherwise the reader would report it again
+            self._drop(self._report_lost(more, metadata, optimizers))  # so that the reader does not report them again
             asked = tuple(f"{key}." for key in state_dict)
             if is_coordinator and (unasked := [key for key in more if key.startswith(asked)]):
                 logger.info("%s also has %s, which the state does not ask for", self._path, listed(unasked))
 
     def _growing(self, value_of: Callable[[str], tuple[float | None] | None]) -> dict[str, tuple[float | None]]:
-        """The tensors that are larger than the stored ones and may be so, with ``value_of`` their new elements."""
+        """Finds the tensors that are larger than the stored ones, and for which ``value_of`` gives new elements."""
         assert self.metadata is not None
         stored, growing = self.metadata.state_dict_metadata, {}
         for key, tensor in self.state_dict.items():
@@ -381,7 +381,7 @@ class SelectivePlanner(LoadPlanner):
         return growing
 
     def _enlarge(self, grown: Mapping[str, tuple[float | None]]) -> None:
-        """Gives stored tensors the sizes of the larger ones, so that their chunks become parts of these."""
+        """Sets the sizes of stored tensors to those of the larger targets, so that chunks are parts of the targets."""
         assert self.metadata is not None
         if not grown:
             return
@@ -398,8 +398,8 @@ class SelectivePlanner(LoadPlanner):
     def _of_parameters(self, of_keys: Mapping[str, _T]) -> Callable[[torch.Tensor], _T | None]:
         """Returns a function that finds the value for a parameter, given values by key.
 
-        It finds the key by the parameter's name in a module, or by its memory. Memory alone is not enough: a rank may
-        have no element of a parameter, and all ranks must give the same answer.
+        The function finds the key by the parameter's name in a module, or by its memory. Memory alone is not enough: a
+        rank may have no element of a parameter, and the result must be the same on all ranks.
         """
         numbers = {
             id(parameter): of_keys[name]
@@ -438,19 +438,19 @@ class SelectivePlanner(LoadPlanner):
             self.metadata = dataclasses.replace(self.metadata, state_dict_metadata=chosen)
 
     def _more(self) -> dict[str, Any]:
-        """The values that the checkpoint has and the state lacks."""
+        """Returns the entries that the checkpoint has and the state lacks."""
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
         more = stored.keys() - self.state_dict.keys()
         return {key: entry for key, entry in stored.items() if key in more} if more else {}
 
     def _has_older_keys(self) -> bool:
-        """Returns whether a torch before 2.4 has saved the checkpoint. Then torch finds its keys, and missing ones."""
+        """Returns whether a torch before 2.4 saved the checkpoint. If so, torch maps keys, and reports missing ones."""
         assert self.metadata is not None
         return has_older_keys(self.metadata, self.state_dict, self.original_state_dict)
 
     def _misfits(self) -> dict[str, str]:
-        """The tensors that are stored in another shape, with both shapes."""
+        """Finds the tensors that are stored in another shape, with both shapes as text."""
         assert self.metadata is not None
         stored, misfits = self.metadata.state_dict_metadata, {}
         for key, value in self.state_dict.items():
@@ -462,7 +462,7 @@ class SelectivePlanner(LoadPlanner):
         return misfits
 
     def _report(self, misfits: Mapping[str, str], left: Set[str]) -> None:
-        """Warns of keys that stay as they are, or raises `StateMismatch` if they must not."""
+        """Warns of keys that stay unchanged, or raises `StateMismatch` if the selection does not allow it."""
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
         missing = [key for key in self.state_dict if key not in stored]
@@ -507,9 +507,9 @@ class SelectivePlanner(LoadPlanner):
     def _report_lost(
         self, more: Mapping[str, Any], metadata: Metadata, optimizers: Sequence[OptimizerTarget]
     ) -> list[str]:
-        """Warns of stored values for which the state has no place, and returns their keys.
+        """Warns of stored values that the state cannot take, and returns their keys.
 
-        Raises `StateMismatch` instead if the selection is strict.
+        If the selection is strict, raises `StateMismatch` instead.
         """
         if self._has_older_keys():
             return []
@@ -550,7 +550,7 @@ def is_larger(size: torch.Size, stored: torch.Size) -> bool:
 
 
 def fill_beyond(tensor: torch.Tensor, stored: torch.Size, value: float) -> None:
-    """Sets this rank's elements of a tensor that lie outside of the stored size."""
+    """Sets this rank's elements of a tensor outside the stored size."""
     for offsets, part in local_parts(tensor):
         for dim, (extent, offset) in enumerate(zip(stored, offsets, strict=True)):
             begin = min(max(0, extent - offset), part.size(dim))
@@ -558,9 +558,9 @@ def fill_beyond(tensor: torch.Tensor, stored: torch.Size, value: float) -> None:
 
 
 def _lists_around(path: Sequence[str | int]) -> Iterator[str]:
-    """The names of the lists that contain a value, by its path in the nested state dict."""
+    """Yields the names of the lists that contain a value, by its path in the nested state dict."""
     return (".".join(map(str, path[:depth])) for depth, part in enumerate(path) if type(part) is int)
 
 
-# Activation checkpointing and FSDP1 put these into the names of parameters, but not into state dicts.
+# Activation checkpointing and FSDP1 add these to the names of parameters, but not to the keys of state dicts.
 WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")

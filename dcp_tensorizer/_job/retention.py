@@ -1,4 +1,4 @@
-"""Decides which checkpoints are kept, deletes the others, and moves `latest`."""
+"""Retention: which checkpoints stay, the deletion of the others, and the file `latest`."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from .steps import LATEST, Position, Step, StepNames, members, read_steps, sound
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """The rules by which checkpoints are kept. One that keeps a checkpoint is enough; without rules all are kept.
+    """Rules that retain checkpoints. A checkpoint stays if any rule retains it, or if there are no rules.
 
-    If no checkpoint has a value of the metric, the best one is unknown, and all are kept.
+    If no checkpoint has a value of the metric, the best one is unknown, and all checkpoints stay.
 
     Attributes:
-        latest: How many of the newest to keep. The newest is always kept.
-        every: Keep the steps that are multiples of this.
-        metric: Keep the best by this metric.
-        mode: Whether the least or the largest value is best.
-        delete_after: Age in seconds from which a checkpoint is deleted, if others could not see a lock.
+        latest: Number of the newest checkpoints to retain. The newest always stays.
+        every: Retain the steps that are multiples of this.
+        metric: Retain the best checkpoint by this metric.
+        mode: Whether the smallest or the largest value is best.
+        delete_after: Minimum age in seconds of a deleted checkpoint, on storage where locks are not visible to others.
         delete_other_files: Also delete checkpoints with files that no save wrote, and these files.
     """
 
@@ -60,12 +60,12 @@ class Retention:
         delete_after: float = 0.0,
         delete_other_files: bool = False,
     ) -> Retention:
-        """Makes the rules from the manager's arguments; raises `TypeError` or `ValueError` for bad ones."""
+        """Makes the rules from the manager's arguments. Raises `TypeError` or `ValueError` if they are invalid."""
         check_count("keep_latest", keep_latest, optional=True)
         check_count("keep_every", keep_every, optional=True)
         metric, mode = keep_best if isinstance(keep_best, tuple) and len(keep_best) == 2 else (keep_best, "min")
         if metric is not None and not isinstance(metric, str):
-            raise TypeError(f"keep_best must be the name of a metric, or (name, 'min' or 'max'), and is {keep_best!r}")
+            raise TypeError(f"keep_best must be the name of a metric, or (name, 'min' or 'max'), got {keep_best!r}.")
         check_choice("the mode in keep_best", mode, ("min", "max"))
         check_timeout(delete_after, least=0, name="delete_after")
         return cls(keep_latest, keep_every, metric, mode, delete_after, delete_other_files)  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ class Retention:
         return self.latest is None and self.every is None and self.metric is None
 
     def best(self, steps: Sequence[Step]) -> Step | None:
-        """The best step by the metric, the newest of equal ones; None if none has a value."""
+        """Returns the best step by the metric, the newest of equal ones, or None if no step has a value."""
         if self.metric is None:
             return None
         name, sign = self.metric, -1 if self.mode == "min" else 1
@@ -84,7 +84,7 @@ class Retention:
         return max(measured, key=lambda step: (sign * step.metrics[name], step.number), default=None)
 
     def kept(self, steps: Sequence[Step]) -> set[int]:
-        """The numbers of the steps to keep."""
+        """Returns the numbers of the steps to retain."""
         numbers = sorted((step.number for step in steps), reverse=True)
         best = self.best(steps)
         if self.keeps_all or (self.metric is not None and best is None):
@@ -95,7 +95,7 @@ class Retention:
         return kept if best is None else kept | {best.number}
 
 
-# --- deletion of checkpoints that no rule keeps, and that no process uses ---------------------------------------------
+# --- deletion of checkpoints that no rule retains, and that no process uses -------------------------------------------
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -103,9 +103,9 @@ _LINKED = "it is a link: remove it, and its target, by hand"
 
 
 def _delete(storage: Storage, step: Step, owner: Lease, *, other_files: bool) -> str:
-    """Deletes a checkpoint, its metadata first. Returns why it must stay; empty if it is deleted.
+    """Deletes a checkpoint, its metadata first. Returns why it must stay, or an empty string after the deletion.
 
-    Files that no save wrote are deleted with ``other_files``; otherwise they are a reason to stay. Raises
+    With ``other_files``, also deletes files that no save wrote. Without it, such files are a reason to stay. Raises
     `CheckpointError` or `OSError` if the checkpoint cannot be read or removed, or the run no longer owns the folder.
     """
     with storage.lock_directory() as lock:
@@ -141,7 +141,7 @@ def _remove_tree(storage: Storage) -> None:
 
 
 class Retaining:
-    """Moves `latest` to the newest checkpoint of a job, and deletes old ones, on the first rank.
+    """Work after a commit, on the first rank: moves `latest` to the newest checkpoint, and deletes old ones.
 
     With a local folder, ``folder`` is the remote one, and only checkpoints on the remote count. ``rules`` is None on
     the other ranks, which change nothing.
@@ -170,7 +170,7 @@ class Retaining:
         self._has_failed = False
 
     def after(self, saved: Step) -> None:
-        """Called with a committed checkpoint, on a thread of its own."""
+        """Does the work for a committed checkpoint, once it is on the remote. Called on a background thread."""
         if self._rules is None:
             return
         self._look_for_metric(saved)
@@ -179,23 +179,23 @@ class Retaining:
         if arrival is None:
             self._retain(saved)
         else:
-            retaining = weakref.ref(self)  # the future keeps its callbacks, which must not keep the job's memory
+            retaining = weakref.ref(self)  # the future holds its callbacks, which must not hold the job's memory
 
             def go_on(done: Future[float]) -> None:
                 alive = retaining()
                 if alive is not None and done.exception() is None:
                     alive._begin(lambda: alive._retain(saved))
-                elif alive is not None:  # another run may have claimed the folder; then the next save reports it
+                elif alive is not None:  # if another run has taken the lease, the next save reports it
                     alive._begin(alive._owner.take)
 
             arrival.add_done_callback(go_on)
 
     def wait(self, deadline: Deadline) -> None:
-        """Waits for the work that was begun."""
+        """Waits for the work in progress."""
         wait_for(self._running, deadline.left)
 
     def _look_for_metric(self, saved: Step) -> None:
-        """Warns once of a checkpoint without a value of the metric of ``keep_best``."""
+        """Warns, once, of a checkpoint without a value of the metric of ``keep_best``."""
         assert self._rules is not None
         metric = self._rules.metric
         if metric is None or self._has_warned or self._rules.best([saved]) is not None:
@@ -220,9 +220,9 @@ class Retaining:
         with self._lock:
             position = self._position()
             if saved.number in self._deleted:
-                return  # a later step has arrived first, and the rules have deleted this one
+                return  # a later step has arrived first, and the rules have deleted this step
             if position is not None and position.branch != saved.branch:
-                return  # the job has left that branch, and the step to which it went back must stay
+                return  # the job has left that branch, and the step that it resumed from must stay
             try:
                 self._owner.check()
             except CheckpointError as error:
@@ -237,9 +237,9 @@ class Retaining:
                     position.numbers.discard(step.number)
 
     def _delete_old(self, saved: Step, rules: Retention) -> Iterator[Step]:
-        """Deletes the checkpoints of the branch that no rule keeps, except ``saved``; yields those that are deleted.
+        """Deletes the checkpoints of the branch that no rule retains, except ``saved``. Yields the deleted ones.
 
-        The log has failures, and reasons to stay. No save fails because of them.
+        Logs failures, and the reasons why checkpoints stay. No save fails because of them.
         """
         folder = self._folder
         try:
@@ -267,10 +267,10 @@ class Retaining:
                 yield step
 
     def _move_latest(self, saved: Step) -> None:
-        """Moves `LATEST` to a checkpoint, unless it names one that was saved later. Logs the first failure.
+        """Writes a checkpoint's name to `LATEST`, unless that names a later save. Logs the first failure.
 
-        The file is plain text, for people and scripts. Restores read it, too: a listing of the folder may come from a
-        cache, and so may not show the newest checkpoint yet.
+        The file is plain text, for people and scripts. Restores also read it, because a listing of the folder may come
+        from a cache, and lack the newest checkpoint.
         """
         if saved.serial <= self._latest:
             return  # a later checkpoint has arrived first
@@ -279,5 +279,5 @@ class Retaining:
             self._folder.put(LATEST, f"{saved.name}\n".encode(), sync=False)
         except CheckpointError as error:  # for example, a directory has that name
             if not self._has_failed:
-                logger.warning("no file says which checkpoint is the newest: %s", str(error))
+                logger.warning("the file '%s' is not updated: %s", LATEST, str(error))
             self._has_failed = True

@@ -1,4 +1,4 @@
-"""Runs the saves of a job, one at a time, and the work after each commit."""
+"""The saves of a job, one at a time, and the work after each commit."""
 
 from __future__ import annotations
 
@@ -42,27 +42,27 @@ logger = logging.getLogger("dcp_tensorizer")
 _CLEAN_UP_SECONDS = 20.0
 
 Collect = Callable[[], tuple[dict[str, Any], set[str]]]
-"""Collects the part of a state that is saved; see `collected_part`."""
+"""Collects the saved part of a state; see `collected_part`."""
 
 
 @dataclass(slots=True)
 class StepSave:
-    """The save of a step. With ``survive``, the step may be in memory alone before its save begins."""
+    """Save of a step. With ``survive``, the step may be only in memory before its save begins."""
 
     storage: Storage  # the checkpoint's directory
     name: str  # the name of that directory
     record: SaveRecord  # the record for the index
     is_due: bool = True  # a save of the step was due
-    staged: StagedStateDict | None = None  # the state, as long as it is only in memory
+    staged: StagedStateDict | None = None  # the state, while it is only in memory
     refusal: StagingError | None = None  # why the state could not be collected
     began: float = 0.0
-    future: Future[str] = field(default_factory=Future)  # done when the save is committed; the path
+    future: Future[str] = field(default_factory=Future)  # the path; done when the save is committed
     over: Future[None] = field(default_factory=Future)  # done when the work after the commit is done
     saved: Step | None = None  # the checkpoint, once it is committed
     files: WrittenFiles = field(default_factory=WrittenFiles)  # the files that this rank has written
 
     def __post_init__(self) -> None:
-        # The future cannot be cancelled, because the other ranks save in any case.
+        # The future cannot be cancelled, because the other ranks save regardless.
         self.future.set_running_or_notify_cancel()
 
     @property
@@ -71,16 +71,16 @@ class StepSave:
 
 
 class Saves:
-    """The saves of one rank.
+    """Saves of one rank.
 
     Args:
-        writer: Writes them.
+        writer: Writes the checkpoints.
         agreement: Makes the decisions of all ranks.
-        heartbeats: Tells slow ranks from dead ones, on a group that only saves use.
+        heartbeats: Distinguishes slow ranks from dead ones, on a group that only saves use.
         clock: Measures the times of saves.
         stages_replicas: Each rank stages its whole state, also the tensors that other ranks write.
-        after: Called with each committed checkpoint, on a thread of its own.
-        exports: Exports models; None if there are no exports.
+        after: Called with each committed checkpoint, on a background thread.
+        exports: Exports models; None without exports.
 
     Attributes:
         planner: Plans all saves.
@@ -110,23 +110,24 @@ class Saves:
         self._after = after
         self._exports = exports
         self._is_warm = False
-        self._unmatched: set[str] = set()  # the patterns of which a warning has told
+        self._unmatched: set[str] = set()  # the patterns that have been warned of
         self._last: StepSave | None = None
         self._held: StepSave | None = None
         self._following = threading.local()
 
     def warm_up(self, collect: Collect) -> None:
-        """Allocates the staging buffer before the first save. Optimizers must have their state by then."""
+        """Allocates the staging buffer before the first save. Optimizers must already have their state."""
         if not self._is_warm:
             self._is_warm = True
             with suppress(StagingError):  # the save will report the error
                 self._writer.prewarm(collect()[0])
 
     def start(self, save: StepSave, collect: Collect, on_staged: OnStaged | None = None) -> Future[str]:
-        """Stages what ``collect`` returns, starts its save, and returns before the save is over.
+        """Stages the state that ``collect`` returns, and starts its save in the background.
 
-        If a ``state_dict`` raises an error, the save begins all the same, and fails on all ranks: otherwise the others
-        would wait for this one. Then the error is raised. ``on_staged`` as in `SaveDescription`.
+        If a ``state_dict`` raises an error, this still begins the save, which then fails on all ranks, because
+        otherwise the other ranks would wait for this rank. Then it raises the error. ``on_staged`` as in
+        `SaveDescription`.
         """
         save.began = self._clock.now()
         collected, error = self._collected(collect)
@@ -143,7 +144,7 @@ class Saves:
         on_staged: OnStaged | None = None,
         ties: Mapping[str, str] | None = None,
     ) -> None:
-        """Saves the collected state. If the save has a ``refusal``, it fails, on all ranks."""
+        """Starts the save of the collected state. A save with a ``refusal`` fails on all ranks."""
         before, self._is_warm, self._held = self._last, True, None
         omitted = frozenset[str]()
         if self._replicas is not None:
@@ -172,9 +173,9 @@ class Saves:
             self._exports.release_staged()
 
     def wait_published(self, deadline: Deadline, *, on_all_ranks: bool = True) -> None:
-        """Waits until the last export is published. One rank publishes; with ``on_all_ranks`` all learn of an error.
+        """Waits until the last export is published. One rank publishes.
 
-        Then every rank must call it.
+        With ``on_all_ranks``, the call is collective, and all ranks get the error.
         """
         exports = self._exports
         if exports is None or not exports.publishes or self._is_in_callback:
@@ -191,7 +192,7 @@ class Saves:
         self.error = next((error for error in errors if error is not None), self.error)
 
     def hold(self, save: StepSave, collect: Collect, on_staged: OnStaged) -> None:
-        """Stages a state, which is written only if `write_held` is called. The arguments are those of `start`."""
+        """Stages a state without writing it; `write_held` writes it. The arguments are those of `start`."""
 
         def keep(staged: StagedStateDict) -> None:
             staged.staged_save.ties = ties
@@ -202,15 +203,16 @@ class Saves:
         save.is_due = save.is_due or (self._held is not None and self._held.is_due)  # this step replaces the held one
         collected, error = self._collected(collect)
         ties = {} if self._exports is None else ties_in(collected)
-        if error is not None:  # other ranks hold the step: if they write it, the save must fail on all ranks
+        if error is not None:  # other ranks hold the step, and if they write it, the save must fail on all ranks
             save.refusal, self._held = _refusal(error), save
             raise error
         self._writer.saver.hold(collected, keep)
 
     def _collected(self, collect: Collect) -> tuple[dict[str, Any], BaseException | None]:
-        """Collects the state. Returns also the error if a ``state_dict`` failed.
+        """Collects the state. Returns it, and the error of a failed ``state_dict`` or None.
 
-        Warns once of each pattern that leaves out nothing on the first rank, whose state may lack the keys of others.
+        Warns once of each pattern that matches nothing on the first rank. The state of the first rank may lack keys of
+        other ranks.
         """
         try:
             collected, unmatched = collect()
@@ -244,7 +246,7 @@ class Saves:
 
     @property
     def held_step(self) -> int | None:
-        """The newest step, if it is only in memory and a save of it was due."""
+        """Returns the newest step if it is only in memory and a save of it was due, and otherwise None."""
         return None if self._held is None or not self._held.is_due else self._held.record.step
 
     @property
@@ -263,30 +265,30 @@ class Saves:
 
     @property
     def future(self) -> Future[str]:
-        """The future of the last save."""
+        """Returns the future of the last save."""
         assert self._last is not None
         return self._last.future
 
     @property
     def saved(self) -> Step | None:
-        """The checkpoint of the last save; None if it is not committed, or there was no save."""
+        """Returns the checkpoint of the last save, or None if no save was made or the last one is not committed."""
         return None if self._last is None else self._last.saved
 
     def wait_committed(self) -> Step | None:
-        """Waits for the last save. Returns its checkpoint, or None if it failed, or there was no save."""
+        """Waits for the last save. Returns its checkpoint, or None if it failed or no save was made."""
         if self._last is None:
             return None
         self._last.future.exception()
         return self.saved
 
     def forget(self) -> None:
-        """Forgets the last save, which is over, because the job does not resume from it."""
+        """Drops the last save, which is over, because the job does not resume from it."""
         self._last = self._held = None
 
     def wait(self, deadline: Deadline = NEVER) -> None:
         """Waits for the last save and the work after it.
 
-        A callback of a save's future waits for the save alone, because the work after it follows the callbacks.
+        A callback of a save's future waits only for the save, because the work after it follows the callbacks.
         """
         if self._last is not None:
             waited_for: Future[Any] = self._last.future if self._is_in_callback else self._last.over
@@ -311,7 +313,7 @@ class Saves:
             cause = unwrap(error)
             self._fail(save, self._heartbeats.error_of(cause, f"{save.storage.path} was not saved") or cause)
             if is_uncommitted(error):
-                with suppress(Hung):  # the disk does not answer: the thread is left behind
+                with suppress(Hung):  # the disk does not respond: the thread is abandoned
                     in_time(save.files.remove, _CLEAN_UP_SECONDS)
         else:
             save_id = "" if meta is None else meta.save_id or ""
@@ -322,7 +324,7 @@ class Saves:
             self._clock.saved(save.began)
             try:
                 save.future.set_result(save.storage.location)
-            except BaseException:  # a callback has failed; waiting threads have been told already
+            except BaseException:  # a callback has failed; waiting threads are notified before callbacks
                 logger.exception("a callback of the save of %s failed; the save did not", save.storage.path)
             if before is not None:
                 before.over.result()
@@ -349,14 +351,14 @@ def _refusal(error: BaseException | None) -> StagingError | None:
     return None if error is None else StagingError(f"the state could not be collected: {describe(error)}")
 
 
-# --- replicas: tensors that a rank need not stage, because other ranks write them -------------------------------------
+# --- replicas: tensors that this rank does not stage, because other ranks write them ----------------------------------
 
 
 class Replicas:
-    """Finds the tensors that a rank need not stage, because other ranks write them.
+    """Tensors that a rank need not stage, because other ranks write them.
 
-    The planner decides by the keys, shapes and shardings of all ranks alone. So if these have not changed on any rank
-    since the last save, each rank writes the same items again.
+    The planner uses only the keys, shapes and shardings of all ranks. If these have not changed on any rank since the
+    last save, each rank writes the same items again.
     """
 
     def __init__(self, planner: SavePlanner, agreement: Agreement) -> None:
@@ -365,7 +367,7 @@ class Replicas:
         self._last: int | None = None
 
     def omitted(self, state: Mapping[str, Any] | None, *, follows: bool) -> frozenset[str]:
-        """Returns the keys of the tensors that need not be staged. Every rank must call it before each save.
+        """Returns the keys of the tensors that need not be staged. Collective; call it before each save.
 
         ``state`` is None if it could not be collected. ``follows``: the last save is committed. Raises `WriteError` if
         a rank is gone.
@@ -374,7 +376,7 @@ class Replicas:
             return frozenset()
         current = None
         if state is not None:
-            with suppress(Exception):  # for example a tensor without a shape: staging reports it to all ranks
+            with suppress(Exception):  # for example, a tensor without a shape: staging reports it to all ranks
                 current = fingerprint(state)
         is_same = follows and current is not None and current == self._last
         self._last = current
@@ -382,17 +384,17 @@ class Replicas:
         return frozenset() if differs else self._planner.written_elsewhere
 
 
-# --- the part of a state that is saved --------------------------------------------------------------------------------
+# --- the saved part of a state ----------------------------------------------------------------------------------------
 
 
 def collected_part(
     state: Mapping[str, Any], exclude: Sequence[str] = (), trainable_only: bool = False
 ) -> tuple[dict[str, Any], set[str]]:
-    """Collects a part of a state, with the state dicts of ``Stateful`` values. The state itself is not changed.
+    """Collects a part of a state, with the state dicts of ``Stateful`` values. Does not change the state itself.
 
-    It leaves out keys that a pattern of ``exclude`` matches, and with ``trainable_only`` frozen parameters. The keys of
+    Leaves out keys that a pattern of ``exclude`` matches, and with ``trainable_only`` frozen parameters. The keys of
     nested dicts are joined by dots. A list counts as one value. Returns also the patterns that match no key. Raises
-    `StagingError` if nothing in the state says which parameters are trained.
+    `StagingError` if ``trainable_only`` is set, and the state has no module or parameter.
     """
     collected = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
     unmatched = set(exclude)
@@ -425,7 +427,7 @@ def collected_part(
 
 
 def _frozen(state: Mapping[str, Any], collected: Mapping[str, Any]) -> set[str]:
-    """The keys of the frozen parameters of modules, under each of their names in the collected state."""
+    """Returns the keys of the modules' frozen parameters, under each of their names in the collected state."""
     frozen = set()
     for key, value in state.items():
         if isinstance(value, torch.nn.Module):
@@ -443,7 +445,6 @@ def _frozen(state: Mapping[str, Any], collected: Mapping[str, Any]) -> set[str]:
 
 
 def _values(state: Mapping[str, Any]) -> Iterator[Any]:
-    """The values in nested dicts."""
     for value in state.values():
         if isinstance(value, dict):
             yield from _values(value)

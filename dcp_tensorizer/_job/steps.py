@@ -1,4 +1,4 @@
-"""The checkpoints in a folder, ordered by their records, not by the times of files; a job's position among them."""
+"""The checkpoints in a folder, ordered by their records, not by file times; a job's position among them."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ logger = logging.getLogger("dcp_tensorizer")
 
 # --- branches: a job that goes back to an earlier checkpoint begins one -----------------------------------------------
 #
-# A branch is its whole history: the name of each branch on the way, and the step at which it left the one before. So
-# checkpoints in between may be deleted. Checkpoints that were saved without a manager are on the `TRUNK`.
+# A branch is its whole history: the name of each branch on the path, and the step at which it left the previous branch.
+# So checkpoints in between may be deleted. Checkpoints that were saved without a manager are on the `TRUNK`.
 
 Branch = tuple[tuple[str, int], ...]
 TRUNK: Branch = (("", 0),)
 
 
 def new_branch(at: Step | None) -> Branch:
-    """Makes a new branch, which begins at a checkpoint, or without one."""
+    """Makes a new branch that begins at a checkpoint, or with None at no checkpoint."""
     name = uuid.uuid4().hex
     return ((name, 0),) if at is None else (*at.branch, (name, at.number))
 
@@ -48,12 +48,12 @@ def belongs(saved: Step, branch: Branch) -> bool:
 
 
 def members(steps: Iterable[Step], branch: Branch) -> list[Step]:
-    """The checkpoints of a branch, lowest step first."""
+    """Returns the checkpoints of a branch, lowest step first."""
     return sorted((saved for saved in steps if belongs(saved, branch)), key=lambda saved: saved.number)
 
 
 def current_branch(steps: Sequence[Step]) -> Branch | None:
-    """The branch of the job's last save; None if there are no checkpoints.
+    """Returns the branch of the job's last save, or None without checkpoints.
 
     Branches that the job has left do not count.
     """
@@ -64,9 +64,9 @@ def current_branch(steps: Sequence[Step]) -> Branch | None:
 
 
 def last_saved(steps: Iterable[Step]) -> Step | None:
-    """The checkpoint that was saved last; None if there are none.
+    """Returns the checkpoint that was saved last, or None without checkpoints.
 
-    Serials tell, because clocks may be set back. Only a checkpoint without a serial is compared by its time.
+    Compares serials, because clocks may be set back. Only checkpoints without a serial are compared by time.
     """
     groups: tuple[list[Step], list[Step]] = ([], [])
     for step in steps:
@@ -79,22 +79,22 @@ LATEST = "latest"
 """The file that names the directory of the newest checkpoint."""
 _MAX_NAME = 1024
 
-# The suffixes of other packages' checkpoint files. Files with other suffixes may be logs and settings.
+# The suffixes of checkpoint files of other packages. Files with other suffixes may be logs and settings.
 _FOREIGN_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".tensors", ".tensorizer")
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A committed checkpoint.
+    """Committed checkpoint.
 
     Attributes:
         number: The step.
         name: The name of its directory.
         save_id: The id of its save; empty if unknown.
         saved_at: The time of its save, in nanoseconds since the epoch; 0 if unknown.
-        record: The manager's record in its index; None if it was saved without a manager, or cannot be read. If the
-            directory was renamed or copied, the record has another step.
-        problem: Why it cannot be read as a checkpoint of this package; empty if it can.
+        record: The manager's record in its index; None if the checkpoint was saved without a manager, or is unreadable.
+            If the directory was renamed or copied, the record has another step.
+        problem: Why the checkpoint is unreadable for this package; empty if it is readable.
     """
 
     number: int
@@ -106,25 +106,23 @@ class Step:
 
     @property
     def branch(self) -> Branch:
-        """The branch of the checkpoint."""
         return TRUNK if self.record is None else self.record.branch or TRUNK
 
     @property
     def serial(self) -> int:
-        """The number of its save among those of the folder; 0 if it was not recorded."""
+        """Returns the number of its save among the saves of the folder, or 0 if none was recorded."""
         return 0 if self.record is None else self.record.serial
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """The recorded metrics."""
         return {} if self.record is None else self.record.metrics
 
 
 def read_steps(folder: Storage, names: StepNames) -> list[Step]:
     """Reads the committed checkpoints in a folder, lowest step first.
 
-    It takes one request for each checkpoint, one for the folder and one for `LATEST`. A listing may come from a cache,
-    so the checkpoint that `LATEST` names counts even if it is not listed. Links to directories count, too. Unreadable
+    Makes one request for each checkpoint, one for the folder and one for `LATEST`. A listing may come from a cache, so
+    the checkpoint that `LATEST` names counts even if it is not listed. Links to directories also count. Unreadable
     checkpoints have a ``problem``. Raises `MetadataError` if two directories are of one step, and `ReadError` if the
     folder cannot be listed.
     """
@@ -143,16 +141,16 @@ def read_steps(folder: Storage, names: StepNames) -> list[Step]:
     for step, other in itertools.pairwise(steps):
         if step.number == other.number:
             raise MetadataError(
-                f"{folder.path}: {step.name} and {other.name} are both step {step.number}: remove one, or move it "
-                f"elsewhere"
+                f"{folder.path}: {step.name} and {other.name} are both step {step.number}. Remove one of them, or move "
+                f"it elsewhere."
             )
     return steps
 
 
 def _newest(folder: Storage) -> str:
-    """The name in `LATEST`; empty if there is none, or it is incomplete.
+    """Reads the name in `LATEST`. Returns an empty string if the file is missing or incomplete.
 
-    A cache may give an old size. Then the name's end is missing, and so is its newline.
+    If a cache returns an old size, the end of the name is missing, with its newline.
     """
     try:
         name = (folder.read(LATEST, _MAX_NAME) or b"").decode()
@@ -175,10 +173,10 @@ def _read_step(folder: Storage, numbered: tuple[int, str]) -> Step | None:
 
 
 def others(folder: Storage, names: StepNames) -> tuple[list[str], list[str]]:
-    """Looks for other contents of a folder in which `read_steps` found no checkpoint.
+    """Finds other contents of a folder in which `read_steps` found no checkpoint.
 
     Returns the names of directories and files that look like checkpoints, and of steps' directories that have data
-    without metadata. It takes one request for the folder and for each directory. Raises `ReadError`.
+    without metadata. Makes one request for the folder and for each directory. Raises `ReadError`.
     """
     try:
         files, folders = folder.listing()
@@ -187,7 +185,7 @@ def others(folder: Storage, names: StepNames) -> tuple[list[str], list[str]]:
         return [], []
     unknown, lost = list[str](), list[str]()
     for name, inside in zip(folders, in_threads(functools.partial(_files_in, folder), folders), strict=True):
-        is_step = names.step_in(name) is not None  # in its directory, data alone is what a dead save has left
+        is_step = names.step_in(name) is not None  # in a step's directory, data without metadata is of a dead save
         if any(_is_of_checkpoint(file) and not (is_step and file.endswith(".tensors")) for file in inside):
             unknown.append(name)
         elif is_step and any(map(is_data_file_name, inside)):
@@ -209,20 +207,20 @@ def _is_of_checkpoint(name: str) -> bool:
 
 # --- the names of steps' directories ----------------------------------------------------------------------------------
 
-_TRIED = (0, 7, 10, 999, 1000, 123_456, 1_234_567, 2**63 - 1)  # these reveal other bases, commas and exponents
+_TRIED = (0, 7, 10, 999, 1000, 123_456, 1_234_567, 2**63 - 1)  # they reveal other bases, commas and exponents
 
 
 class StepNames:
     """Names of steps' directories, such as ``step-20``. The number counts: ``step-000020`` is the same step.
 
     ``template`` is the name with ``{}`` for the number; ``{:06}`` pads it. ``shown`` has ``N`` instead of the number.
-    Raises `TypeError` unless it is a string, and `ValueError` unless it has one place for a number and can name a
+    Raises `TypeError` unless ``template`` is a string, and `ValueError` unless it has exactly one field and can name a
     directory.
     """
 
     def __init__(self, template: str) -> None:
         if not isinstance(template, str):
-            raise TypeError(f"name must be a str, and is {type(template).__name__}")
+            raise TypeError(f"name must be a str, got {type(template).__name__}.")
         self.template = template
         try:
             parts = [(text, field) for text, field, _, _ in string.Formatter().parse(template)]
@@ -243,11 +241,10 @@ class StepNames:
             )
 
     def name_of(self, step: int) -> str:
-        """The name of a step's directory."""
         return self.template.format(step)
 
     def step_in(self, name: str) -> int | None:
-        """The step whose directory has this name; None for other names."""
+        """Returns the step whose directory has this name, or None for other names."""
         match = self._pattern.fullmatch(name)
         return None if match is None else int(match[1])
 
@@ -258,7 +255,7 @@ class StepNames:
 def clean_up(folder: Storage, names: StepNames) -> list[str]:
     """Removes files in steps' directories that are proven to be of dead saves; see `commit.dead_files`.
 
-    Returns the names of the directories that had some.
+    Returns the names of the directories that had such files.
     """
     cleaned: list[str] = []
     if not folder.locks_are_visible:
@@ -269,7 +266,7 @@ def clean_up(folder: Storage, names: StepNames) -> list[str]:
             if names.step_in(name) is not None and _clean_up_step(folder.child(name)):
                 cleaned.append(name)
     except NotCommitted:
-        pass  # there is no folder before the first save
+        pass  # the folder does not exist before the first save
     except (CheckpointError, OSError) as error:
         logger.info("%s: files of dead saves are not removed: %s", folder.path, describe(error))
     return cleaned
@@ -290,20 +287,20 @@ def _clean_up_step(storage: Storage) -> bool:
 # --- the position of a job: its branch, and the checkpoint that it resumes from ---------------------------------------
 
 _SHOWN = 5
-_LONGEST_LINE = 64  # more checkpoints than can wait for their flush at once
+_LONGEST_LINE = 64  # more than the number of checkpoints that can wait for their flush
 
 
 @dataclass(slots=True)
 class Position:
-    """The position of a job.
+    """Position of a job among its checkpoints.
 
     Attributes:
         branch: The job's branch.
-        tip: The checkpoint that the job resumes from; None if there is none, or it is unknown.
+        tip: The checkpoint that the job resumes from; None if it does not exist or is unknown.
         numbers: The existing steps of the branch.
         names: The names of all steps' directories, on any branch.
-        others: The directories' names of steps on other branches.
-        left: The newest checkpoint, if the job has gone back to before it and has not saved since; otherwise None.
+        others: The names of the directories of steps on other branches.
+        left: The newest checkpoint if the job has gone back to an earlier step and has not saved since; otherwise None.
         step: The step of the last `save` or restore; -1 before the first.
         line: The ids of the checkpoints of this run that the job resumes from, the newest first.
         serial: The highest serial of the folder's checkpoints.
@@ -321,7 +318,7 @@ class Position:
 
     @classmethod
     def at(cls, branch: Branch, tip: Step | None, steps: Sequence[Step], step: int = -1) -> Position:
-        """The position of a job on a branch, given all checkpoints of the folder."""
+        """Makes the position of a job on a branch, given all checkpoints of the folder."""
         newest = newest_of(steps)
         left = None if newest is None or belongs(newest, branch) else newest
         numbers = {other.number for other in members(sound(steps), branch)}
@@ -345,7 +342,7 @@ class Position:
             self.names[saved.number] = saved.name
 
     def name_of(self, step: int, names: StepNames) -> str:
-        """The name of a step's directory. An existing directory may pad its number in another way."""
+        """Returns the name of a step's directory. An existing directory may pad its number differently."""
         return self.names.get(step) or names.name_of(step)
 
     def warn_of_others(self, path: str) -> None:
@@ -360,14 +357,14 @@ class Position:
 
 
 def newest_of(steps: Sequence[Step], branch: Branch | None = None) -> Step | None:
-    """The newest readable checkpoint of a branch (None: the current one); None if there is none."""
+    """Returns the newest readable checkpoint of a branch (None: the current one), or None without checkpoints."""
     readable = sound(steps)
     branch = branch or current_branch(readable)
     return next(reversed(members(readable, branch)), None) if branch else None
 
 
 def sound(steps: Sequence[Step]) -> list[Step]:
-    """The checkpoints that can be read."""
+    """Returns the readable checkpoints."""
     return [step for step in steps if not step.problem]
 
 
@@ -399,14 +396,14 @@ def first_position(folder: Storage, names: StepNames, step: int) -> Position:
 
 
 class RestoreChoice(NamedTuple):
-    """The checkpoints that a job can be restored from."""
+    """Checkpoints that a job can be restored from."""
 
-    # The wanted checkpoint, then those to fall back on. Each comes with the job's branch after restoring it.
+    # The wanted checkpoint, then the fallbacks. Each comes with the job's branch after restoring it.
     candidates: list[tuple[Step, Branch]]
     steps: list[Step]  # all checkpoints of the folder
 
     def position(self, number: int) -> Position:
-        """The job's position after restoring a candidate."""
+        """Returns the job's position after restoring a candidate."""
         step, branch = self.candidates[number]
         return Position.at(branch, step, self.steps, step.number)
 
@@ -416,15 +413,15 @@ def restorable(folder: Storage, names: StepNames, number: int | None, *, fallbac
 
     They are step ``number`` (None: the newest), and with ``fallback`` those before it.
 
-    Raises `NotCommitted` if there is no checkpoint of that step, `MetadataError` if there are only checkpoints of
-    unknown formats, and `CheckpointError` if the folder cannot be read or two directories are of one step.
+    Raises `NotCommitted` if that step has no checkpoint, `MetadataError` if the folder has only checkpoints of unknown
+    formats, and `CheckpointError` if the folder cannot be read or two directories are of one step.
     """
     unfinished = clean_up(folder, names)
     steps = read_steps(folder, names)
     branch = current_branch(sound(steps)) or TRUNK
     own = members(sound(steps), branch)
     newest = own[-1].number if own else -1
-    # The branch of an unreadable checkpoint is unknown. One beyond the newest readable one counts as the job's.
+    # The branch of an unreadable checkpoint is unknown. Beyond the newest readable one, it counts as the job's.
     candidates = [*own, *(step for step in steps if step.problem and step.number > newest)]
     if number is not None:
         asked = [step for step in steps if step.number == number]
@@ -449,10 +446,7 @@ def restorable(folder: Storage, names: StepNames, number: int | None, *, fallbac
 
 
 def _look_around(folder: Storage, names: StepNames) -> None:
-    """Checks what a folder without readable checkpoints holds.
-
-    Raises `MetadataError` for checkpoints of other names or formats, and warns of data without metadata.
-    """
+    """Raises `MetadataError` for checkpoints of other names or formats, and warns of data without metadata."""
     unknown, lost = others(folder, names)
     if metadata_file_name() in unknown:
         raise MetadataError(

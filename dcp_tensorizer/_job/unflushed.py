@@ -1,6 +1,6 @@
-"""Deals with saves that a dead job has left in local folders: they are flushed, loaded from there, or given up.
+"""Flushes saves that a dead job left in local folders, loads them from there, or gives them up.
 
-Each rank sees only the local folder of its own node. So the ranks tell each other which saves they have.
+Each rank sees only the local folder of its own node. So the ranks exchange lists of the saves that they have.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _ASK_SECONDS = 5.0  # the pause between two agreements, so that none takes longe
 
 
 class UnflushedPart(NamedTuple):
-    """A rank's part of a save that is not on the remote yet."""
+    """Part of an unflushed save, of one rank."""
 
     record: FlushRecord
-    is_confirmed: bool = False  # the rank knows that the save is committed, but another rank has the commit
+    is_confirmed: bool = False  # the rank knows that the save is committed; another rank may have the commit record
     is_alive: bool = False  # the writer that saved it is alive
 
     @property
     def committed(self) -> Mapping[str, int] | None:
-        """The files of all ranks, on the rank that commits; None on other ranks."""
+        """Returns the files of all ranks on the coordinator, and None on other ranks."""
         return None if self.record.commit is None else self.record.commit.files
 
 
 class LocalSaves(NamedTuple):
-    """The saves in a rank's local folder that are not on the remote yet."""
+    """Unflushed saves in a rank's local folder."""
 
     held: set[str]  # their existing files
     parts: list[UnflushedPart]
@@ -49,10 +49,10 @@ class LocalSaves(NamedTuple):
 
 
 class _Loss(NamedTuple):
-    """A save that will not get to the remote."""
+    """Save that will not reach the remote."""
 
-    place: str
-    files: set[str]  # the files that are known
+    directory: str  # the checkpoint's, relative to both folders
+    files: set[str]  # the known files
     reason: str
     is_known: bool  # the save is known to have been committed
 
@@ -60,9 +60,9 @@ class _Loss(NamedTuple):
 def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str]:
     """Continues the flush of saves of an earlier job. Waits for it if they can only be loaded from the remote.
 
-    If each rank has all files of a save in its local folder, it is loaded from there. Saves of a lost node are given
-    up: each rank logs an error, and their files on the remote are removed. Every rank calls it. Returns the ids of the
-    saves that were given up, the same on all ranks. Raises `WriteError` if a rank is gone.
+    A save of which each rank has all files in its local folder is loaded from there. Saves of a lost node are given
+    up: each rank logs an error, and their files on the remote are removed. Collective. Returns the ids of the given-up
+    saves, the same on all ranks. Raises `WriteError` if a rank is gone.
     """
     if flushing is None:
         return set()
@@ -80,23 +80,23 @@ def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str
     is_far = any(
         part.committed is not None and not part.committed.keys() <= held for left in everybody for part in left.parts
     )
-    (must_wait,) = agreement.largest(int(is_far))  # then all ranks have given up the lost saves
+    (must_wait,) = agreement.largest(int(is_far))  # after it, all ranks have given up the lost saves
     for loss in losses:
         if agreement.is_first:
             _clear(flushing, loss)
         if loss.is_known:
             flushing.report_lost(
-                f"{flushing.target.name}/{loss.place} is given up, and will not be on the remote: {loss.reason}"
+                f"{flushing.target.name}/{loss.directory} is given up, and will not be on the remote: {loss.reason}"
             )
         elif agreement.is_first:
-            logger.warning("%s/%s: %s, and its files are removed", flushing.target.name, loss.place, loss.reason)
+            logger.warning("%s/%s: %s, and its files are removed", flushing.target.name, loss.directory, loss.reason)
     if must_wait:
         _wait(flushing, agreement)
     return {save_id_in(name) for loss in losses for name in loss.files}
 
 
 def _whole(flushing: Flushing, record: FlushRecord) -> set[str]:
-    """The existing files of a record. Files that cannot be read count, too: the flush tries them again for a while."""
+    """Returns the existing files of a record. Unreadable files count as existing, because the flush retries them."""
     local, whole = LocalStorage(flushing.target.folder(record.place)), set[str]()
     for name, nbytes in record.files.items():
         try:
@@ -109,10 +109,10 @@ def _whole(flushing: Flushing, record: FlushRecord) -> set[str]:
 
 
 def _suspects(everybody: Sequence[LocalSaves]) -> list[tuple[list[UnflushedPart], set[str]]]:
-    """The saves that seem to be lost: the known parts of each, and the files that no rank has.
+    """Finds the saves that seem to be lost. Returns the known parts of each, and the files that no rank has.
 
-    Either no node of this job has some files of a commit, or none has the commit of some parts. Saves of a living
-    writer do not count, because a job may load the saves of another one.
+    Either no node of this job has some files of a commit, or no node has the commit of some parts. Saves of a living
+    writer do not count, because a job may load the saves of another job.
     """
     held = set[str]().union(*(left.held for left in everybody))
     parts = [part for left in everybody for part in left.parts]
@@ -131,29 +131,29 @@ def _suspects(everybody: Sequence[LocalSaves]) -> list[tuple[list[UnflushedPart]
 
 
 def _losses(flushing: Flushing, suspects: Sequence[tuple[list[UnflushedPart], set[str]]]) -> list[_Loss]:
-    """The suspects that are not on the remote either. While the remote cannot be read, none counts as lost."""
+    """Finds the suspects that are not on the remote either. If the remote cannot be read, they do not count as lost."""
     losses = []
     for parts, missing in suspects:
-        place, commit = parts[0].record.place, parts[0].committed
+        directory, commit = parts[0].record.place, parts[0].committed
         try:
-            remote = flushing.target.open(place)
+            remote = flushing.target.open(directory)
             if commit is not None:
                 missing = missing_files(remote, missing, commit)
                 reason = f"no node of this job has {min(missing, default='')}: the node that saved it is lost"
                 if missing:
-                    losses.append(_Loss(place, set(commit), reason, is_known=True))
+                    losses.append(_Loss(directory, set(commit), reason, is_known=True))
                 continue
             files = {name for part in parts for name in part.record.files}
             if files & named_files(remote, metadata_file_name()):
-                continue  # it is on the remote, but the local record does not say so yet
+                continue  # the save is on the remote, and only the local record is outdated
         except CheckpointError as error:
-            logger.warning("%s/%s cannot be read: %s", flushing.target.name, place, str(error))
+            logger.warning("%s/%s cannot be read: %s", flushing.target.name, directory, str(error))
             continue
         ranks = listed_ranks([part.record.rank for part in parts])
         is_known = any(part.is_confirmed for part in parts)
         lost = "its node is lost" if is_known else "the save was not over, or its node is lost"
         reason = f"no node of this job has its metadata, but data of rank {ranks}: {lost}"
-        losses.append(_Loss(place, files, reason, is_known))
+        losses.append(_Loss(directory, files, reason, is_known))
     return losses
 
 
@@ -161,7 +161,7 @@ def _give_up(flushing: Flushing, own: Sequence[tuple[FlushEntry, FlushRecord]], 
     """Gives up this node's part of a lost save."""
     for entry, record in own:
         if (
-            record.place == loss.place
+            record.place == loss.directory
             and loss.files & (record.files if record.commit is None else record.commit.files).keys()
         ):
             _give_up_part(flushing, entry, record, loss.reason)
@@ -177,20 +177,18 @@ def _give_up_part(flushing: Flushing, entry: FlushEntry, record: FlushRecord, re
             if is_free:
                 try:
                     flushing.queue.give_up(now, record, reason, REPORTED)
-                except (
-                    CheckpointError
-                ) as error:  # not raised, because the other ranks wait; the flush gives it up later
+                except CheckpointError as error:  # not raised, because other ranks wait; the flush retries later
                     logger.warning("%s/%s cannot be given up: %s", flushing.target.name, record.place, str(error))
                     return
                 drop(flushing.queue, now._replace(state=REPORTED), record)
                 return
-        time.sleep(_LOOK_SECONDS)  # it is being flushed, perhaps by another job
+        time.sleep(_LOOK_SECONDS)  # a flush is in progress, perhaps of another job
 
 
 def _clear(flushing: Flushing, loss: _Loss) -> None:
-    """Removes a lost save from the remote, with files of lost nodes: all have the save's id in their names."""
+    """Removes a lost save from the remote, and the files of lost nodes, whose names contain the save's id."""
     with suppress(CheckpointError, OSError):
-        remote = flushing.target.open(loss.place)
+        remote = flushing.target.open(loss.directory)
         ids, found = {save_id_in(name) for name in loss.files}, set[str]()
         with suppress(CheckpointError):
             found = {file.name for file in remote.listing()[0] if is_data_file_name(file.name)}
@@ -199,10 +197,9 @@ def _clear(flushing: Flushing, loss: _Loss) -> None:
 
 
 def _wait(flushing: Flushing, agreement: Agreement) -> None:
-    """Waits until no rank has a save to flush, or until no flush has made progress for the timeout."""
+    """Waits until no rank has a save to flush, or until no flush has made progress within the timeout."""
     logger.info(
-        "%s: waiting for the flush of saves that the job before has left in local folders: no node has all of their "
-        "files",
+        "%s: waiting for the flush of saves that an earlier job left in local folders: no node has all of their files",
         flushing.target.name,
     )
     patience, before = flushing.target.patience(), flushing.progress()

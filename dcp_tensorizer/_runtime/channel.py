@@ -1,4 +1,4 @@
-"""Messages and descriptors between two processes over a Unix socket, and the answers that all protocols share.
+"""Sends messages and descriptors between two processes over a Unix socket; defines the answers of all protocols.
 
 Both ends are the same installation on the same machine, so messages are plain pickles.
 """
@@ -22,40 +22,40 @@ from .forks import free_in_child, identity, in_child
 from .threads import Patience
 
 LOOK_SECONDS = 1.0
-"""Between two checks whether the other end is alive."""
+"""Seconds between two checks that the other end is alive."""
 
 _HEADER = struct.Struct("<QI")  # length of the pickle, number of descriptors
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The first message of a process: it has imported its modules."""
+    """The first message of a process, sent when it has imported its modules."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The bytes written so far for the request in progress; sent about once a second."""
+    """The bytes written so far for the request in progress, sent about once a second."""
 
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The request succeeded, without a result."""
+    """The answer to a request that succeeded and has no result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request failed, and had no effect. ``details`` is the traceback, as text."""
+    """The answer to a request that failed and had no effect. ``details`` is the traceback, as text."""
 
     message: str
     details: str = ""
 
 
 class Channel:
-    """Whole messages, with descriptors, over a connected Unix stream socket.
+    """A connected Unix stream socket that carries whole messages, with descriptors.
 
-    A forked child closes its copy. All methods raise `EOFError` if either end is closed.
+    Forked children close their copy. If either end is closed, all methods raise `EOFError`.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -69,11 +69,11 @@ class Channel:
     def is_ours(self) -> bool:
         """Returns whether this end is open, and its descriptor still belongs to the socket; see `Descriptor`."""
         if self._sock.fileno() >= 0 and identity(self._sock.fileno()) != self._file:
-            self._sock.detach()  # otherwise it would close a foreign file in the end
+            self._sock.detach()  # closing it later would close a file of other code
         return self._sock.fileno() >= 0
 
     def fileno(self) -> int:
-        """The descriptor to wait for; raises `EOFError`."""
+        """Returns the descriptor to poll. Raises `EOFError` if this end is closed."""
         if not self.is_ours:
             raise EOFError("this end of the channel is closed")
         return self._sock.fileno()
@@ -87,17 +87,17 @@ class Channel:
         check: Callable[[], object] = lambda: None,
         progress: Callable[[int], object] = lambda nbytes: None,
     ) -> tuple[Any, list[int]]:
-        """Sends a request, and returns its answer with the descriptors that came along.
+        """Sends a request, and returns its answer and the descriptors that came with it.
 
         Args:
             request: A message, or its pickle: see `send`.
-            fds: Descriptors to send along.
-            timeout: The seconds that the other end may be without progress.
-            check: Called about once a second. If it raises an exception, the wait ends.
-            progress: Called with the bytes of each `Progress` of the other end.
+            fds: Descriptors to send with it.
+            timeout: Seconds without progress of the other end before this raises `TimeoutError`.
+            check: Called about once a second. An exception that it raises ends the wait.
+            progress: Called with the bytes of each `Progress` message.
 
         Raises:
-            TimeoutError: the other end makes no progress.
+            TimeoutError: the other end made no progress for ``timeout`` seconds.
         """
         self.send(request, fds, timeout)
         return self.answer(timeout, check, progress)
@@ -108,7 +108,7 @@ class Channel:
         check: Callable[[], object] = lambda: None,
         progress: Callable[[int], object] = lambda nbytes: None,
     ) -> tuple[Any, list[int]]:
-        """Waits for the answer to a request that has been sent: see `ask`."""
+        """Waits for the answer to a request that was sent earlier; see `ask`."""
         before, patience = -1, Patience(timeout, 2 * LOOK_SECONDS)
         try:
             while True:
@@ -128,17 +128,17 @@ class Channel:
             raise TimeoutError(f"no answer in {timeout:g} s") from None
 
     def serve(self, answer: Callable[[Any, list[int]], tuple[object, Sequence[int]]]) -> None:
-        """Answers requests until the other end is gone.
+        """Answers requests until the other end closes.
 
-        ``answer`` takes a request and its descriptors, and returns an answer and the descriptors to send along. If it
-        raises an exception, or the request cannot be unpickled, the answer is `Failed`.
+        ``answer`` takes a request and its descriptors, and returns an answer and the descriptors to send with it.
+        If ``answer`` raises an exception, or the request cannot be unpickled, the answer is `Failed`.
         """
         while True:
             try:
                 request, fds = self.receive()
             except EOFError:
                 return
-            except Exception as error:  # it cannot be unpickled here
+            except Exception as error:  # the request cannot be unpickled
                 reply: tuple[object, Sequence[int]] = _failed(error), ()
             else:
                 try:
@@ -151,10 +151,10 @@ class Channel:
                 return
 
     def send(self, message: object, fds: Sequence[int] = (), timeout: float | None = None) -> None:
-        """Sends a message, or the bytes that `pickled` has made of one.
+        """Sends a message, or the bytes that `pickled` returned for one.
 
         Raises:
-            TimeoutError: the other end does not read it in time.
+            TimeoutError: the other end did not read it within ``timeout`` seconds.
         """
         body = message if isinstance(message, bytes) else pickled(message)
         header = _HEADER.pack(len(body), len(fds))
@@ -162,7 +162,7 @@ class Channel:
             self.fileno()
             self._sock.settimeout(timeout)
             try:
-                # Descriptors ride on the first byte of the header: SCM_RIGHTS needs at least one byte of data.
+                # Descriptors are sent with the first byte of the header: SCM_RIGHTS needs at least one byte of data.
                 if fds:
                     socket.send_fds(self._sock, [header[:1]], list(fds))
                     self._sock.sendall(header[1:])
@@ -175,9 +175,9 @@ class Channel:
                 self._sock.settimeout(None)
 
     def wait_readable(self, patience: Patience, check: Callable[[], object] = lambda: None) -> None:
-        """Waits until there is something to receive; raises `TimeoutError` when ``patience`` is over.
+        """Waits for a message. Raises `TimeoutError` when ``patience`` is over.
 
-        ``check`` is called about once a second. If it raises an exception, the wait ends.
+        ``check`` is called about once a second. An exception that it raises ends the wait.
         """
         while True:
             poll = select.poll()
@@ -189,7 +189,7 @@ class Channel:
                 raise TimeoutError
 
     def receive(self, wait: Callable[[], object] = lambda: None) -> tuple[Any, list[int]]:
-        """Receives a message. ``wait`` is called before each read, because the other end may stop within a message."""
+        """Receives a message. Calls ``wait`` before each read: the other end may stop in the middle of it."""
         self.fileno()
         try:
             wait()
@@ -203,9 +203,10 @@ class Channel:
                 body = self._read(length, wait)
                 if count != len(fds):
                     raise OSError(
-                        f"{count} descriptors were sent and {len(fds)} arrived: the descriptor limit is reached"
+                        f"the descriptor limit is reached: {len(fds)} of {count} descriptors arrived. "
+                        f"Raise the limit (ulimit -n)."
                     )
-                message = pickle.loads(body)  # which fails if it has what only the sender knows
+                message = pickle.loads(body)  # fails for classes that only the sender can import
                 undo.pop_all()
             return message, list(fds)
         except ConnectionResetError as error:
@@ -223,34 +224,34 @@ class Channel:
         return buffer
 
     def shut_down(self) -> None:
-        """Shuts the socket down for both ends, and for a thread that waits in `receive`."""
+        """Shuts down both directions of the socket, which also ends a `receive` of another thread."""
         if self.is_ours:
             with suppress(OSError):
-                # Closing is not enough: while a forked child has a copy of the socket, the other end notices nothing.
+                # Closing is not enough: while a forked child holds a copy of the socket, the other end gets no EOF.
                 self._sock.shutdown(socket.SHUT_RDWR)
 
     def hang_up(self, timeout: float) -> None:
-        """Ends sending, and waits until the other end has read all messages and closed, or the time is over."""
+        """Ends sending, and waits up to ``timeout`` seconds until the other end has read all messages and closed."""
         if self.is_ours:
-            with suppress(OSError, EOFError):  # another thread may close it meanwhile
+            with suppress(OSError, EOFError):  # another thread may close it concurrently
                 self._sock.shutdown(socket.SHUT_WR)
                 poll = select.poll()
-                poll.register(self.fileno(), 0)  # only POLLHUP, which always comes: an answer may be there to read
+                poll.register(self.fileno(), 0)  # POLLHUP only: with POLLIN, an unread answer would end the wait
                 poll.poll(timeout * 1000)
 
     def close(self) -> None:
-        """Shuts the socket down, and closes this copy of it. Idempotent."""
+        """Shuts the socket down and closes it. Idempotent."""
         self.shut_down()
         self._close_here()
 
     def _close_here(self) -> None:
-        """Closes this copy of the socket: those of other processes stay open."""
+        """Closes this process's copy of the socket without a shutdown, so that the copies of other processes work."""
         if self.is_ours:
             self._sock.close()
 
 
 def pickled(message: object) -> bytes:
-    """Returns a message as the bytes to send. Raises the errors of its objects."""
+    """Returns the bytes to send for a message. Raises the errors of pickling its objects."""
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 

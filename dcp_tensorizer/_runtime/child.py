@@ -1,7 +1,7 @@
-"""A process of this package beside the trainer: `ChildProcess` is the trainer's side, `begin` the process's own.
+"""Starts the child processes of this package. `ChildProcess` runs in the trainer, `begin` in the child.
 
-The writer process and the keeper are such processes. They are not forked. `multiprocessing` would not do: it imports
-the user's ``__main__`` again, and is forbidden in daemonic processes.
+The writer process and the keeper are such processes. They are not forked. `multiprocessing` is no alternative: it
+imports the user's ``__main__`` again, and is forbidden in daemonic processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .channel import Channel
 from .forks import Descriptor, above_standard_streams, anonymous_file, free_in_child, in_child, too_many
 
 END_SECONDS = 5.0
-"""For a process with a request in progress. An idle one ends in milliseconds."""
+"""Timeout for the end of a process with a request in progress. An idle process ends in milliseconds."""
 
 _SESSION_SECONDS = 0.05
 _KILL_SECONDS = 0.5  # a killed process ends in milliseconds, unless it hangs in the kernel
@@ -33,27 +33,27 @@ _OF_JOB = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGTSTP", "SIGXCPU")
 )
-"""Signals that terminals and schedulers send to every process of a job. The trainer decides what they do."""
+"""Signals that terminals and schedulers send to every process of a job. Child processes ignore them."""
 _unended: list[subprocess.Popen[bytes]] = []
-"""Processes that were killed and have not ended yet. A later wait reaps them, so that none stays a zombie."""
+"""Processes that were killed and have not ended yet. Later calls of `kill` reap them, so that none stays a zombie."""
 
 
 class ChildProcess:
-    """A process that is started at once, and answers one request after the other.
+    """A child process that answers one request after the other. The constructor starts it.
 
     Args:
         name: The name of the process in messages, such as "the writer process".
-        module: The module whose ``main`` runs in the process, and calls `begin` with its arguments.
+        module: The module whose ``main`` runs in the process and passes its arguments to `begin`.
         arguments: The arguments of ``main`` after those for `begin`.
-        devices: The process sees the trainer's GPUs.
-        own_session: The process has a session of its own: signals to the trainer's process group do not reach it.
+        devices: Whether the process sees the trainer's GPUs.
+        own_session: Whether to start a new session, so that signals to the trainer's process group do not reach it.
 
     Attributes:
-        is_ours: Requests may be sent. False once the process was ended, killed, or left to others, and in forked
-            children of its parent.
+        is_ours: Whether this process may send requests. False after the child was ended, killed or handed over, and in
+            forked children of the trainer.
 
     Raises:
-        OSError: memory, processes or descriptors are short.
+        OSError: memory, processes or descriptors are exhausted.
     """
 
     def __init__(
@@ -64,7 +64,6 @@ class ChildProcess:
             with ExitStack() as undo:
                 self._output = Descriptor(anonymous_file("output"))
                 undo.callback(self._output.close)
-                # above the standard streams
                 ours, theirs = (
                     socket.socket(fileno=above_standard_streams(end.detach())) for end in socket.socketpair()
                 )
@@ -87,7 +86,7 @@ class ChildProcess:
 
     @property
     def alive(self) -> bool:
-        """Returns whether a request can be sent. It cannot to a process that was killed, but hangs in the kernel."""
+        """Returns whether a request can be sent. False for a process that was killed and hangs in the kernel."""
         return self.is_ours and self._channel.is_ours and self._popen.poll() is None
 
     def _disown(self) -> None:
@@ -102,15 +101,15 @@ class ChildProcess:
     ) -> Any:
         """Sends a request, and returns its answer. The caller holds the lock.
 
-        If there is no answer, or an exception interrupts the wait, the process is killed. Otherwise the next request
-        would get this one's answer.
+        A timeout, or an exception that interrupts the wait, kills the process: otherwise the next request would get
+        the answer to this one.
 
         Raises:
             TimeoutError: the process made no progress for ``timeout`` seconds.
-            EOFError: the process has ended; the message has its exit and its last output.
+            EOFError: the process ended; the message has its exit code or signal and its last output.
         """
 
-        def check_alive() -> None:  # its own children may still hold its end of the socket open
+        def check_alive() -> None:  # no EOF: children of the process may hold its end of the socket open
             if self._popen.poll() is not None:
                 raise EOFError
 
@@ -129,7 +128,7 @@ class ChildProcess:
         return answer
 
     def _kill(self) -> int | None:
-        """Kills the process, and returns its exit code; 0 if it is not ours, None if it has not ended yet."""
+        """Kills the process. Returns its exit code, 0 in a forked child, or None if it has not ended yet."""
         self._disown()
         return kill(self._popen)
 
@@ -142,13 +141,13 @@ class ChildProcess:
         process = f"{self._name} (pid {self.pid})"
         if self.is_ours and not self._channel.is_ours:
             self._kill()
-            return f"{process} was cut off: this process has closed the socket to it (os.closerange?)"
+            return f"{process} is unreachable: code of the trainer has closed its socket (os.closerange?)"
         try:
             code: int | None = self._popen.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             code = self._kill()
         if code is None:
-            return f"{process} does not end, although it was killed: it hangs in the kernel"
+            return f"{process} was killed and has not ended: it hangs in the kernel"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         content = b""
         with suppress(OSError):
@@ -159,29 +158,29 @@ class ChildProcess:
 
 
 def begin(arguments: Sequence[str], niceness: int) -> tuple[Channel, int, list[str]]:
-    """Begins a process that `ChildProcess` has started, with a lower priority.
+    """Sets up signals, priority and channel in a process that `ChildProcess` started.
 
     Returns the channel to the trainer, a pidfd of the trainer for `at_end_of`, and the remaining arguments.
     """
     for number in _OF_JOB:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_JOB)  # the trainer has started this process with them blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_JOB)  # the trainer blocks them while it starts this process
     with suppress(OSError):
         os.nice(niceness)
     return Channel(socket.socket(fileno=int(arguments[0]))), int(arguments[1]), list(arguments[2:])
 
 
 def lower_priority(niceness: int) -> None:
-    """Lowers the priority of the calling thread, and of the threads that it will start."""
+    """Lowers the priority of the calling thread, and of the threads that it starts later."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 def set_session_priority(niceness: int, is_wanted: Callable[[], bool]) -> None:
-    """Sets the priority of this process's session, to 0 or lower, in the background.
+    """Sets the priority of this process's session, to 0 or lower, in a background thread.
 
-    It has an effect where the kernel schedules sessions. There each session gets an equal share of the processor, and
-    the niceness of a process counts only within its session. Nothing is set once ``is_wanted`` returns False.
+    This has an effect if the kernel schedules by session (autogroup): then each session gets an equal share of the CPU,
+    and the niceness of a process counts only within its session. The thread gives up once ``is_wanted`` returns False.
     """
 
     def work() -> None:
@@ -190,18 +189,18 @@ def set_session_priority(niceness: int, is_wanted: Callable[[], bool]) -> None:
                 try:
                     Path("/proc/self/autogroup").write_text(str(niceness))
                     return
-                except BlockingIOError:  # all processes of all users may do so ten times a second
+                except BlockingIOError:  # the kernel allows ten writes a second, of all processes of all users together
                     time.sleep(_SESSION_SECONDS)
 
     threading.Thread(target=work, name="priority", daemon=True).start()
 
 
 def at_end_of(trainer: int, do: Callable[[], object]) -> None:
-    """Calls a function, on a thread of its own, as soon as the trainer has ended.
+    """Calls a function in a new thread as soon as the trainer has ended.
 
-    It watches ``trainer``, a pidfd, which is -1 on systems without them. The end of the socket is not enough: a forked
-    DataLoader worker can hold it open after the trainer's death. PR_SET_PDEATHSIG would not do either: it follows the
-    thread that started the process.
+    The thread watches ``trainer``, a pidfd, or does not start if that is -1, on systems without pidfds. EOF on the
+    socket is not enough: a forked DataLoader worker can hold the socket open after the trainer's death. Neither is
+    PR_SET_PDEATHSIG, which reports the end of the thread that started the process.
     """
 
     def watch() -> None:
@@ -217,12 +216,11 @@ def at_end_of(trainer: int, do: Callable[[], object]) -> None:
 def _start(
     module: str, theirs: socket.socket, output: int, arguments: Sequence[str], *, devices: bool, own_session: bool
 ) -> subprocess.Popen[bytes]:
-    """Starts a process at the other end of a socket; raises `OSError`."""
     trainer = -1
-    with suppress(AttributeError, OSError):  # an older kernel, or a sandbox; then the socket alone shows our end
+    with suppress(AttributeError, OSError):  # old kernel or sandbox: then only the EOF of the socket reports our end
         trainer = above_standard_streams(os.pidfd_open(os.getpid()))
     try:
-        # The process inherits the mask, and unblocks these signals when it ignores them.
+        # The process inherits the mask, and unblocks these signals after it has set them to be ignored.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_JOB)
         try:
             popen = subprocess.Popen(
@@ -244,22 +242,23 @@ def _start(
 
 
 def _leave_to_parent(popen: subprocess.Popen[bytes]) -> None:
-    popen.returncode = 0  # it can be neither waited for nor killed here
+    popen.returncode = 0  # a forked child can neither wait for the process nor kill it
 
 
 def kill(popen: subprocess.Popen[bytes]) -> int | None:
-    """Kills a process, and returns its exit code; None if it hangs in the kernel and ends later.
+    """Kills a process. Returns its exit code, or None if the process hangs in the kernel and ends later.
 
-    It waits with a timeout: without one, `wait` takes a lock, whose holder a signal handler may have interrupted.
+    The wait has a timeout, because `wait` without one takes a lock, and a signal handler may have interrupted the
+    holder of that lock.
     """
-    with suppress(PermissionError):  # the trainer is another user since; the process ends with its socket
+    with suppress(PermissionError):  # the trainer has changed its user; the process ends at the socket's EOF
         popen.kill()
     with suppress(subprocess.TimeoutExpired):
         popen.wait(_KILL_SECONDS)
     _unended.append(popen)
     for killed in list(_unended):
         if killed.poll() is not None:
-            with suppress(ValueError):  # another thread has just removed it
+            with suppress(ValueError):  # another thread has removed it
                 _unended.remove(killed)
     return popen.returncode
 
@@ -267,19 +266,19 @@ def kill(popen: subprocess.Popen[bytes]) -> int | None:
 # --- starting the interpreter, with the trainer's modules -------------------------------------------------------------
 #
 # The process must find the modules that the trainer finds, because its messages are pickles, and a storage may need a
-# plugin. But a ``queue.py`` among the trainer's scripts must not replace that of the standard library. So the standard
-# library comes before all of the trainer's ``sys.path``, and PYTHONPATH and the working directory do not count.
+# plugin. But a ``queue.py`` among the trainer's scripts must not shadow the standard library's. So the standard library
+# comes before all of the trainer's ``sys.path``, and PYTHONPATH and the working directory are ignored.
 
 _PATH = "DCP_TENSORIZER_PATH"
 _GPUS = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")  # no context, no GPU memory
 _THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 OWN_VARIABLES = frozenset({*_GPUS, *_THREADS, "PYTHONPATH"})
-"""The environment variables that a process of this package does not take from its trainer."""
+"""The environment variables that a child process does not inherit from the trainer."""
 
-# With -S the path is the standard library alone, and with -c a first entry for the working directory, which is not
-# there under PYTHONSAFEPATH and before Python 3.11 cannot be switched off. Only then come the installed packages (site)
-# and what the trainer has. A zip file or an archive of an editable install is found as any other entry.
+# -S limits the path to the standard library. -c adds a first entry for the working directory, except under
+# PYTHONSAFEPATH. Before Python 3.11 it cannot be switched off, so it is removed here. Then the installed packages
+# (site) and the trainer's entries are appended, among them zip files and the archives of editable installs.
 _START = f"""
 import sys
 sys.path[:] = library = [entry for entry in sys.path if entry]
@@ -295,12 +294,12 @@ from importlib import import_module
 import_module(sys.argv[1]).main(sys.argv[2:])
 """
 
-# The modules that such a process imports, apart from those of a storage.
+# The modules that a child process imports, apart from those of a storage.
 _NEEDED = (__name__.partition(".")[0], "fsspec", "isal", "numpy", "torch", "xxhash")
 
 
 def interpreter() -> list[str]:
-    """The beginning of a command line, which goes on with a module, whose ``main`` is called, and its arguments."""
+    """Returns the start of a command line. Append a module, whose ``main`` is called, and its arguments."""
     flags = {"-E": sys.flags.ignore_environment, "-s": sys.flags.no_user_site}
     as_here = [flag for flag, is_set in flags.items() if is_set]
     names_of_files = f"utf8={int(sys.flags.utf8_mode)}"
@@ -308,14 +307,14 @@ def interpreter() -> list[str]:
 
 
 def environment(devices: bool) -> dict[str, str]:
-    """The trainer's environment, with the path of its modules. Without ``devices``, its GPUs are hidden."""
+    """Returns the trainer's environment with its module path. Hides its GPUs unless ``devices``."""
     given = {name: value for name, value in process_context.environment().items() if name != "PYTHONPATH"}
-    # The entries in which the needed modules were found come first. Otherwise an entry that the trainer has put before
-    # them since could replace these modules.
+    # The entries in which the needed modules were found come first: an entry that the trainer has prepended since could
+    # shadow these modules.
     entries = [entry for entry in sys.path if isinstance(entry, str)]
     try:
         entries = [os.path.abspath(entry) for entry in entries]
-    except FileNotFoundError:  # the working directory has been removed, and what is relative to it leads nowhere
+    except FileNotFoundError:  # the working directory was removed: relative entries cannot be resolved
         entries = [entry for entry in entries if os.path.isabs(entry)]
     files = [file for name in _NEEDED if (file := getattr(sys.modules.get(name), "__file__", None))]
     homes = {os.path.dirname(os.path.dirname(os.path.abspath(str(file)))) for file in files}

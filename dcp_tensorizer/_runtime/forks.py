@@ -1,13 +1,13 @@
-"""Keeps a forked child from using what belongs to its parent.
+"""Prevents forked children from using resources of their parent.
 
-A child has copies of its parent's objects, but the threads, processes and memory behind them are the parent's. If the
-child ended one, it would end it for the parent. Locks stay as they were at the fork, held by threads that the child
-does not have. So each such object registers, when it is made, what happens to it in a child:
+A child has copies of its parent's objects, but the threads, processes and memory behind them are the parent's. A child
+that released one would release it for the parent. Locks stay as they were at the fork, held by threads that do not
+exist in the child. So each such object registers in its constructor what happens to it in a child:
 
 - a lock becomes free (`free_in_child`);
 - a finalizer does nothing (`Finalizer`);
-- anything else has a function of its own (`in_child`), which closes a descriptor, for example;
-- and an object may ask whether it is still in the process that made it (`Home`).
+- any other object registers a function (`in_child`), which closes a descriptor, for example;
+- an object can check whether it is in the process that made it (`Home`).
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from typing import Any, TypeVar
 
 _T = TypeVar("_T")
 
-# Not a WeakKeyDictionary, which calls Python code when an owner is freed. If a signal handler raised an exception
-# there, such as SystemExit, the interpreter would drop it. Each key is a number that is used once: the `id` of a dead
-# owner may be a new owner's already.
+# Not a WeakKeyDictionary, which calls Python code when an owner is freed: the interpreter ignores an exception that a
+# signal handler raises there, such as SystemExit. Each key is a number that is used once, because the `id` of a dead
+# owner may belong to a new owner.
 _numbers = itertools.count()
 _owners: dict[int, tuple[weakref.ref[Any], Callable[[Any], object]]] = {}
 _FEW = 64
-_most = _FEW  # entries before dead owners are removed
+_most = _FEW  # when there are this many entries, dead owners are removed
 
 
 def in_child(owner: _T, release: Callable[[_T], object]) -> None:
     """Registers ``release(owner)`` for each child that this process forks while the owner lives.
 
-    The function must not wait for a lock. An owner has at most one.
+    ``release`` must not wait for a lock. An owner registers at most one function.
     """
     global _most
     if len(_owners) >= _most:
-        for number, (reference, _) in _owners.copy().items():  # a copy is made at once, whatever other threads do
+        for number, (reference, _) in _owners.copy().items():  # the copy is atomic: other threads may register owners
             if reference() is None:
                 _owners.pop(number, None)
         _most = max(_FEW, 2 * len(_owners))
@@ -51,14 +51,14 @@ def in_child(owner: _T, release: Callable[[_T], object]) -> None:
 
 
 def keep_from_children(mapping: mmap.mmap) -> None:
-    """Leaves the pages of a mapping to this process: forked children have a hole there, and never unmap it."""
+    """Excludes the pages of a mapping from forked children, which have a hole there and never unmap it."""
     in_child(mapping, _never_free)
     if hasattr(mmap, "MADV_DONTFORK"):
         mapping.madvise(mmap.MADV_DONTFORK)
 
 
 def _never_free(mapping: mmap.mmap) -> None:
-    """Keeps the mapping's Python object: freeing it would unmap what the child has put at that address."""
+    """Leaks the mapping's Python object, because freeing it would unmap what the child has mapped at that address."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
 
 
@@ -69,7 +69,7 @@ def free_in_child(lock: _T) -> _T:
 
 
 def _free(lock: Any) -> None:
-    is_owned = getattr(lock, "_is_owned", None)  # the forking thread goes on in the child, and releases it there
+    is_owned = getattr(lock, "_is_owned", None)  # the forking thread continues in the child, and releases it there
     if is_owned is None or not is_owned():
         lock._at_fork_reinit()
 
@@ -85,10 +85,10 @@ class Finalizer(weakref.finalize):  # type: ignore[type-arg]
         in_child(self, Finalizer.detach)
 
     def __call__(self, _: object = None) -> Any:
-        """Ends it; does nothing in a forked child.
+        """Calls the finalizer, except in a forked child.
 
-        In a child the interpreter first clears the parent's other threads, and only then calls what was registered.
-        So owners that only those threads held die while locks are still held.
+        In a child the interpreter clears the parent's other threads before it calls the registered functions. So owners
+        that only those threads referenced are freed while locks are still held.
         """
         if self._pid == os.getpid():
             return super().__call__(_)
@@ -97,7 +97,7 @@ class Finalizer(weakref.finalize):  # type: ignore[type-arg]
 
 
 class Home:
-    """The process to which an object belongs. Its copy in a forked child is not at home there."""
+    """The process that made an object."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -105,19 +105,20 @@ class Home:
 
     @property
     def is_here(self) -> bool:
-        """Returns whether this process has made the object."""
+        """Returns whether this process made the object. False in a forked child."""
         return self._pid == os.getpid()
 
     def _leave(self) -> None:
-        self._pid = 0  # in a new namespace the child may have its parent's number
+        self._pid = 0  # in a new PID namespace the child may have its parent's pid
 
 
 def _release() -> None:
-    # All owners are kept alive until the last function has run: it may free others, whose finalizers would end things.
+    # References to all owners are held until the last function has run: a function may free another owner, whose
+    # finalizer would release a resource of the parent.
     owners = [(reference(), release) for reference, release in list(_owners.values())]
     for owner, release in owners:
         if owner is not None:
-            with suppress(Exception):  # the other functions must run
+            with suppress(Exception):  # the functions of the other owners must run
                 release(owner)
 
 
@@ -127,15 +128,15 @@ if hasattr(os, "register_at_fork"):
 
 # --- long-lived descriptors -------------------------------------------------------------------------------------------
 #
-# A daemon may close all descriptors (``os.closerange``). A file that is opened later may get the same number, and must
-# not be used by mistake. So the file behind a number is checked before each use.
+# A daemon may close all descriptors (``os.closerange``), and a file that is opened later may get the same number. So
+# the file behind a descriptor is checked before each use.
 
 _LAST_STANDARD_STREAM = 2
 _OF_SAVE = 7  # descriptors that are open at once while the writer process starts; listed in docs/failures.md
 
 
 def identity(fd: int) -> tuple[int, int] | None:
-    """Device and inode of an open file; None if the descriptor is closed."""
+    """Returns the device and inode of an open file, or None if the descriptor is closed."""
     try:
         status = os.fstat(fd)
     except OSError:
@@ -144,7 +145,7 @@ def identity(fd: int) -> tuple[int, int] | None:
 
 
 class Descriptor:
-    """Owns an open descriptor, which is closed with this object, by `close`, and in forked children."""
+    """An open descriptor. It is closed by `close`, when this object is freed, and in forked children."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -159,9 +160,9 @@ class Descriptor:
 
     @property
     def number(self) -> int:
-        """The number; raises `OSError` if it no longer belongs to the file."""
+        """Returns the number. Raises `OSError` if it no longer belongs to the file."""
         if not self.is_ours:
-            raise OSError(errno.EBADF, f"{os.strerror(errno.EBADF)}: this process has closed it (os.closerange?)")
+            raise OSError(errno.EBADF, f"{os.strerror(errno.EBADF)}: other code has closed it (os.closerange?)")
         return self._fd
 
     def close(self) -> None:
@@ -170,9 +171,9 @@ class Descriptor:
 
 
 def anonymous_file(name: str) -> int:
-    """Makes a file in memory, without a name; on systems other than Linux a temporary file.
+    """Makes an unnamed file in memory, or a temporary file on systems other than Linux.
 
-    Raises `OSError`, with advice, if it is refused or no descriptor is free.
+    Raises `OSError`, with advice, if the system refuses it or no descriptor is free.
     """
     if hasattr(os, "memfd_create"):
         try:
@@ -184,26 +185,26 @@ def anonymous_file(name: str) -> int:
                 raise
             raise OSError(
                 error.errno,
-                f"{os.strerror(error.errno)}: the system refuses memfd_create, by which processes share memory: allow "
-                f"that call in the sandbox's rules (seccomp), and by vm.memfd_noexec=0 or 1",
+                f"{os.strerror(error.errno)}: the system refuses memfd_create, which allocates memory that processes "
+                f"share: allow that call in the sandbox's rules (seccomp), and by vm.memfd_noexec=0 or 1",
             ) from error
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
 
 def too_large() -> str:
-    """Explains why the system called a file too large, with what to do."""
+    """Explains EFBIG, with what to do."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit == resource.RLIM_INFINITY:
         return "the file system does not allow a file of that size"
     return (
-        f"this process may not make a file, on disk or in memory, of more than {limit:,} bytes: raise that limit "
+        f"this process may not make files, on disk or in memory, of more than {limit:,} bytes: raise that limit "
         f"(ulimit -f)"
     )
 
 
 def too_many(error: OSError) -> str | None:
-    """Explains a shortage of descriptors, with what to do; None for other errors."""
+    """Explains EMFILE and ENFILE, with what to do. Returns None for other errors."""
     if error.errno == errno.EMFILE:
         limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         allowed = "any number" if most == resource.RLIM_INFINITY else f"{most:,}"
@@ -217,10 +218,10 @@ def too_many(error: OSError) -> str | None:
 
 
 def above_standard_streams(fd: int) -> int:
-    """Moves an open file away from the descriptors 0 to 2; returns its number.
+    """Moves an open file to a descriptor above 2. Returns its number.
 
-    These are the standard streams, which a daemon closes. A file there would get what is printed, and a child process
-    would inherit it as a stream.
+    If a daemon has closed the standard streams, a new file may get one of their numbers. It would receive what is
+    printed, and a child process would inherit it as a stream.
     """
     if fd > _LAST_STANDARD_STREAM:
         return fd

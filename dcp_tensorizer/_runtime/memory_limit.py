@@ -1,4 +1,4 @@
-"""The memory that can still be allocated on this machine, and within the limits of this process's cgroups."""
+"""Measures the free memory of this machine, within the limits of this process's cgroups."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ..errors import StagingError
 
 
 def check_headroom(nbytes: int, *, allocated: int = 0) -> None:
-    """Raises `StagingError` if memory is short, because beyond a cgroup's limit the kernel kills the process.
+    """Raises `StagingError` if ``nbytes`` bytes, of which ``allocated`` are allocated already, exceed the free memory.
 
-    Of the ``nbytes`` bytes ``allocated`` are allocated already.
+    Beyond a cgroup's limit the kernel kills the process.
     """
     available = available_memory()
     if available is not None and nbytes - allocated > available:
@@ -23,7 +23,7 @@ def check_headroom(nbytes: int, *, allocated: int = 0) -> None:
 
 
 def available_memory() -> int | None:
-    """The bytes that can still be allocated on this machine and in this cgroup; None if unknown. Page cache is free."""
+    """Returns the free bytes of this machine and this cgroup, or None if unknown. Page cache counts as free."""
     bounds = [] if (in_cgroup := cgroup_headroom()) is None else [in_cgroup]
     with suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -32,7 +32,10 @@ def available_memory() -> int | None:
 
 
 def cgroup_headroom(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The bytes below the tightest memory limit of this process's cgroups and their ancestors. Page cache is free."""
+    """Returns the free bytes below the tightest memory limit of this process's cgroups and their ancestors.
+
+    Returns None if there is no limit. Page cache counts as free.
+    """
     try:
         lines = own.read_text().splitlines()
     except OSError:
@@ -44,14 +47,14 @@ def cgroup_headroom(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
             continue
         top = root / "memory" if is_v1 else root
         group = top / path.lstrip("/")
-        # In a container, version 1 gives the host's path, and the container's own group is at the root.
+        # In a container, version 1 gives the host's path, but the container's group is mounted at the root.
         for folder in (group, *group.parents):
             if folder.is_relative_to(top) and (room := _room(folder, *(_V1 if is_v1 else _V2))) is not None:
                 bounds.append(room)
     return min(bounds, default=None)
 
 
-# The files of a cgroup's limit and use, and the prefix in memory.stat of figures that include its descendants.
+# The files of the limit and the usage of a cgroup, and the prefix in memory.stat of totals that include descendants.
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
@@ -59,9 +62,9 @@ _V2 = ("memory.max", "memory.current", "")
 
 
 def _room(group: Path, limit: str, used: str, prefix: str) -> int | None:
-    """The bytes below a cgroup's own limit; None if it has none."""
+    """Returns the free bytes below a cgroup's own limit, or None without a limit."""
     try:
-        allowed = int((group / limit).read_text())  # without a limit, version 2 says "max", version 1 nearly 2**63
+        allowed = int((group / limit).read_text())  # no limit is "max" in version 2, nearly 2**63 in version 1
         taken = int((group / used).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         cached = int(stat.get(f"{prefix}inactive_file", 0)) + int(stat.get(f"{prefix}active_file", 0))

@@ -1,7 +1,7 @@
 """The process context of a save: the environment, the working directory, the umask and the groups of the trainer.
 
-It is sent to the process that writes the save, which forgets the context that it was started with: keys in environment
-variables are rotated, and a job may set its umask or its group after the first save.
+The trainer sends it with each save, and the writer process applies it: jobs rotate the credentials in environment
+variables, and may change their umask or group after the first save.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 _STATUS = "/proc/thread-self/status"
-_OF_OWNER = 0o600  # a umask without these would make files that their own process cannot open
+_OF_OWNER = 0o600  # a umask with these bits makes files that their owner cannot open
 _MORE_SAMPLES = 7
 _SAMPLE_SECONDS = 0.001
 
@@ -23,7 +23,7 @@ Identity = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, repr=False)  # the environment holds secrets
 class ProcessContext:
-    """The properties of a process that affect its saves. One is None if it is unknown, or the directory is gone."""
+    """The properties of a process that affect its saves. None means unknown, or a removed working directory."""
 
     pid: int
     environment: Mapping[str, str]
@@ -33,13 +33,13 @@ class ProcessContext:
 
     @classmethod
     def here(cls) -> ProcessContext:
-        """The context of this process now."""
+        """Returns the current context of this process."""
         return cls(os.getpid(), environment(), current_umask(), _directory(), identity_of_process())
 
     def take_on(self, kept: Collection[str] = ()) -> None:
-        """Gives this process the environment, the umask and the working directory, unless it has them already.
+        """Applies the environment, the umask and the working directory to this process, unless it is their origin.
 
-        The environment variables in ``kept`` stay as they are.
+        Does not change the environment variables in ``kept``.
         """
         if self.pid == os.getpid():
             return
@@ -52,10 +52,10 @@ class ProcessContext:
         if self.umask is not None:
             os.umask(self.umask)
         if self.directory is not None and self.directory == _directory():
-            return  # it is there already: changing to it could hang with its server
+            return  # chdir could hang if the server of the directory hangs
         try:
             os.chdir(self.directory or "/")
-        except OSError:  # removed since, or hidden from this process
+        except OSError:  # removed since, or not accessible to this process
             os.chdir("/")
 
 
@@ -66,26 +66,27 @@ def _directory() -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """The environment variables of this process. Other threads may change them meanwhile.
+    """Returns the environment variables of this process, which other threads may change concurrently.
 
-    A program may replace ``os.environ`` by a plain dict, as tests do. Entries that are not text are left out.
+    Omits entries that are not str: a program may replace ``os.environ`` by a plain dict, as tests do.
     """
     found = {name: os.environ.get(name) for name in list(os.environ)}
     return {name: value for name, value in found.items() if isinstance(name, str) and isinstance(value, str)}
 
 
 def identity_of_process() -> Identity:
-    """The users and groups of this process, and its supplementary groups."""
+    """Returns the user ids, group ids and supplementary groups of this process."""
     if not hasattr(os, "getresuid"):
         return (os.getuid(), os.geteuid()), (os.getgid(), os.getegid()), tuple(os.getgroups())
     return os.getresuid(), os.getresgid(), tuple(os.getgroups())
 
 
 def current_umask() -> int | None:
-    """Reads the umask without setting it; None if the system does not show it.
+    """Reads the umask without setting it. Returns None if the system does not show it.
 
-    Libraries read the umask by setting another one, and setting it back. If a thread does that at this moment, readings
-    differ, or show a umask that no file can have. Then the most frequent of some more readings is used.
+    Libraries read the umask by setting another one and restoring it. If another thread does that concurrently, readings
+    differ, or show a umask with which the owner cannot open files. Then more readings are taken, and the most frequent
+    one is returned.
     """
     readings = [_read_umask(), _read_umask()]
     if readings[0] is None or (readings[0] == readings[1] and not readings[0] & _OF_OWNER):

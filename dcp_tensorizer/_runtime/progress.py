@@ -1,4 +1,4 @@
-"""The progress of loads and saves, for users' callbacks and for the log."""
+"""Reports the progress of loads and saves to callbacks of users and to the log."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ _SECONDS = 1.0
 
 
 class TransferProgress:
-    """Reports the progress of a load or a save to a callback, and every ``log_seconds`` to the log.
+    """A reporter of the progress of a load or a save to a callback, and every ``log_seconds`` to the log.
 
-    ``doing`` is the work on ``path``, for the log. If the callback raises an error, it is logged, and the callback is
-    not called again.
+    ``doing`` names the work on ``path`` in the log. An exception of the callback is logged, and ends the calls.
     """
 
     def __init__(
@@ -29,7 +28,7 @@ class TransferProgress:
         self._began = self._logged_at = time.perf_counter()
 
     def __call__(self, done: int, total: int) -> None:
-        """Reports the bytes done and the bytes in total. One thread at a time calls it."""
+        """Reports the bytes done and the bytes in total. Not thread-safe."""
         if self._callback is not None:
             try:
                 self._callback(done, total)
@@ -45,7 +44,7 @@ class TransferProgress:
 
 @contextmanager
 def each_second(do: Callable[[], object]) -> Iterator[None]:
-    """Calls a function about once a second while a block runs, on a thread of its own if one can be started."""
+    """Calls a function about once a second while a block runs, in a new thread. Without threads, does not call it."""
     is_over = threading.Event()
 
     def run() -> None:
@@ -55,7 +54,7 @@ def each_second(do: Callable[[], object]) -> Iterator[None]:
     thread = threading.Thread(target=run, name="progress", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # the interpreter is ending, or a limit is reached: the block runs all the same
+    except RuntimeError:  # the interpreter is exiting, or the thread limit is reached: run the block without calls
         yield
         return
     try:

@@ -6,15 +6,15 @@ import torch.distributed as dist
 
 
 def is_distributed() -> bool:
-    """Returns whether there is a default process group."""
+    """Returns whether the default process group is initialized."""
     return dist.is_available() and dist.is_initialized()
 
 
 def rank_of_job() -> int:
-    """The rank of this process."""
+    """Returns the rank of this process, 0 without a process group."""
     return dist.get_rank() if is_distributed() else 0
 
 
 def world_size_of_job() -> int:
-    """The number of ranks."""
+    """Returns the number of ranks, 1 without a process group."""
     return dist.get_world_size() if is_distributed() else 1

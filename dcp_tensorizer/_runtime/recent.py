@@ -1,4 +1,4 @@
-"""A bounded cache of results by the digests of their inputs, so that repeated saves make them once."""
+"""A bounded cache of results by the digests of their inputs, so that repeated saves compute them once."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ def _one(result: object) -> int:
 
 
 class Recent(Generic[_T]):
-    """A cache of the last results. A key is a digest of contents, so a result may be lost, but is never wrong.
+    """A thread-safe cache of the most recent results. Keys are digests of contents, so no entry is ever stale.
 
-    It keeps ``most`` results, or results whose sizes (``size``) add up to ``most``. Several threads may use it. A copy,
-    also one in another process, is empty.
+    It holds ``most`` results, or results whose sizes (``size``) add up to at most ``most``. A copy or an unpickled
+    cache is empty.
     """
 
     def __init__(self, most: int, size: Callable[[_T], int] = _one) -> None:
         self._most = self._room = most
         self._size = size
         self._results: OrderedDict[Any, _T] = OrderedDict()
-        # reentrant, because a signal handler that saves may interrupt its holder
+        # Reentrant, because a signal handler that saves may interrupt its holder.
         self._changing = free_in_child(threading.RLock())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Recent, (self._most, self._size)
 
     def find(self, key: object) -> _T | None:
-        """The result for a key; None if there is none."""
+        """Returns the result for a key, or None."""
         return self._results.get(key)
 
     def keep(self, key: object, result: _T) -> None:
-        """Adds a result, and removes the oldest ones if there are too many."""
+        """Adds a result, and removes the oldest ones beyond the limit."""
         with self._changing:
             if key in self._results:
                 self._room += self._size(self._results.pop(key))

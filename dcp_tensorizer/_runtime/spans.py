@@ -1,4 +1,4 @@
-"""Spans: what a save or a load did, and when, in all of its threads and processes."""
+"""Spans: the timed steps of a save or a load, in all of its threads and processes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ class Span(NamedTuple):
     """A span of time, on the clock that all processes of a host share (``time.perf_counter()``)."""
 
     name: str
-    """The kind of work: a name of `PARENTS`."""
+    """The step: a key of `PARENTS`."""
     began: float
-    """Seconds."""
+    """Start, in seconds."""
     ended: float
-    """Seconds."""
+    """End, in seconds."""
     file: str = ""
-    """The data file that was written or read; empty if there is none."""
+    """The data file that was written or read, or empty."""
     nbytes: int = 0
     """Bytes that were written or read."""
     verify_seconds: float = 0.0
-    """Of a read: time for comparing the data with its digests, added up over threads."""
+    """In a read, the time for checking the data against its digests, summed over threads."""
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Returns the duration."""
         return self.ended - self.began
 
 
@@ -47,11 +47,11 @@ PARENTS = {
     "read": "load",
     "read file": "read",
 }
-"""The span that contains each span; empty for those that are in none. `encode` and `finish` belong to the file of the
-same name.
+"""The parent of each span, or empty for a root. The parent of `encode` and `finish` is the `file` span with the same
+``file``.
 """
 
 
 def clock_offset() -> float:
-    """The seconds that turn a time of a span into one of ``time.time()``. It is measured now."""
+    """Measures the offset of ``time.time()`` from the clock of spans, in seconds."""
     return time.time() - time.perf_counter()

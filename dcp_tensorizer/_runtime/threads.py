@@ -1,4 +1,4 @@
-"""Threads that wait for servers in parallel, threads for background work, and time limits."""
+"""Thread pools for requests, background threads, timeouts, and the switch interval."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _CHECK_SECONDS = 0.001
 
 
 class Deadline:
-    """The common end of several waits, ``timeout`` seconds from now; None: never."""
+    """The common end of several waits, ``timeout`` seconds from now. With None there is no end."""
 
     def __init__(self, timeout: float | None) -> None:
         self._end = None if timeout is None else time.monotonic() + timeout
 
     @property
     def left(self) -> float | None:
-        """The seconds that are left, at least 0; None if there is no limit."""
+        """Returns the remaining seconds, at least 0, or None without a limit."""
         return None if self._end is None else max(0.0, self._end - time.monotonic())
 
     def within(self, seconds: float) -> float:
-        """``seconds``, or what is left if that is less."""
+        """Returns ``seconds``, or the remaining seconds if they are fewer."""
         left = self.left
         return seconds if left is None else min(seconds, left)
 
@@ -41,10 +41,10 @@ NEVER = Deadline(None)
 
 
 class Patience:
-    """A timeout without progress, for a caller that polls.
+    """A timeout since the last progress, for a caller that polls.
 
-    Between two checks at most ``between_checks`` seconds count, and at most a third of ``timeout``. So a job that was
-    suspended does not time out: while it was, neither side could make progress.
+    The time between two checks counts for at most ``between_checks`` seconds, and at most a third of ``timeout``. So a
+    suspended job does not time out: neither side could make progress while the job was suspended.
     """
 
     def __init__(self, timeout: float, between_checks: float) -> None:
@@ -52,29 +52,29 @@ class Patience:
         self.renew()
 
     def renew(self) -> None:
-        """Records progress: the time begins again."""
+        """Records progress, which restarts the timeout."""
         self._waited, self._last = 0.0, time.monotonic()
 
     def within(self, seconds: float) -> float:
-        """``seconds``, or what is left if that is less."""
+        """Returns ``seconds``, or the remaining seconds if they are fewer."""
         return min(seconds, max(0.0, self._timeout - self._waited))
 
     def is_over(self) -> bool:
-        """Checks the time; returns whether there has been no progress for too long."""
+        """Checks the time. Returns whether the timeout has passed without progress."""
         now = time.monotonic()
         self._waited, self._last = self._waited + min(now - self._last, self._between_checks), now
         return self._waited >= self._timeout
 
 
 class Hung(Exception):
-    """An operation has timed out. Its thread is left behind."""
+    """An operation that timed out. Its thread may still run."""
 
 
 class Workers(ThreadPoolExecutor):
-    """A pool of threads whose `shutdown` always waits for the work, because the caller then frees what the work uses.
+    """A thread pool whose `shutdown` always waits for the work, because the caller then frees memory of the work.
 
-    If a signal handler raises an exception meanwhile, such as KeyboardInterrupt, it is raised when the work is done.
-    Once the main thread has ended, Python starts no more threads. Then the calling thread does the work.
+    `shutdown` delays an exception of a signal handler, such as KeyboardInterrupt, until the work is done. After the
+    main thread has ended, Python starts no threads, so `submit` runs the work in the calling thread.
     """
 
     def __init__(self, max_workers: int, thread_name_prefix: str) -> None:
@@ -91,9 +91,9 @@ class Workers(ThreadPoolExecutor):
             return future
         except RuntimeError as error:
             if self._is_shut or not str(error).startswith("cannot schedule"):
-                work.drop()  # no more threads can be started, but a running one may have taken it
+                work.drop()  # no thread could be started, but a running one may have taken the work
                 raise
-        except BaseException:  # raised by a signal handler: a thread may or may not have taken the work
+        except BaseException:  # of a signal handler: a thread may have taken the work
             work.drop()
             raise
         inline: Future[_T] = Future()
@@ -108,7 +108,7 @@ class Workers(ThreadPoolExecutor):
             super().shutdown()
 
     def _wait(self) -> None:
-        # Without a lock: an exception of a signal handler could leave it locked, and the work would wait for it.
+        # Polls, because an exception of a signal handler could leave a lock locked that the work needs.
         while self._unfinished:
             time.sleep(_CHECK_SECONDS)
 
@@ -128,14 +128,14 @@ class _Work(Generic[_T]):
             return operation()
 
     def drop(self) -> None:
-        """Keeps the operation from beginning; if it is running, waits for it."""
+        """Prevents the operation from starting. If it is running, waits for it."""
         self._operation = None
         _surely(self._doing.acquire)
         self._doing.release()
 
 
 def _surely(wait: Callable[[], object]) -> None:
-    """Waits to the end. If signal handlers raise exceptions meanwhile, the last one is raised then."""
+    """Calls ``wait`` until it returns. Then raises the last exception of a signal handler that interrupted it."""
     interrupted: BaseException | None = None
     while True:
         try:
@@ -153,17 +153,16 @@ def _surely(wait: Callable[[], object]) -> None:
 def is_running(thread: threading.Thread) -> bool:
     """Returns whether a thread has been started and has not ended.
 
-    Before Python 3.13 ``is_alive`` cannot be trusted: after an exception of a signal handler in ``join``, such as
-    KeyboardInterrupt, it is False. A thread that ends removes itself from ``threading.enumerate``; only the main thread
-    does not.
+    Before Python 3.13 ``is_alive`` is not reliable: it is False after an exception of a signal handler in ``join``,
+    such as KeyboardInterrupt. A thread that ends removes itself from ``threading.enumerate``, except the main thread.
     """
     return thread in threading.enumerate() and (thread is not threading.main_thread() or thread.is_alive())
 
 
 def in_threads(operation: Callable[[_Subject], _T], subjects: Sequence[_Subject]) -> list[_T]:
-    """Calls ``operation`` for each subject, in parallel, because each call waits for a server.
+    """Calls ``operation`` for each subject in parallel threads, because each call waits for a server.
 
-    Returns the results in the order of ``subjects``. Raises what a call raises.
+    Returns the results in the order of ``subjects``. Raises the exception of the first call that failed.
     """
     if len(subjects) < 2:
         return [operation(subject) for subject in subjects]
@@ -172,14 +171,14 @@ def in_threads(operation: Callable[[_Subject], _T], subjects: Sequence[_Subject]
 
 
 def in_background(operation: Callable[[], _T], *, name: str = "request", daemon: bool = False) -> Future[_T]:
-    """Starts ``operation`` in a thread of its own; returns a future of its result.
+    """Starts ``operation`` in a new thread. Returns a future of its result.
 
-    If no thread can be started, the calling thread runs it. The interpreter does not wait for a ``daemon`` at its exit.
+    If no thread can be started, the calling thread runs it. At exit the interpreter does not wait for a ``daemon``.
     """
     future: Future[_T] = Future()
     try:
         threading.Thread(target=_run, args=(future, operation), name=name, daemon=daemon).start()
-    except RuntimeError:  # no more threads: the interpreter is ending, or a limit of the system
+    except RuntimeError:  # the interpreter is exiting, or the thread limit is reached
         _run(future, operation)
         error = future.exception()
         if error is not None and not isinstance(error, Exception):
@@ -188,10 +187,10 @@ def in_background(operation: Callable[[], _T], *, name: str = "request", daemon:
 
 
 def in_time(operation: Callable[[], _T], timeout: float) -> _T:
-    """Runs an operation that may hang in the kernel; raises `Hung` after ``timeout`` seconds.
+    """Runs an operation that may hang in the kernel. Raises `Hung` after ``timeout`` seconds.
 
-    Then its thread is left behind, and the interpreter's exit does not wait for it. An exception of a signal handler is
-    raised once the operation is over or given up.
+    After a timeout the thread may still run, and the interpreter's exit does not wait for it. Exceptions of signal
+    handlers are delayed until the operation has ended or timed out.
     """
     doing, end = in_background(operation, name="in-time", daemon=True), Deadline(timeout)
     _surely(lambda: wait_for([doing], end.left))
@@ -201,17 +200,16 @@ def in_time(operation: Callable[[], _T], timeout: float) -> _T:
 
 
 def cores() -> int:
-    """The number of cores that this process may use, as a limit for threads that compute.
+    """Returns the number of cores that this process may use, as a limit for computing threads.
 
-    The ranks of a node share its cores; ``torchrun`` sets their number. A rank that is bound to cores uses
-    these alone.
+    That is the rank's share of the node's cores, and at most the number of cores that the rank is bound to.
     """
     share = max(1, (os.cpu_count() or 1) // (ranks_of_node() or 1))
     return min(share, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else share
 
 
 def ranks_of_node() -> int | None:
-    """The number of ranks on this node, according to ``torchrun`` or another launcher; None if unknown."""
+    """Returns the number of ranks on this node, as ``torchrun`` or another launcher sets it, or None."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(ranks) if ranks.isdecimal() and int(ranks) else None
 
@@ -226,29 +224,28 @@ def _run(future: Future[_T], operation: Callable[[], _T]) -> None:
 
 # --- the switch interval during a save --------------------------------------------------------------------------------
 #
-# A thread that needs the interpreter waits until its holder releases it, or until the switch interval is over: 5 ms by
-# default. A save needs it some hundred times: after each system call, and after many of torch's operations. If a
-# training loop holds it, the save waits 5 ms each time. And while the save plans, training waits 5 ms after each of its
-# own operations.
+# A thread that needs the GIL waits until its holder releases it, or for the switch interval, 5 ms by default. A save
+# needs the GIL some hundred times: after each system call, and after many of torch's operations. If a training loop
+# holds it, the save waits 5 ms each time. While the save plans, training waits 5 ms after each of its own operations.
 #
-# With 0.5 ms, a save of 1,000 tensors beside a pure Python loop is durable after 0.19 s instead of 0.49 s, at the same
-# speed of the loop. Beside small matrix products the longest gap in a save of 5,000 tensors is 4 ms instead of 9 ms.
-# With 0.1 ms such a loop loses a fifth of its speed to the switching.
+# With 0.5 ms, a save of 1,000 tensors beside a pure Python loop is durable after 0.19 s instead of 0.49 s, and the loop
+# is as fast. Beside small matrix products the longest gap in a save of 5,000 tensors is 4 ms instead of 9 ms. With
+# 0.1 ms such a loop loses a fifth of its speed to the switching.
 #
-# The interval belongs to the whole process. It is short while a save works on a thread of its own, and is set back
-# afterwards. If the program sets another one meanwhile, that one stays. The short one stays if the program reads it
-# meanwhile and sets it again later.
+# The interval is a setting of the whole process. It is short while a save runs in its thread, and restored afterwards.
+# If the program sets another interval during the save, that one stays. If the program reads the short interval during
+# the save and sets it again later, the short one stays.
 
 _SECONDS = 0.0005
-_FIRST_RELEASE = 0.0001  # the time in which the other thread wakes up
-_RESOLUTION = 2e-6  # Python keeps whole microseconds
+_FIRST_RELEASE = 0.0001  # enough for the other thread to wake up
+_RESOLUTION = 2e-6  # Python stores whole microseconds
 
 
 class Borrowed(Generic[_T]):
-    """A setting of the whole process that is changed while it has users, and then restored.
+    """A setting of the whole process that is changed while it has users, and restored after the last one.
 
-    ``change`` changes it, and returns the program's value, or None if that stays. ``restore`` restores that value,
-    unless the program has set another one meanwhile.
+    ``change`` changes the setting and returns the program's value, or returns None if there is nothing to change.
+    ``restore`` restores that value, unless the program has set another one since.
     """
 
     def __init__(self, change: Callable[[], _T | None], restore: Callable[[_T], object]) -> None:
@@ -256,11 +253,11 @@ class Borrowed(Generic[_T]):
         # Reentrant, because a signal handler or the collector may interrupt its holder.
         self._lock = free_in_child(threading.RLock())
         self._users: set[object] = set()
-        self._before: _T | None = None  # the program's, while it is changed
-        in_child(self, Borrowed._return)  # none of the threads that use it is in a forked child
+        self._before: _T | None = None  # the program's value, while the setting is changed
+        in_child(self, Borrowed._return)  # a forked child has none of the threads that use the setting
 
     def use(self, user: object) -> bool:
-        """Adds a user; returns whether that has changed the setting."""
+        """Adds a user. Returns whether that changed the setting."""
         with self._lock:
             self._users.add(user)
             if self._before is not None:
@@ -304,8 +301,8 @@ _interval = Borrowed(_shorten, _set_back)
 class ShortSwitchInterval:
     """A short switch interval of the process, until `end` or until this object is freed.
 
-    Threads that are waiting wait for the old interval. So the calling thread first releases the interpreter to them:
-    one may be training, and has just started this thread.
+    A thread that already waits for the GIL waits for the old interval. So the constructor releases the GIL once: the
+    training thread may wait, having just started the calling thread.
     """
 
     def __init__(self) -> None:
@@ -314,5 +311,5 @@ class ShortSwitchInterval:
         time.sleep(_FIRST_RELEASE)
 
     def end(self) -> None:
-        """Restores the switch interval, unless others still need it. Idempotent."""
+        """Restores the switch interval, unless it has other users. Idempotent."""
         self._end()

@@ -1,6 +1,6 @@
-"""torch's private names, each with the reason why no public one will do. Only this module uses them.
+"""Wraps torch's private names, each with the reason why no public one suffices. No other module uses private names.
 
-Names that are rarely needed are imported on first use: those for conversion take half a second.
+Rarely needed names are imported on first use: those for conversion take half a second.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor as Sharded
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.shard import Shard as Shard
 
-# What DCP's planners ask of one value. Their public functions ask it of a whole state dict.
+# The plan of DCP's planners for one value. Their public functions plan a whole state dict.
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
-# The value of ``Metadata.version``, which is a constant of one of torch's modules.
+# The value of ``Metadata.version``.
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION as DCP_VERSION
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.utils import find_state_dict_object, find_tensor_shard
 
-# A group's store and its timeout, which ``ProcessGroup`` does not have in every release.
+# A group's store and its timeout: ``ProcessGroup`` lacks them in some releases.
 from torch.distributed.distributed_c10d import (
     _get_process_group_store,
     _new_process_group_helper,
@@ -72,16 +72,16 @@ __all__ = [
     "StorageInfo",
     "StoragePrefix",
     "load_state_dict_from_keys",
-]  # other names in torch
+]  # names of this module that torch spells differently
 
-# Public from torch 2.15 on.
+# Public since torch 2.15.
 _FSSPEC = "torch.distributed.checkpoint.fsspec_filesystem"
 if find_spec(_FSSPEC) is None:
     _FSSPEC = "torch.distributed.checkpoint._fsspec_filesystem"
 
-# For torch's own checkpoints: the places in their ``.metadata``, and decoding their streams. For conversion: fake
-# tensors (see ``torch.serialization.skip_data``), the flattening of nested state dicts, and torch's writer for URLs.
-# For benchmarks: torch's reader. For loads: setting a value in a nested state dict, and loading without a target.
+# For torch's own checkpoints: the locations in their ``.metadata``, and decoding their streams. For conversion: fake
+# tensors (see ``torch.serialization.skip_data``), flattening nested state dicts, and torch's writer for URLs. For
+# benchmarks: torch's reader. For loads: setting a value in a nested state dict, and loading without a target.
 _ON_USE = {
     "ExtensionRegistry": ("torch.distributed.checkpoint._extension", "ExtensionRegistry"),
     "StreamTransformExtension": ("torch.distributed.checkpoint._extension", "StreamTransformExtension"),
@@ -107,10 +107,10 @@ if not TYPE_CHECKING:
 
 
 STORAGE_SETUP = "_storage_setup"
-"""The function by which DCP's saver and loader choose a storage if they are given none."""
+"""The function with which DCP's saver and loader choose a storage if the caller passes none."""
 
 PROCESS_EXECUTOR = "_ProcessBasedAsyncCheckpointExecutor"
-"""The class with which DCP's saver runs a save in a process of torch's."""
+"""The class with which DCP's saver runs a save in a process that torch starts."""
 
 GET_LAYOUT = "torch.serialization._get_layout"
 
@@ -122,27 +122,27 @@ tensor_makers = frozenset({"torch", "torch._utils", "torch._tensor"})
 
 
 REBUILD_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
-"""Called by pickled tensors with attributes or of a subclass; it calls its first argument with its third."""
+"""The function that rebuilds tensors with attributes or of a subclass. It calls its first argument with its third."""
 
 REBUILD_PREFIX = "torch._utils._rebuild_"
-"""The prefix of the names of functions that other pickled tensors call."""
+"""The prefix of the names of the functions that rebuild other pickled tensors."""
 
 
 NEVER_FAKE = frozenset(
     f"{REBUILD_PREFIX}{kind}" for kind in ("sparse_tensor", "qtensor", "nested_tensor", "meta_tensor_no_storage")
 )
-"""Called by pickled tensors that have no storage, or that torch cannot make as fake tensors."""
+"""The functions that rebuild tensors without a storage, or tensors that torch cannot make as fake tensors."""
 
 
 def trusted_globals() -> Set[str]:
-    """The names of the classes and functions that ``torch.load(weights_only=True)`` trusts by itself."""
+    """Returns the names of the classes and functions that ``torch.load(weights_only=True)`` trusts by default."""
     return frozenset(_get_allowed_globals())
 
 
 def pickle_of(file: IO[bytes]) -> bytes:
-    """The pickle in a file that ``torch.save`` wrote, as ``torch.load`` finds it.
+    """Returns the pickle in a file that ``torch.save`` wrote, as ``torch.load`` finds it.
 
-    Raises `ValueError` if ``torch.load`` would take the file for something else, or would decompress it.
+    Raises `ValueError` if ``torch.load`` would read the file as another format, or would decompress it.
     """
     nbytes = file.seek(0, io.SEEK_END)
     file.seek(0)
@@ -171,91 +171,92 @@ def _first_line(error: Exception) -> str:
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:
-    """Copies many tensors in one call, which takes a tenth of the time of as many ``copy_`` calls."""
+    """Copies many tensors in one call, in a tenth of the time of one ``copy_`` call for each."""
     torch._foreach_copy_(list(targets), list(sources), non_blocking=non_blocking)
 
 
 def allocator_settings() -> str:
-    """The settings of torch's allocators that were set last, also at run time; empty if torch has no getter."""
+    """Returns the current settings of torch's allocators, or an empty string if torch has no getter."""
     getter = getattr(torch._C, "_accelerator_getAllocatorSettings", str)
     return str(getter())
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor's memory is its values in C order: contiguous, and not lazily conjugated or negated.
+    """Returns whether a tensor's memory holds its values in C order: contiguous, and not lazily conjugated or negated.
 
-    `Tensor.is_conj` and `Tensor.is_neg` release the interpreter. Called for each tensor on a save's thread, they wait
-    for a training loop that holds it, 0.03 ms per call on average. What ``torch.save`` writes of both does not.
+    `Tensor.is_conj` and `Tensor.is_neg` release the GIL. Called for each tensor in a save's thread, they wait for a
+    training loop that holds it, 0.03 ms per call on average. The metadata that ``torch.save`` writes for both bits is
+    read without releasing it.
     """
     return tensor.is_contiguous() and not torch._C._get_tensor_metadata(tensor)  # type: ignore[attr-defined]
 
 
 def awaited(tensor: torch.Tensor) -> torch.Tensor:
-    """Waits for the result of a functional collective, and returns it; returns any other tensor as it is."""
+    """Waits for the result of a functional collective and returns it. Returns any other tensor unchanged."""
     return tensor.wait() if type(tensor) is AsyncCollectiveTensor else tensor
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor has a shape but no elements, like those made under ``FakeTensorMode``."""
+    """Returns whether a tensor is fake: it has a shape but no elements, as under ``FakeTensorMode``."""
     fakes = sys.modules.get("torch._subclasses.fake_tensor")
     return fakes is not None and isinstance(tensor, fakes.FakeTensor)
 
 
 def real_tensors() -> AbstractContextManager[object]:
-    """Makes tensors have elements in a block, also under ``FakeTensorMode``."""
+    """Returns a context manager that makes new tensors real, also under ``FakeTensorMode``."""
     fakes = sys.modules.get("torch._subclasses.fake_tensor")
     return nullcontext() if fakes is None else fakes.unset_fake_temporarily()
 
 
 def negated_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A view whose elements are lazily negated, as ``.conj().imag`` is."""
+    """Returns a view whose elements are lazily negated, as those of ``.conj().imag`` are."""
     return torch._neg_view(tensor)
 
 
 def cpu_placement(metadata: ShardMetadata) -> _remote_device:
-    """The placement in host memory of a shard of the same rank."""
+    """Returns the placement of a shard in host memory of the same rank."""
     assert metadata.placement is not None
     return _remote_device(f"rank:{metadata.placement.rank()}/cpu")
 
 
 def rebuild_sharded_tensor(like: ShardedTensor, shards: list[Shard], metadata: ShardedTensorMetadata) -> ShardedTensor:
-    """A ShardedTensor of other local shards, made without a collective."""
+    """Returns a ShardedTensor of other local shards, without a collective."""
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, metadata, process_group=like._process_group, init_rrefs=False
     )
 
 
 def rebuild_dtensor(like: DTensor, local: torch.Tensor) -> DTensor:
-    """Makes a DTensor like another one, of a local tensor of the same shape and dtype.
+    """Returns a DTensor like another one, with a local tensor of the same shape and dtype.
 
-    It takes a quarter of the time of ``__tensor_unflatten__``, which computes the layout again.
+    This takes a quarter of the time of ``__tensor_unflatten__``, which recomputes the layout.
     """
     return DTensor(local, like._spec, requires_grad=like.requires_grad)
 
 
-# --- tensors that describe their part: DCP asks them which part of which tensor they hold ----------------------------
+# --- tensors that describe their part: they tell DCP which part of which tensor they hold -----------------------------
 
 PART_NAMES = frozenset(
     {
         "__create_write_items__",
         "__create_chunk_list__",
         "__get_tensor_shard__",
-        # Of ``CheckpointableTensor``, from torch 2.14 on.
+        # Of ``CheckpointableTensor``, since torch 2.14.
         "global_shape",
         "global_offsets",
         "local_offsets",
         "local_sizes",
     }
 )
-"""The attributes by which a tensor describes its part. DCP also asks a DTensor's local tensor for the first three."""
+"""The attributes with which a tensor describes its part. DCP also reads the first three of a DTensor's local tensor."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def describes_part(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor has any of `PART_NAMES`, so that its class, shape and placements do not tell its part.
+    """Returns whether a tensor has any of `PART_NAMES`, so that its class, shape and placements do not define its part.
 
-    Such a tensor is planned by torch, and staged with torch's answers. Nothing of it is assumed or remembered.
+    torch plans such a tensor, and staging uses that plan. Nothing about it is assumed or cached.
     """
     if not PART_NAMES.isdisjoint(tensor.__dict__):
         return True
@@ -267,33 +268,33 @@ def describes_part(tensor: torch.Tensor) -> bool:
 
 
 def is_whole(value: object) -> TypeGuard[torch.Tensor]:
-    """Returns whether a value is a tensor of torch's own class that does not describe a part."""
+    """Returns whether a value is of class ``torch.Tensor`` and does not describe a part."""
     return type(value) is torch.Tensor and PART_NAMES.isdisjoint(value.__dict__)
 
 
 def write_items(key: str, value: object, *, is_coordinator: bool = True) -> list[WriteItem]:
-    """The items that DCP's planner makes of a value."""
+    """Returns the items that DCP's planner makes of a value."""
     return create_default_local_save_plan({key: value}, is_coordinator).items
 
 
 def written_shards(key: str, tensor: torch.Tensor) -> list[tuple[WriteItem, torch.Tensor]]:
-    """The items that DCP's planner makes of a tensor, each with the tensor that DCP writes for it."""
+    """Returns the items that DCP's planner makes of a tensor, each with the tensor that DCP writes for it."""
     return [(item, awaited(find_state_dict_object({key: tensor}, item.index))) for item in write_items(key, tensor)]
 
 
 def part_described(tensor: torch.Tensor) -> str:
-    """A text that is equal for tensors that describe equal parts; empty for all tensors that describe none."""
+    """Returns a string that is equal for tensors that describe equal parts. Empty if the tensor describes none."""
     return repr(write_items("", tensor)) if describes_part(tensor) else ""
 
 
 def local_parts(tensor: torch.Tensor) -> Iterator[tuple[torch.Size, torch.Tensor]]:
-    """The parts of a tensor on this rank, as DCP loads them: the offsets of each, and its elements."""
+    """Yields the offsets and the elements of each part of a tensor on this rank, as DCP loads them."""
     for chunk in _create_chunk_list(tensor):
         yield chunk.offsets, find_tensor_shard(tensor, MetadataIndex("", chunk.offsets))
 
 
 def whole_size(tensor: torch.Tensor) -> torch.Size:
-    """The size of the whole tensor, of which a tensor may hold a part: what DCP compares with the stored size."""
+    """Returns the size of the whole tensor that ``tensor`` may be a part of. DCP compares it with the stored size."""
     return torch.Size(tensor.global_shape) if _is_checkpointable(tensor) else tensor.size()  # type: ignore[attr-defined]
 
 
@@ -305,10 +306,10 @@ def _is_checkpointable(tensor: torch.Tensor) -> bool:
 
 
 def plain_local(value: object) -> torch.Tensor | None:
-    """The local tensor of a DTensor, if ``to_local`` would return that very tensor; None otherwise.
+    """Returns the local tensor of a DTensor if ``to_local`` would return the same object, otherwise None.
 
-    ``to_local`` records an operation for autograd, which takes ten times as long as everything else here. None, too, if
-    the DTensor describes its part: then DCP may take another tensor than the local one.
+    ``to_local`` records an operation for autograd, which takes ten times as long as everything else here. Also returns
+    None if the DTensor describes its part, because DCP may then take another tensor than the local one.
     """
     if type(value) is not DTensor or not PART_NAMES.isdisjoint(value.__dict__):
         return None
@@ -317,9 +318,9 @@ def plain_local(value: object) -> torch.Tensor | None:
 
 
 def plain_tensor_at(index: MetadataIndex, state_dict: Mapping[str, Any]) -> torch.Tensor | None:
-    """The tensor of a state dict to which an index refers: a plain tensor, or the local one of a DTensor.
+    """Returns the tensor that an index refers to: a plain tensor of a state dict, or the local tensor of a DTensor.
 
-    None for everything else: torch's planners find it, and take longer.
+    Returns None for everything else, which torch's planners look up more slowly.
     """
     value = state_dict.get(index.fqn)
     if is_whole(value):
@@ -328,14 +329,14 @@ def plain_tensor_at(index: MetadataIndex, state_dict: Mapping[str, Any]) -> torc
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor; any other tensor as it is."""
+    """Returns the local tensor of a DTensor. Returns any other tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def layout_of(value: object) -> tuple[Any, ...] | None:
-    """A value that tells which part of a DTensor is on this rank; equal layouts have equal values.
+    """Returns a value that identifies which part of a DTensor is on this rank. Equal layouts have equal values.
 
-    None if it describes that itself, and for values that are not DTensors.
+    Returns None for a DTensor that describes its part, and for other values.
     """
     if type(value) is not DTensor or describes_part(value):
         return None
@@ -343,7 +344,7 @@ def layout_of(value: object) -> tuple[Any, ...] | None:
 
 
 def local_elements(target: Any, within: torch.Size) -> int:
-    """The number of a tensor's elements on this rank that lie inside of ``within``, a size of the whole tensor."""
+    """Returns the number of a tensor's elements on this rank that lie within ``within``, a size of the whole tensor."""
     if isinstance(target, torch.Tensor) and describes_part(target):
         return sum(_elements(chunk.offsets, chunk.sizes, within) for chunk in _create_chunk_list(target))
     if isinstance(target, ShardedTensor):
@@ -367,18 +368,18 @@ def _elements(offsets: Sequence[int], sizes: Sequence[int], within: Sequence[int
 
 
 def group_devices(group: ProcessGroup) -> Set[str]:
-    """The types of devices whose memory a group's collectives use directly.
+    """Returns the types of devices whose memory a group's collectives use directly.
 
-    gloo says that it supports GPUs, but copies their tensors to the host and back.
+    gloo claims to support GPUs, but copies their tensors to the host and back.
     """
     kinds = group._device_types
     return {kind.type for kind in kinds if kind.type == "cpu" or group._get_backend(kind).name() != "gloo"}
 
 
 def group_of_save() -> ProcessGroup | None:
-    """The process group of the save on this thread; None if unknown.
+    """Returns the process group of the save in this thread, or None if unknown.
 
-    DCP passes its group to no hook of a storage or a stager. So the group is found on the stack, as the argument
+    DCP does not pass its group to hooks of a storage or a stager. So the group is read from the stack: the argument
     ``process_group`` of ``dcp.save`` or ``dcp.async_save``.
     """
     frame = _frame_of_save()
@@ -389,16 +390,16 @@ def group_of_save() -> ProcessGroup | None:
 
 
 def state_of_save() -> Any:
-    """The state dict of the save on this thread, as DCP has it; None if unknown.
+    """Returns the state dict of the save in this thread, as DCP has it, or None if unknown.
 
-    DCP passes it to planners, but to no hook of a storage.
+    DCP passes it to planners, but not to hooks of a storage.
     """
     frame = _frame_of_save()
     return None if frame is None else frame.f_locals.get("state_dict")
 
 
 def path_of_save() -> Any:
-    """The ``checkpoint_id`` of the save on this thread; None if it has none, or is unknown.
+    """Returns the ``checkpoint_id`` of the save in this thread, or None if it has none or is unknown.
 
     DCP passes it to the storage only after staging.
     """
@@ -417,16 +418,16 @@ def _frame_of_save() -> FrameType | None:
 
 
 def group_store(group: ProcessGroup) -> Store:
-    """The store by which the ranks of a group have found each other. Its keys are the group's own."""
+    """Returns the store with which the ranks of a group have found each other. It prefixes keys with the group."""
     return _get_process_group_store(group)
 
 
 def new_gloo_group(like: ProcessGroup, timeout: timedelta) -> ProcessGroup:
-    """Makes a gloo group of the ranks of ``like``, which alone call this, each as often as the others.
+    """Makes a gloo group of the ranks of ``like``. All of these ranks must call it equally often, and no others.
 
-    ``new_group(use_local_synchronization=True)`` would name it by the number of the process's groups. A name that comes
-    back after a group was destroyed leads to the old addresses in the store. So the ranks count in the store of
-    ``like``.
+    ``new_group(use_local_synchronization=True)`` would name the group by the process's number of groups. After a group
+    was destroyed such a name may be reused, and then finds the old addresses in the store. So the name has a counter in
+    the store of ``like``.
     """
     ranks, store = torch.distributed.get_process_group_ranks(like), group_store(like)
     name = f"{like.group_name}/dcp_tensorizer/{store.add(f'dcp_tensorizer/groups/{like.rank()}', 1)}"
@@ -436,7 +437,7 @@ def new_gloo_group(like: ProcessGroup, timeout: timedelta) -> ProcessGroup:
 
 
 def store_host(group: ProcessGroup) -> str | None:
-    """The host of a group's store; None if the store is not a server."""
+    """Returns the host of a group's store, or None if the store is not a server."""
     store = group_store(group)
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
@@ -444,7 +445,7 @@ def store_host(group: ProcessGroup) -> str | None:
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:
-    """The time that a collective of a group waits for a missing rank."""
+    """Returns the timeout of a group's collectives."""
     kinds = {kind.type: kind for kind in group._device_types}
     for name in sorted(kinds, key=lambda name: name != "cpu"):
         options = getattr(group._get_backend(kinds[name]), "options", None)
@@ -454,16 +455,16 @@ def group_timeout(group: ProcessGroup) -> timedelta:
 
 
 def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Sets how long a group's next collectives wait."""
+    """Sets the timeout of a group's next collectives."""
     _set_pg_timeout(timeout, group)
 
 
 def release_ipc_counter(arguments: tuple[Any, ...]) -> None:
-    """Returns a handle to GPU memory, from which ``reduce_tensor`` made these arguments."""
+    """Releases a reference to shared GPU memory, for the arguments that ``reduce_tensor`` made."""
     _, _, _, _, storage_class, _, device, _, _, _, _, counter, offset, _, _ = arguments
     storage_class._release_ipc_counter(counter, offset, device=device)
 
 
 def checkpoint_offset(tensor: torch.Tensor) -> int:
-    """The offset at which ``torch.load`` found a fake tensor's bytes in its file."""
+    """Returns the offset at which ``torch.load`` found a fake tensor's bytes in its file."""
     return getattr(tensor.untyped_storage(), "_checkpoint_offset", None) or 0

@@ -1,6 +1,6 @@
-"""Checks of users' arguments. Each error names the argument, its value and what is allowed.
+"""Checks arguments of users. Errors name the argument, the allowed values and the given one.
 
-Of a value that may contain a secret, only the type is shown.
+For a value that may contain a secret, the error shows only its type.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ if TYPE_CHECKING:
 
 
 def check_path(value: object) -> None:
-    """Raises `TypeError` unless the value is a path or a URL. It may contain a password, which must not be shown."""
+    """Raises `TypeError` unless the value is a path or a URL. The error omits the value: a URL may hold a password."""
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"path must be a str or an os.PathLike, got {_type(value)}.")
     if not isinstance(os.fspath(value), str):
-        raise TypeError(f"path must be text, got {_type(os.fspath(value))} from {_type(value)}.")
+        raise TypeError(
+            f"path must be a str or an os.PathLike of a str, got {_type(os.fspath(value))} from {_type(value)}."
+        )
 
 
 def check_timeout(value: object, *, least: float | None = None, name: str = "timeout") -> None:
     """Raises `TypeError` or `ValueError` unless the value is a number of seconds that the system can wait.
 
-    It must be at least ``least``; by default more than 0.
+    The value must be at least ``least``. Without ``least`` it must be more than 0.
     """
     if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number of seconds, got {_type(value)}.")
@@ -50,17 +52,17 @@ def check_count(name: str, value: object, *, optional: bool = False) -> None:
 
 
 def check_storage_options(value: object) -> None:
-    """Raises `TypeError` unless the value is a mapping with strings as keys, or None. Its values must not be shown."""
+    """Raises `TypeError` unless the value is a mapping with str keys, or None. The error omits secrets: its values."""
     if value is None:
         return
     if not isinstance(value, Mapping):
         raise TypeError(f"storage_options must be a mapping, or None, got {_type(value)}.")
     if odd := [key for key in value if not isinstance(key, str)]:
-        raise TypeError(f"storage_options must have names for keys, got {_type(odd[0])}.")
+        raise TypeError(f"storage_options must have str keys, got {_type(odd[0])}.")
 
 
 def check_callable(name: str, value: object) -> None:
-    """Raises `TypeError` unless the value can be called, or is None."""
+    """Raises `TypeError` unless the value is callable or None."""
     if value is not None and not callable(value):
         raise TypeError(f"{name} must be callable, or None, got {_type(value)}.")
 
@@ -72,15 +74,15 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def check_type(name: str, value: object, kind: type) -> None:
-    """Raises `TypeError` unless the value is of a type."""
+    """Raises `TypeError` unless the value is an instance of ``kind``."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {kind.__name__}, got {_type(value)}.")
 
 
 def check_flags(options: DataclassInstance | None = None, **flags: object) -> None:
-    """Raises `TypeError` unless flags are bools: the fields of ``options`` that are annotated so, and ``flags``.
+    """Raises `TypeError` unless ``flags``, and the fields of ``options`` that are annotated as bool, are bools.
 
-    A field of ``bool | None`` may be None. The module of ``options`` has annotations as text.
+    A field that is annotated as ``bool | None`` may be None. The annotations of ``options`` must be strings.
     """
     fields: tuple[dataclasses.Field[Any], ...] = () if options is None else dataclasses.fields(options)
     given = {field.name: getattr(options, field.name) for field in fields if field.type in ("bool", "bool | None")}
@@ -92,7 +94,7 @@ def check_flags(options: DataclassInstance | None = None, **flags: object) -> No
 
 
 def did_you_mean(names: Iterable[str], choices: Iterable[str]) -> str:
-    """Returns the end of a message about unknown names: the choices that are close to them, if there are any."""
+    """Returns the end of a message about unknown names: the choices that are close to them, or an empty string."""
     choices = list(choices)
     close = [match for name in names for match in difflib.get_close_matches(name, choices, n=1, cutoff=0.5)]
     return f": did you mean {' and '.join(map(repr, close))}?" if close else ""

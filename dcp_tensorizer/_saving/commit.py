@@ -31,12 +31,12 @@ from ..errors import CheckpointError, WriteError, listed_ranks
 
 
 def begin(storage: Storage, timeout: float) -> DirectoryLock:
-    """Locks a directory for a save, on the rank that commits it, before any rank writes; removes the files of dead
-    saves.
+    """Locks a directory for a save, and removes the files of dead saves. The committing rank calls it before any rank
+    writes.
 
-    If no save is in progress, files that saves have recorded there and no metadata names can never become part of a
-    checkpoint. Raises `WriteError` if the directory cannot be opened, or another save cleans up there for longer than
-    ``timeout`` seconds.
+    While no save is in progress, recorded files that no metadata names can never become part of a checkpoint. Raises
+    `WriteError` if the directory cannot be opened, or if another save's clean-up holds it longer than ``timeout``
+    seconds.
     """
     lock = storage.lock_directory()
     with suppress(Exception):
@@ -47,24 +47,24 @@ def begin(storage: Storage, timeout: float) -> DirectoryLock:
 
 
 def put_records(storage: Storage, save_ids: Iterable[str]) -> None:
-    """Leaves a record of each save, if possible.
+    """Writes a record of each save, if possible.
 
-    If a record is found in this very directory, and the directory has no lock, the save is over.
+    If a record is in the directory that it names, and no process locks that directory, the save is over.
     """
     for save_id in set(save_ids):
         storage.put_record(record_file_name(save_id))
 
 
 def remove_records(storage: Storage, save_ids: Iterable[str]) -> None:
-    """Removes the records of saves whose files are gone, or named by the metadata."""
-    if storage.locks_are_visible:  # elsewhere there are no records, and looking costs requests
+    """Removes the records of saves whose files are removed, or named by the metadata."""
+    if storage.locks_are_visible:  # other storages have no records, and checking costs requests
         remove(storage, map(record_file_name, set(save_ids)))
 
 
 def drop_record(storage: Storage, save_id: str) -> None:
-    """Removes the record of a failed save, unless files of it are left, which the record proves to be dead."""
+    """Removes the record of a failed save. If files of the save are left, the record stays: it proves them dead."""
     if storage.locks_are_visible:
-        with suppress(Exception):  # if that is unknown, the record stays
+        with suppress(Exception):  # if the directory cannot be listed, the record stays
             names = [file.name for file in storage.listing()[0]]
             data = [name for name in names if is_data_file_name(name) and save_id_in(name) == save_id]
             if not data and not any(is_temporary_file_of(name, [save_id]) for name in names):
@@ -72,7 +72,7 @@ def drop_record(storage: Storage, save_id: str) -> None:
 
 
 def dead_files(storage: Storage, names: Sequence[str]) -> list[str]:
-    """Selects the files that provably belong to dead saves. No save may be in progress there.
+    """Returns the files of a directory that provably belong to dead saves. No save may be in progress in it.
 
     Other files may be copies in progress, or belong to a save whose lock is not visible. Raises `CheckpointError` if
     the metadata or records cannot be read.
@@ -82,7 +82,10 @@ def dead_files(storage: Storage, names: Sequence[str]) -> list[str]:
 
 
 def leftovers(storage: Storage, names: Sequence[str]) -> list[str]:
-    """Selects a directory's files of saves that are not committed, their records last; raises `CheckpointError`."""
+    """Returns a directory's files of uncommitted saves, records last.
+
+    Raises `CheckpointError` if the metadata or records cannot be read.
+    """
     return _leftovers(storage, names, lambda name: True)
 
 
@@ -101,10 +104,10 @@ def _leftovers(storage: Storage, names: Sequence[str], is_wanted: Callable[[str]
 
 
 def files_of_models(storage: Storage, names: Sequence[str], temporary: Iterable[str]) -> list[str]:
-    """Returns the files of models that saves have marked as their own, and that are not part of a model.
+    """Returns the safetensors files that saves have marked as their own, and that belong to no model.
 
-    A killed save has written them without an index that names them, or was about to remove them. ``names`` are all
-    files of the directory, and ``temporary`` the temporary names by which saves mark files.
+    A killed save wrote these files without an index that names them, or was about to remove them. ``names`` are all
+    files of the directory; ``temporary`` are the temporary names with which saves mark files.
     """
     pairs = [(name_of_temporary(mark), mark) for mark in temporary]
     there = {name for name in names if name.endswith(".safetensors")}
@@ -131,9 +134,9 @@ def commit(
     check: Callable[[], object] = lambda: None,
     is_owned: bool = False,
 ) -> None:
-    """Makes a save the checkpoint at its path, and removes its records. All of its data must be durable.
+    """Commits a save as the checkpoint at its path, and removes the save's records. All of its data must be durable.
 
-    Afterwards the files of the replaced checkpoint can be removed.
+    After the commit, the files of the replaced checkpoint can be removed.
 
     Args:
         storage: The checkpoint's directory.
@@ -141,17 +144,17 @@ def commit(
         files: The sizes of the files of all ranks.
         replaced: The files of the checkpoint that this one replaces (`replaced_files`).
         save_id: The id of the save.
-        rank: The rank that commits its own part, if ranks save without collectives; otherwise None.
+        rank: If ranks save without collectives, the rank that commits its own part; otherwise None.
         sync: Make the metadata durable.
-        overwrite: Replace a checkpoint at the path. Otherwise that is an error, also if another job has committed one
-            since the save began.
+        overwrite: Replace a checkpoint at the path. If False, an existing checkpoint is an error, even one that another
+            job has committed since the save began.
         check: Called just before the metadata is put; raises `Refused` if the save must no longer be committed.
-        is_owned: ``check`` ensures that only this run uses the directory. If another run puts metadata there after that
-            check, it is not replaced, as far as the storage can tell (`Storage.put_if`).
+        is_owned: ``check`` ensures that only this run uses the directory. Metadata that another run puts there after
+            the check is not replaced, as far as the storage can tell (`Storage.put_if`).
 
     Raises:
-        WriteError: nothing has been committed, the checkpoint before is untouched, and the save's files are removed. Or
-            the outcome is unknown, as after a lost answer: then all files stay.
+        WriteError: nothing is committed, the previous checkpoint is untouched, and the save's files are removed; or the
+            outcome is unknown, as after a lost response, and all files stay.
     """
     name, replaced = metadata_file_name(rank), set(map(save_id_in, replaced))
     put_records(storage, replaced)
@@ -162,11 +165,11 @@ def commit(
         if not is_owned or not overwrite:
             storage.put(name, index, sync=sync, replace=overwrite, save_id=save_id)
         elif not storage.put_if(name, before, index, sync=sync, save_id=save_id):
-            raise Refused(f"{storage.path}: another run has saved there just now; this save is not committed")
-    except Exception as error:  # not KeyboardInterrupt, after which it may be committed
+            raise Refused(f"{storage.path}: another run has saved there just now. Give each run its own path.")
+    except Exception as error:  # not KeyboardInterrupt, after which the save may be committed
         if isinstance(error, Refused):
             remove_with_records(storage, files)
-        remove_records(storage, replaced)  # the checkpoint before stays
+        remove_records(storage, replaced)  # the previous checkpoint stays
         if isinstance(error, Refused):
             raise WriteError(str(error)) from error.__cause__
         raise
@@ -174,7 +177,7 @@ def commit(
 
 
 def check_data(storage: Storage, files: Mapping[str, int]) -> None:
-    """Checks that the data of all ranks is there, as every load will; otherwise raises `Refused`, naming ranks."""
+    """Checks, as every load does, that the data files of all ranks exist. If not, raises `Refused`, naming ranks."""
     names = list(files)
     try:
         sizes = in_threads(storage.head, names)
@@ -186,29 +189,30 @@ def check_data(storage: Storage, files: Mapping[str, int]) -> None:
         raise Refused(
             f"{storage.path} lacks data that was just written there, of rank{'s' if len(ranks) > 1 else ''} "
             f"{listed_ranks(ranks)} ({missing[0]}): the ranks do not share this path (a relative path in different "
-            f"working directories, a disk of each machine's own), or the directory was moved or emptied meanwhile. "
-            f"Nothing is committed."
+            f"working directories, a local disk of each machine), or the directory was moved or emptied during the "
+            f"save, which is not committed. Pass a path that all ranks share."
         )
 
 
 def replaced_files(storage: Storage, rank: int | None) -> set[str]:
     """Returns the data files of the checkpoint that `commit` would replace now.
 
-    It may be called while data is being written. If another job commits a checkpoint in between, its files stay.
+    It may be called while data is being written. If another job commits a checkpoint before `commit`, the files of that
+    checkpoint stay.
     """
-    with suppress(Exception):  # not one of ours, or unreadable: a committed save must not fail because of it
+    with suppress(Exception):  # foreign or unreadable metadata must not make a committed save fail
         return _named_files(storage, metadata_file_name(rank))
     return set()
 
 
 def remove(storage: Storage, names: Iterable[str]) -> bool:
-    """Removes files that belong to no checkpoint; returns whether all are gone. The others only take space."""
+    """Removes files that belong to no checkpoint; returns whether all are removed. Leftovers only take space."""
     names = tuple(names)
     with suppress(Exception):
         storage.remove(*names)
         return True
     are_gone = True
-    for name in names:  # one by one, so that a failure does not keep the others
+    for name in names:  # one by one, so that one failure does not stop the other removals
         try:
             storage.remove(name)
         except Exception:
@@ -231,26 +235,23 @@ def _named_files(storage: Storage, name: str) -> set[str]:
 
 # --- uploads of a model's files, where no lock tells whether a save is in progress -----------------------------------
 #
-# A save leaves a record of its files before it begins their uploads, and then of the uploads. The next save to the same
-# place aborts them. A save that is still alive then fails. Completed files carry the id of their save. Before another
-# save replaces them, it writes a record of that save again.
+# A save records its files before it begins their uploads, and then the uploads. The next save to the same directory
+# aborts recorded uploads; a save that is still alive then fails. Completed files carry the id of their save. Before
+# another save replaces them, it writes the record of that id again.
 
 _decode = msgspec.json.Decoder(dict[str, str]).decode
 
 
 def put_uploads(storage: Storage, save_id: str, tokens: Mapping[str, str]) -> None:
-    """Leaves a record of the uploads of a save, by the files' names; raises `WriteError`.
-
-    A token is empty before its upload has begun.
-    """
+    """Records the uploads of a save: tokens by file name, empty before the upload has begun. Raises `WriteError`."""
     if storage.uploads_are_hidden:
         storage.put(record_file_name(save_id), msgspec.json.encode(tokens), sync=True)
 
 
 def put_replaced(storage: Storage, names: Iterable[str]) -> list[str]:
-    """Leaves records of the saves that have written files, before another one removes them; returns their ids.
+    """Records which saves wrote the files that the calling save is about to remove; returns the ids of those saves.
 
-    They prove whose the files are that it leaves if it dies. Files that carry no id are in none.
+    If the calling save dies, the records prove whose the leftovers are. Files that carry no id are not recorded.
     """
     if not storage.uploads_are_hidden:
         return []
@@ -258,7 +259,7 @@ def put_replaced(storage: Storage, names: Iterable[str]) -> list[str]:
     replaced: dict[str, dict[str, str]] = defaultdict(dict)
     for name, save_id in zip(names, in_threads(storage.owner, names), strict=True):
         if save_id is not None:
-            replaced[save_id][name] = ""  # it is complete
+            replaced[save_id][name] = ""  # the upload is complete
     for save_id, files in replaced.items():
         with suppress(CheckpointError):
             storage.put(record_file_name(save_id), msgspec.json.encode(files), sync=True)
@@ -266,15 +267,13 @@ def put_replaced(storage: Storage, names: Iterable[str]) -> list[str]:
 
 
 def remove_uploads(storage: Storage, *save_ids: str) -> None:
-    """Removes such records; raises `OSError`."""
+    """Removes the records of `put_uploads` and `put_replaced`. Raises `OSError` if a removal fails."""
     if storage.uploads_are_hidden:
         storage.remove(*map(record_file_name, save_ids))
 
 
 def recorded_uploads(storage: Storage, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Returns the uploads of saves with a record among the files of a directory: by save, the token of each by its
-    name.
-    """
+    """Returns the recorded uploads of a directory with files ``names``: for each save id, the tokens by file name."""
     found = {}
     for name in filter(is_record_file_name, names) if storage.uploads_are_hidden else ():
         with suppress(CheckpointError, msgspec.MsgspecError):
@@ -315,9 +314,9 @@ def agree_on_key(cipher: Cipher | None, parts: Sequence[RankLocations]) -> None:
 
 
 def withdraw(storage: Storage, names: Sequence[str]) -> None:
-    """Removes the metadata, so that there is no checkpoint any more; the other files count as a dead save's.
+    """Removes the metadata. The directory then holds no checkpoint, and its other files count as a dead save's.
 
-    ``names`` are all files in the directory. Raises `OSError` if it cannot be removed.
+    ``names`` are all files in the directory. Raises `OSError` if the metadata cannot be removed.
     """
     put_records(storage, map(save_id_in, filter(is_data_file_name, names)))
     storage.remove(*filter(is_metadata_file_name, names))
@@ -325,7 +324,7 @@ def withdraw(storage: Storage, names: Sequence[str]) -> None:
 
 
 def remove_files(storage: Storage, names: Sequence[str]) -> None:
-    """Removes all files but the metadata, and then the directory if it is empty; raises `OSError`."""
+    """Removes all files but the metadata, and then an empty directory. Raises `OSError` if a removal fails."""
     storage.remove(*itertools.filterfalse(is_metadata_file_name, names))
     remove_records(storage, map(save_id_in, filter(is_data_file_name, names)))
     storage.remove_directory()
@@ -352,8 +351,9 @@ class WrittenFiles:
         self._storage, self._names = storage, tuple(names)
 
     def remove(self) -> None:
-        """Removes them, because the save was not and will not be committed. Idempotent; files that cannot be removed
-        stay.
+        """Removes the recorded files of a save that will never be committed. Idempotent.
+
+        Files that cannot be removed stay.
         """
         if self._storage is not None:
             remove_with_records(self._storage, self._names)
@@ -361,14 +361,14 @@ class WrittenFiles:
 
 
 def failed_before_commit(error: BaseException) -> None:
-    """Marks an error, which goes to all ranks: a rank's part has failed, so the commit never began."""
+    """Marks an error that goes to all ranks: this rank's part has failed, so the commit never began."""
     vars(error)[_MARK] = True
 
 
 def is_uncommitted(error: BaseException) -> bool:
     """Returns whether an error of DCP's proves that a save was not committed, and will not be.
 
-    A failure of the commit itself proves nothing, because its answer may have been lost.
+    A failure of the commit itself proves nothing, because the storage's response may have been lost.
     """
     failures = getattr(error, "failures", None)
     causes = [cause for cause, _ in failures.values()] if isinstance(failures, Mapping) else [error]

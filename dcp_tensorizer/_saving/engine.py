@@ -1,6 +1,6 @@
 """The engine: the staging buffers and the writer process, which the writers of a process share.
 
-Frameworks make a writer for every save. So a writer is a cheap handle, and the engine has what is worth keeping.
+Frameworks make a writer for every save, so a writer is a cheap handle, and the engine holds what outlives it.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ logger = logging.getLogger("dcp_tensorizer")
 
 
 class Engine:
-    """The resources that the writers of a process share. It starts nothing, and takes no memory, before the first
-    staging.
+    """The resources that the writers of a process share. Before the first staging, no process runs and no memory is
+    allocated.
 
-    It ends with the interpreter, or when its last open writer is closed. A later writer starts it again. With
+    The engine ends with the interpreter, or when its last open writer is closed. A later writer starts it again. With
     ``devices`` the writer process sees the trainer's GPUs.
 
     Attributes:
         saves: The staged saves and their buffers.
-        client: Writes them through the writer process.
+        client: Writes staged saves through the writer process.
         failures: Counts the saves in a row that were not committed.
         checked_keys: Keys whose objects have been checked, see `warn_about_untrusted`.
-        sections: Those of the last indexes, see `entries_section`.
-        tables: The coordinator's memory of the ranks' tables of locations.
+        sections: The sections of the last indexes, see `entries_section`.
+        tables: The coordinator's cache of the ranks' tables of locations.
         files: The contents of the files of the last saves.
-        connection: To the storage of the last save, kept for the next one.
+        connection: The connection to the storage of the last save, open for the next one.
         warned_of_group: The warning that saves share their process group with training has been logged.
     """
 
     def __init__(self, *, devices: bool = False) -> None:
-        if logger.isEnabledFor(logging.INFO):  # it reads the metadata of some installed packages
+        if logger.isEnabledFor(logging.INFO):  # because `environment` reads the metadata of some installed packages
             logger.info("%s", environment())
         self.saves = StagedSaves()
         self.client = WriterClient(devices=devices)
@@ -59,7 +59,7 @@ class Engine:
         self._flushings: dict[tuple[str, str], Flushing] = {}
         self._all_flushings: list[weakref.ref[Flushing]] = []
         self._open: list[weakref.ref[object]] = []
-        # Reentrant, because a signal handler that closes a writer may interrupt its holder.
+        # Reentrant, because a signal handler that closes a writer may interrupt the lock's holder.
         self._opening = free_in_child(threading.RLock())
         # Not `atexit`, which multiprocessing's processes do not call.
         Finalize(None, _exit, (weakref.ref(self),), exitpriority=1)
@@ -86,18 +86,18 @@ class Engine:
         return known
 
     def end_process(self, deadline: Deadline) -> None:
-        """Ends the writer process. It is started again if it is needed."""
-        for reference in self._all_flushings:  # also those that were replaced
+        """Ends the writer process. Later work starts a new one."""
+        for reference in self._all_flushings:  # including replaced ones
             if (flushing := reference()) is not None:
                 flushing.stop()
         self.client.end_process(deadline)
 
     def free(self, deadline: Deadline, stager: object) -> None:
-        """Frees the memory and the connection. A buffer that is still being copied to at the deadline stays.
+        """Frees the memory and the connection. A buffer with copies still running at the deadline stays.
 
-        States that other stagers have staged since the last user left stay, too, and so do the contents of the last
-        files, for jobs that close a writer after each save. Failures are counted from 0 again: a job that closes all of
-        its writers has seen them.
+        States that other stagers have staged since the last user left also stay. So do the contents of the last files,
+        for jobs that close a writer after each save. The counts of failures are reset: a job that closes all of its
+        writers has seen its failures.
         """
         self.client.free()
         self.saves.close(deadline, stager)
@@ -107,7 +107,7 @@ class Engine:
 
 
 def _exit(reference: weakref.ref[Engine]) -> None:
-    """Finishes a save in progress at the end of the program, and logs if it was not committed."""
+    """Finishes a save in progress at the end of the program. If it is not committed, logs the error."""
     engine = reference()
     if engine is not None:
         engine.saves.drain_at_exit()
@@ -119,13 +119,11 @@ class _Engines(dict[bool, Engine]):
 
 
 _engines = _Engines()
-# Registered before those of any writer, so that a writer in a forked child gets an engine of the child's own.
+# Registered before any writer's hook, so that a writer in a forked child gets the child's engine.
 in_child(_engines, _Engines.clear)
 
 
 def engine_of_process(*, devices: bool) -> Engine:
-    """Returns the engine of this process, made on first use: one whose writer process sees the GPUs, and one for
-    everything else.
-    """
-    # Without a lock: a signal handler that makes a writer could interrupt its holder.
+    """Returns the engine of this process, with or without GPUs in its writer process. Made on first use."""
+    # Without a lock: a signal handler that makes a writer could interrupt the lock's holder.
     return _engines.get(devices) or _engines.setdefault(devices, Engine(devices=devices))

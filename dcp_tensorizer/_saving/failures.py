@@ -13,10 +13,10 @@ from ..errors import WriteError, describe
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_UNKNOWN = "it was interrupted, or another rank or a collective failed: the caller of the save has got the error"
+_UNKNOWN = "the save was interrupted, or another rank or a collective failed: see the error that the save's caller got"
 _END_SECONDS = 5.0  # for the thread of a save that is over, at the end of the program
 _DESTROYED = (
-    "the process group was destroyed before it was over: close the writer or the manager, or leave its `with` block, "
+    "the process group was destroyed during the save. Close the writer or the manager, or leave its `with` block, "
     "before destroy_process_group()"
 )
 
@@ -24,14 +24,14 @@ _DESTROYED = (
 @dataclass(slots=True)
 class _Outcome:
     path: str
-    """Empty if there is none."""
+    """Empty for a save without a path."""
     group: str | None
-    """The name of its process group."""
+    """The name of the save's process group."""
     error: str = _UNKNOWN
     is_coordinator: bool | None = None
     """None before DCP has set it."""
     was_distributed: bool = field(default_factory=is_distributed)
-    """There was a process group when it began."""
+    """A process group existed when the save began."""
 
     @property
     def cause(self) -> str:
@@ -57,12 +57,13 @@ class FailuresInARow:
         self.last_error = error
 
     def committed(self, path: str) -> None:
-        """Ends the row, with a save that was committed."""
+        """Resets the count after a save that was committed."""
         self.count, self.last_committed = 0, path
 
     def check(self, limit: int | None, count: int | None = None) -> None:
-        """Raises `WriteError` when ``limit`` saves in a row have failed; None is no limit. ``count`` is that of another
-        rank.
+        """Raises `WriteError` when ``limit`` saves in a row have failed; None: never.
+
+        ``count`` replaces this rank's count by another rank's.
         """
         count = self.count if count is None else count
         if limit is not None and count >= limit:
@@ -76,9 +77,9 @@ class FailuresInARow:
 class FailureCounter:
     """Counts failed saves in a row, of all writers of a process, because frameworks make a writer for every save.
 
-    The saves of each process group are counted apart, and so are paths that differ in more than numbers. A save belongs
-    to its thread. It has failed if it is over and `committed` was not called. Only the coordinator can know; on other
-    ranks nothing is counted.
+    Counts are separate for each process group, and for paths that differ in more than numbers. A save belongs to its
+    thread. A save has failed if it is over and `committed` was not called. Only the coordinator can tell, so other
+    ranks count nothing.
     """
 
     def __init__(self) -> None:
@@ -88,13 +89,14 @@ class FailureCounter:
         self._last_committed: str | None = None
 
     def begin(self, path: str, group: str | None = None) -> None:
-        """Begins a save of a process group on the calling thread, which ends the one before."""
+        """Begins a save of a process group on the calling thread. Ends the thread's previous save."""
         self.end()
         self._saves[threading.current_thread()] = _Outcome(path, group)
 
     def set_coordinator(self, is_coordinator: bool) -> None:
-        """Sets whether this rank is the coordinator of the calling thread's save, and of later ones of its process
-        group that fail early.
+        """Sets whether this rank is the coordinator of the calling thread's save.
+
+        The value also applies to later saves of the same process group that fail before DCP names the coordinator.
         """
         save = self._saves.get(threading.current_thread())
         if save is not None:
@@ -115,7 +117,7 @@ class FailureCounter:
             self._in_a_row.pop(_counted_as(save.path, save.group), None)
 
     def end(self) -> None:
-        """Ends the saves of the calling thread and of ended threads: unless committed, they have failed."""
+        """Ends the saves of the calling thread and of ended threads. Saves that are not committed count as failed."""
         for thread in list(self._saves):
             if thread is threading.current_thread() or not is_running(thread):
                 save = self._saves.pop(thread, None)
@@ -125,9 +127,7 @@ class FailureCounter:
                         logger.error("%s was not committed: %s", save.name, save.cause)
 
     def end_at_exit(self) -> None:
-        """Logs, at the end of the program, background saves that were not committed, unless their errors are logged
-        already.
-        """
+        """Logs, at the end of the program, uncommitted background saves whose errors are not logged yet."""
         for thread, save in list(self._saves.items()):
             if thread is threading.current_thread():
                 continue
@@ -136,8 +136,9 @@ class FailureCounter:
                 logger.error("%s was not committed: %s", save.name, save.cause)
 
     def check(self, limit: int | None, path: str, group: str | None = None) -> None:
-        """Raises `WriteError` when ``limit`` saves in a row of a process group to such paths have failed; None is no
-        limit.
+        """Raises `WriteError` when ``limit`` saves in a row of a process group to paths like ``path`` have failed.
+
+        If ``limit`` is None, never raises.
         """
         if (in_a_row := self._in_a_row.get(_counted_as(path, group))) is not None:
             in_a_row.last_committed = self._last_committed or "none"
@@ -146,10 +147,10 @@ class FailureCounter:
     def _coordinates(self, save: _Outcome) -> bool:
         if save.is_coordinator is not None:
             return save.is_coordinator
-        # If a save failed before DCP named its coordinator, it is that of its group's saves before, or else rank 0.
+        # If a save failed before DCP named its coordinator, the coordinator of the group's earlier saves, or rank 0.
         return self._is_coordinator.get(save.group, rank_of_job() == 0)
 
 
 def _counted_as(path: str, group: str | None) -> tuple[str | None, str]:
-    """Returns the key under which failures are counted. Many jobs have the step in the path."""
+    """Returns the key under which failures are counted. It ignores numbers, because many paths contain the step."""
     return group, re.sub(r"\d+", "#", path)

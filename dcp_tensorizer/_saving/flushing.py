@@ -1,6 +1,7 @@
-"""The trainer's side of the flush of a local folder: reports saves that have arrived on the remote, and waits for them.
+"""The trainer's view of the flush of a local folder: reports saves that have arrived, and waits for them.
 
-The writer process flushes. This process reads the state of each save from the folder's records.
+The writer process flushes. This module reads the state of each save from the folder's records, which outlive any
+process.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ class _Followed:
 
 
 class CommittedMeta(StorageMeta):
-    """The ``StorageMeta`` of a committed save, which confirms the commit on other ranks.
+    """The storage's metadata of a committed save, which tells the other ranks of the commit.
 
-    DCP has no hook for that. But after the commit it sends the metadata with this object to the other ranks: unpickling
-    it calls `Flushing.confirm`, and returns an ordinary ``StorageMeta``.
+    DCP has no hook for that. But after the commit DCP sends the metadata to all ranks: unpickling this object confirms
+    the commit (`Flushing.confirm`), and returns an ordinary ``StorageMeta``.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -65,7 +66,7 @@ def _received(*fields: Any) -> StorageMeta:
 class Flushing:
     """The flush of one local folder, shared by all writers of a process that save there.
 
-    ``queue`` has the records of the folder. ``is_readable`` is False after a failed read of the folder.
+    ``queue`` has the records of the folder. ``is_readable``: the last attempt to read the folder succeeded.
     """
 
     def __init__(self, client: WriterClient, target: FlushTarget) -> None:
@@ -76,7 +77,7 @@ class Flushing:
         self._futures: dict[str, Future[float]] = {}
         self._given_up: list[str] = []
         self._trouble = ("", "")  # the record and the text of the last warning
-        self._environment: dict[str, str] = {}  # in which the flush was requested
+        self._environment: dict[str, str] = {}  # of the last request to flush
         # reentrant, because on_report and signal handlers may wait for the remote
         self._lock = free_in_child(threading.RLock())
         self._is_watching = False
@@ -84,7 +85,7 @@ class Flushing:
         self.is_readable = True
 
     def resume(self) -> None:
-        """Requests the flush of all saves in the folder, including those of a dead job, from the writer process."""
+        """Requests the flush of the whole folder from the writer process, including saves of dead jobs."""
         self._has_ended = False
         entries = self.entries()
         if any(entry.state in OPEN for entry in entries):
@@ -96,9 +97,9 @@ class Flushing:
                     in_background(self._run, name="flush-watch", daemon=True)
 
     def follow(self, entry: FlushEntry, report: SaveReport, on_arrival: Callable[[SaveReport, float], object]) -> None:
-        """Calls ``on_arrival`` when a save of this rank is on the remote, with the report and the time of arrival.
+        """Calls ``on_arrival`` when the remote has a save of this rank, with the report and the time of arrival.
 
-        ``entry`` is the record of the rank's part. The time is in seconds since the epoch.
+        The time is that of ``time.time()``. ``entry`` is the record of the rank's part.
         """
         future: Future[float] = Future()
         self._followed[entry.stem] = _Followed(report, on_arrival, future)
@@ -107,7 +108,7 @@ class Flushing:
         _following[report.save_id] = self
 
     def confirm(self, save_id: str) -> None:
-        """Records that another rank has committed a save of which this rank has a part."""
+        """Records that another rank has committed a save in which this rank has a part."""
         for stem, followed in list(self._followed.items()):
             if followed.report.save_id == save_id:
                 self.queue.confirm(next(entry for entry in self.queue.entries() if entry.stem == stem))
@@ -118,32 +119,39 @@ class Flushing:
         self._given_up.append(words)
 
     def future(self, save_id: str) -> Future[float] | None:
-        """Returns a future that is done when the remote has a save. If the save is not followed here, None."""
+        """Returns a future that is done when the remote has a save.
+
+        Returns None if the remote has the save already, or if this rank has no part in it.
+        """
         return self._futures.get(save_id)
 
     def admit(self, name: str, run: str) -> None:
-        """Records a run that saves to this local folder, before the run takes the lease ``name`` of the remote one.
+        """Records, in the file ``name``, a run that saves to this local folder and is about to lease the remote folder.
 
-        The local folder is flushed as long as one of its runs has the lease of the remote one (`Queue.runs`).
+        The local folder is flushed as long as the remote folder belongs to one of the recorded runs (`Queue.runs`).
         """
-        with suppress(ReadError):  # saves to the folder fail as well
+        with suppress(ReadError):  # a folder that cannot be read gets no saves
             self.queue.admit(name, run)
 
     def entries(self) -> list[FlushEntry]:
-        """Returns all records. If the folder cannot be read, logs the error, and returns none.
+        """Returns all records. If the folder cannot be read, logs an error and returns an empty list.
 
-        Does not raise, because the other ranks would wait for this one.
+        If a single rank raised an error here, the other ranks would wait for it.
         """
         return self._read(self.queue.entries)
 
     def open_records(self) -> list[tuple[FlushEntry, FlushRecord]]:
-        """Returns the records of saves that are not on the remote yet. Handles errors like `entries`."""
+        """Returns the records of saves that the remote does not have yet.
+
+        If the folder cannot be read, logs an error and returns an empty list.
+        """
         return self._read(self._open)
 
     def unflushed(self) -> int:
-        """Returns the number of checkpoints that are in the local folder, but not on the remote.
+        """Returns the number of checkpoints that are in the local folder and not on the remote.
 
-        On ranks other than the coordinator, counts those whose files are not sent yet. The coordinator waits for them.
+        A rank that does not commit counts checkpoints whose files it has not sent yet: the committing rank waits for
+        these files.
         """
         counts: Counter[int] = Counter()
         for entry, record in self.open_records():
@@ -167,17 +175,19 @@ class Flushing:
         patience: Patience | None = None,
         every: float = _LOOK_SECONDS / 4,
     ) -> bool:
-        """Waits until the remote has all saves, or until ``until`` returns True. On timeout, returns False.
+        """Waits until the remote has everything, or until ``until`` returns true. Returns False if it gives up.
+
+        It gives up at the deadline, or when nothing has made progress for too long.
 
         Args:
-            deadline: The end of the wait, whatever the progress.
+            deadline: When to give up in any case.
             until: The condition to wait for instead.
-            progress: Returns a value that changes while anything other than the flush makes progress.
-            patience: The timeout without progress; by default the target's.
+            progress: Returns a value that changes while anything besides the flush makes progress.
+            patience: The time without progress; by default the target's.
             every: Seconds between two checks.
 
         Raises:
-            ReadError: the folder cannot be read, so it is unknown whether the remote has all saves.
+            ReadError: the folder cannot be read, so it is unknown whether the remote has everything.
         """
         is_over = until or (lambda: not self._open())
         before: object = None
@@ -190,40 +200,40 @@ class Flushing:
             if deadline.left == 0 or patience.is_over():
                 return False
             time.sleep(deadline.within(every))
-        self._check_now()  # so that saves that have arrived are reported before the caller continues
+        self._check_now()  # reports arrived saves before the caller continues
         return True
 
     def _check_now(self) -> None:
         if self._lock.acquire(timeout=1.0):
             try:
-                with suppress(Exception):  # the folder cannot be read
+                with suppress(Exception):  # such as an unreadable folder
                     self._check_folder()
             finally:
                 self._lock.release()
 
     def check(self) -> None:
-        """Raises `WriteError` if a checkpoint was given up since the last call."""
+        """Raises `WriteError` if a checkpoint has been given up since the last call."""
         given_up, self._given_up = self._given_up, []
         if given_up:
             raise WriteError(given_up[0] + (f" (and {len(given_up) - 1} more)" if len(given_up) > 1 else ""))
 
     def end(self, deadline: Deadline) -> None:
-        """Waits until this rank's checkpoints are flushed. On timeout, logs how many are left."""
+        """Waits until this rank's part of the flush is done. If it gives up, logs the number of checkpoints left."""
         if not self.unflushed():
-            self._check_now()  # reports a checkpoint that has just arrived
+            self._check_now()  # a save may just have arrived
             return
-        logger.info("%s: waiting until %d checkpoint(s) are there", self.target.name, self.unflushed())
+        logger.info("%s: waiting for the flush of %d checkpoint(s)", self.target.name, self.unflushed())
         if not self.wait(deadline, until=lambda: not self.unflushed()):
             logger.error(
-                "%d checkpoint(s) have not reached %s. They are in %s, and the next job with this local folder brings "
-                "them there.",
+                "%d checkpoint(s) have not reached %s. They are in %s. Start a job with the same local folder, which "
+                "flushes them.",
                 *(self.unflushed(), self.target.name, self.target.local),
             )
 
     def stop(self) -> None:
-        """Stops restarting the writer process only for the flush."""
+        """Stops restarting the writer process for the flush alone."""
         self._has_ended = True
-        if self._lock.acquire(timeout=1.0):  # wait for a thread that is restarting it now
+        if self._lock.acquire(timeout=1.0):  # waits for a thread that is just starting the process
             self._lock.release()
 
     def _read(self, read: Callable[[], list[_T]]) -> list[_T]:
@@ -244,10 +254,10 @@ class Flushing:
         try:
             self._client.flush(self.target, context)
         except WriteError as error:
-            logger.warning("%s: cannot start the flush: %s", self.target.name, str(error))
+            logger.warning("%s: cannot resume the flush: %s", self.target.name, str(error))
 
     def _run(self) -> None:
-        """Checks the state of the flush until no checkpoint is left to check."""
+        """Checks the state of the flush until no save is left to follow or to flush."""
         while True:
             time.sleep(_LOOK_SECONDS)
             # The folder may be unreadable for a while, or a callback may raise, even SystemExit.
@@ -256,7 +266,7 @@ class Flushing:
                     self._is_watching = False
                     return
                 if not self._has_ended:
-                    # Request a failing flush again if the environment, such as credentials, has changed.
+                    # If the environment, such as a key in it, has changed, request a failing flush again.
                     is_outdated = environment() != self._environment and any(
                         self.queue.trouble(entry) for entry in self.queue.entries() if entry.state in OPEN
                     )
@@ -264,7 +274,7 @@ class Flushing:
                         self._request()
 
     def _check_folder(self) -> bool:
-        """Reports saves that have arrived or failed; returns whether others are still pending."""
+        """Reports saves that have arrived, failed or been given up. Returns whether any are left to follow or flush."""
         entries = {entry.stem: entry for entry in self.queue.entries()}
         for stem, followed in list(self._followed.items()):
             entry = entries.get(stem)
@@ -286,14 +296,14 @@ class Flushing:
         return bool(self._followed) or any(entry.state in OPEN for entry in entries.values())
 
     def _report_missing(self, followed: _Followed) -> None:
-        """Reports a save whose record was removed before this process found it on the remote.
+        """Reports a save whose record was removed before this process saw the save on the remote.
 
-        On ranks other than the coordinator, the save may have been replaced or deleted since.
+        On a rank that does not commit, the save may have been replaced or deleted in the meantime.
         """
         report = followed.report
         words = (
             f"rank {report.rank} has not found {report.path} on the remote, and its record in {self.queue.folder} was "
-            f"removed: the save was given up, or a newer one has replaced it"
+            f"removed: the save was given up, or a newer save has replaced it"
         )
         commits = report.commit_seconds is not None
         logger.log(logging.ERROR if commits else logging.WARNING, "%s", words)

@@ -37,25 +37,25 @@ class SaveReport:
         save_id: Identifies the save; part of the names of its files.
         rank: The rank that reports.
         nbytes: Bytes of tensors and objects that this rank wrote.
-        reused_nbytes: The part of them that was in files of an earlier save, and was not written again
+        reused_nbytes: The part of ``nbytes`` that was in files of an earlier save, and was not written again
             (``reuse_unchanged``).
         files: Data files that this rank wrote or reused.
         attempts: 1, or 2 if the writer process died and a fresh one wrote everything again.
-        started_at: When staging began, or a save without staging (``time.time()``).
-        seconds: From then until it was durable.
-        wait_seconds: Time in `stage` until the save before was over; before ``started_at``.
+        started_at: When staging, or a save without staging, began (``time.time()``).
+        seconds: Time from ``started_at`` to ``durable_at``.
+        wait_seconds: Time in `stage` until the previous save was over; before ``started_at``.
         stage_seconds: Time in `stage` for the copy; 0 for a synchronous save.
         plan_seconds: Time in DCP's planning and its collectives.
         resolve_seconds: Time in this process from the finished plan to the request, and from the answer to the
             results.
-        hash_seconds: Time in the writer process until all hashes were known; it also writes meanwhile.
+        hash_seconds: Time in the writer process until all hashes were known; writes overlap it.
         write_seconds: Time in write calls and fsync, which overlaps ``hash_seconds``.
         commit_seconds: Time to publish ``.metadata``; None on ranks that do not commit.
         durable_at: When this rank's data, and on the coordinator the checkpoint, was durable (``time.time()``).
         remote_durable_at: When the remote had the whole checkpoint; None before that, and without ``local``.
-        spans: The same as spans of time, also of the writer process and of each file, the whole save first. `trace`
-            makes a picture of them.
-        clock_offset: The seconds that turn the times of spans into those of ``time.time()``.
+        spans: The steps as spans of time, including those of the writer process and of each file; the whole save comes
+            first. `trace` draws them.
+        clock_offset: Seconds to add to the times of ``spans`` to get those of ``time.time()``.
     """
 
     path: str
@@ -81,7 +81,7 @@ class SaveReport:
 
     @property
     def stall_seconds(self) -> float:
-        """How long training waited: for the save before, and for the copy."""
+        """Seconds that training waited: for the previous save, and for the copy."""
         return self.wait_seconds + self.stage_seconds
 
     @property
@@ -114,7 +114,7 @@ class SaveCallbacks:
 
     @contextmanager
     def progress(self, path: str, nbytes: Callable[[], int]) -> Iterator[Callable[[int], None]]:
-        """Gives a function that takes the bytes written so far, while a block writes; ``nbytes`` returns all."""
+        """Yields a function that reports the bytes written so far. ``nbytes`` returns the bytes in all."""
         transfer, total = TransferProgress("saving", path, self.on_progress), functools.cache(nbytes)
         is_shown = self.on_progress is not None and total() > 0
         if is_shown:
@@ -127,7 +127,7 @@ class SaveCallbacks:
 def report_of(spans: Sequence[Span], done: WriteDone, *, path: str, save_id: str, rank: int) -> SaveReport:
     """Returns the report of a save, or of a rank's part in it, whose last span has just ended.
 
-    ``spans`` are those of staging, if there was any, and "plan", "write", those of ``done``, "agree", and "commit".
+    ``spans`` are the spans of staging (none without it), "plan", "write", the spans of ``done``, "agree", and "commit".
     """
     of = {span.name: span for span in spans}
     write, offset = of["write"], clock_offset()
@@ -157,16 +157,14 @@ def report_of(spans: Sequence[Span], done: WriteDone, *, path: str, save_id: str
 
 
 class Reports:
-    """Passes each save's report to the log and to the user's ``on_report``; ``last`` is the last one."""
+    """Publisher of each save's report: to the log and to the user's ``on_report``; ``last`` is the last report."""
 
     def __init__(self, on_report: Callable[[SaveReport], object] | None) -> None:
         self.on_report = on_report
         self.last: SaveReport | None = None
 
     def publish(self, report: SaveReport) -> None:
-        """Logs a report, and calls the user's function. If that fails, the error is logged, and the save does not
-        fail.
-        """
+        """Logs a report, and passes it to ``on_report``. Logs an error of ``on_report``, which fails no save."""
         self.last = report
         logger.info("%s", report)
         self._call(report)
@@ -185,11 +183,11 @@ class Reports:
         if self.on_report is not None:
             try:
                 self.on_report(report)
-            except (Exception, CheckpointException):  # DCP's does not derive from Exception
+            except (Exception, CheckpointException):  # DCP's CheckpointException does not derive from Exception
                 logger.exception("on_report failed; the save did not")
 
 
-# --- stale states: a job that saves the same values again and again does not save the state that it trains ------------
+# --- stale states: if every save has the same values, the saved state is not the trained one --------------------------
 
 _DIGEST_BYTES = 8  # a tensor's last digest covers all of it
 _KEYS_SENT = 3  # per rank
@@ -197,7 +195,7 @@ _KEYS_SHOWN = 5
 
 
 class Freshness:
-    """Compares the digests of a rank's floating-point tensors with those of its save before.
+    """Comparison of a rank's floating-point tensors with those of its previous save, by their digests.
 
     ``must_change`` are patterns of the keys to compare, as in `fnmatch`.
     """
@@ -208,10 +206,10 @@ class Freshness:
         self._digests: dict[ItemKey, bytes] = {}
 
     def compare(self, step: int, places: Mapping[ItemKey, StoredItem]) -> tuple[str, ...] | None:
-        """Compares a save with the one before, and remembers it; ``places`` has everything that the rank has written.
+        """Compares a save with the previous one, and retains its digests for the next comparison.
 
-        Returns the first keys if none of their tensors has changed, an empty tuple if one has, and None if nothing can
-        be compared.
+        ``places`` has all items that the rank has written. If no compared tensor has changed, returns the first keys;
+        if one has, an empty tuple; if nothing can be compared, None.
         """
         before, self._digests = self._digests, {k: v.digests[-_DIGEST_BYTES:] for k, v in places.items() if _counts(v)}
         step_before, self._step = self._step, step
@@ -224,7 +222,7 @@ class Freshness:
 
 
 def warn_if_stale(path: str, step: int, unchanged: Sequence[tuple[str, ...] | None]) -> None:
-    """Logs a warning if no rank has saved a tensor that differs from its save before.
+    """Logs a warning if no rank has saved a tensor that differs from its previous save.
 
     ``unchanged`` are the results of `Freshness.compare` by rank.
     """
@@ -233,7 +231,7 @@ def warn_if_stale(path: str, step: int, unchanged: Sequence[tuple[str, ...] | No
         keys = list(dict.fromkeys(key for keys in found for key in keys))
         logger.warning(
             "%s: step %d holds the same values as the save before, in every floating-point tensor that was compared "
-            "(%s): is the state that is saved the one that is trained?",
+            "(%s). Check that the saved state is the one that is trained.",
             path,
             step,
             ", ".join(map(repr, keys[:_KEYS_SHOWN])) + (", ..." if len(keys) > _KEYS_SHOWN else ""),

@@ -1,12 +1,12 @@
-"""An engine's memory of the files that it has written, so that a save need not write the same contents again.
+"""Reuse of files of earlier saves, so that a save does not write the same contents again.
 
 The bytes of a file follow from the names, dtypes, shapes, kinds and elements of its tensors. So two files with equal
 `TensorContent` in the same order are equal, even if the tensors have other keys, chunks or ranks in each save. Elements
 are compared by XXH3-128. Each save has its own file names, so an adopted file gets a new name.
 
-Only whole files can be adopted. So tensors that have not changed lately are kept apart from those that do, by the
-digests of earlier saves. A tensor that counts as unchanging may still change. Then it must stay the same for twice as
-many saves before it counts as unchanging again.
+Only whole files can be adopted. So tensors that have not changed lately, by the digests of earlier saves, go to other
+files than changing ones. If a tensor that counts as unchanging changes, it must stay the same for twice as many saves
+before it counts as unchanging again.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from .write_plan import Item, plan_files
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_LOCATIONS = 4  # in the last saves: the newest may be gone, if its save was not committed
+_LOCATIONS = 4  # of a file in the last saves: if the newest save was not committed, its file is gone
 _KEPT = 4  # saves: a job may save its model and its optimizer in turn, and other states between them
 _MAX_NEEDED = 64
-# If one tensor changes, its whole file must be written. The head is 0.03% of a file of a GiB.
+# If one tensor changes, its whole file must be written. The header is 0.03% of a file of 1 GiB.
 _MAX_STEADY_BYTES = 1 << 30
-_MIN_STEADY_BYTES = INDEX_CAPACITY  # a smaller file would take more space than it saves
+_MIN_STEADY_BYTES = INDEX_CAPACITY  # the header of a smaller file takes more space than reuse saves
 
 
 TensorContent = tuple[TensorSource, bytes]
-"""A tensor as a file describes it, by `_described`, and the digest of its elements. They determine a file's bytes."""
+"""A tensor's description in a file (`_described`), and the digest of its elements. Both determine a file's bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class _History:
     """The history of a tensor."""
 
     digest: bytes  # of its elements, in its last save
-    same: int = 0  # how many saves before that had the same digest
-    needed: int = 1  # how many it takes until the tensor counts as unchanging
+    same: int = 0  # number of saves in a row before the last one with the same digest
+    needed: int = 1  # the value of ``same`` from which the tensor counts as unchanging
     seen: int = 0  # the number of its last save
 
     @property
@@ -65,32 +65,33 @@ class _History:
 
 @dataclass(frozen=True, slots=True)
 class _KnownFile:
-    """A file that was written, and the names that it has had since."""
+    """A file that was written, and its names since then."""
 
     contents: tuple[TensorContent, ...]  # its tensors, in file order
     items: tuple[StoredItem, ...]  # their locations in it
     nbytes: int
     earlier: tuple[EarlierFile, ...]  # newest first
-    sha256: bool  # whether it has SHA-256 hashes
-    uses: int = 0  # how often it was adopted
-    seen: int = 0  # the number of the last save that wrote or adopted it
+    sha256: bool  # whether the file has SHA-256 hashes
+    uses: int = 0  # number of adoptions
+    seen: int = 0  # the number of the last save that wrote or adopted the file
 
 
 class KnownFiles:
-    """The files of the last saves, and the histories of their tensors. Several threads may use it."""
+    """The files of the last saves, and the histories of their tensors. Thread-safe."""
 
     def __init__(self) -> None:
         self._files: tuple[_KnownFile, ...] = ()
         self._histories: dict[TensorSource, _History] = {}
         self._saves = 0
-        # reentrant, because a signal handler that saves may interrupt its holder
+        # reentrant, because a signal handler that saves may interrupt the lock's holder
         self._changing = free_in_child(threading.RLock())
 
     def begin(
         self, contents: Mapping[TensorSource, bytes]
     ) -> tuple[int, list[_KnownFile], dict[TensorSource, _History]]:
-        """Begins a save of tensors with these digests; returns its number, the files that it may adopt, and the
-        histories.
+        """Begins a save of tensors with the given digests.
+
+        Returns the save's number, the files that it may adopt, and the histories of its tensors.
         """
         with self._changing:
             self._saves += 1
@@ -103,9 +104,7 @@ class KnownFiles:
         return number, found, histories
 
     def end(self, number: int, files: Sequence[_KnownFile], histories: Mapping[TensorSource, _History]) -> None:
-        """Remembers the files and histories of a save that has written, and forgets those that no later save can
-        use.
-        """
+        """Adds the files and histories of a save that has written, and drops those that no later save can use."""
         with self._changing:
             known = {
                 tensor: history for tensor, history in self._histories.items() if number - history.seen < _KEPT
@@ -124,13 +123,13 @@ class KnownFiles:
 
 
 _Digest = Callable[[Sequence[TensorSource]], Sequence[bytes]]
-"""Takes the XXH3-128 of each tensor."""
+"""Computes the XXH3-128 of each tensor."""
 
 
 class FilesOfSave:
-    """The files of one rank in one save: which tensors each holds, and which need not be written again.
+    """The files of one rank in one save: the tensors of each, and the files that can be adopted.
 
-    A second attempt has other file names, because data that a dead process sent may arrive later.
+    A second attempt uses other file names, because data that a dead process sent may still arrive.
     """
 
     def __init__(self, storage: Storage, rank: int, save_id: str, options: SaveOptions, known: KnownFiles) -> None:
@@ -141,7 +140,7 @@ class FilesOfSave:
         self._known = known if options.reuse_unchanged and storage.adopts else None
         self._requests: tuple[FileRequest, ...] = ()
         self._first = 0
-        self._number = 0  # of the save among those of `known`; 0 before it has begun
+        self._number = 0  # of the save, from `KnownFiles.begin`; 0 before the save begins
         self._contents: dict[TensorSource, bytes] = {}
         self._histories: dict[TensorSource, _History] = {}
         self._candidates: list[_KnownFile] = []
@@ -149,7 +148,7 @@ class FilesOfSave:
         self._digest_seconds = 0.0
 
     def request(self, sources: Sequence[TensorSource], digest: _Digest) -> WriteRequest:
-        """Distributes tensors over files; ``digest`` takes the XXH3-128 of each, if they are needed."""
+        """Distributes tensors over files. If files may be adopted, ``digest`` computes the XXH3-128 of each tensor."""
         self._first += len(self._requests)
         self._requests = ()
         if self._known is None:
@@ -160,19 +159,19 @@ class FilesOfSave:
                 # The names of sources are unique.
                 self._contents = dict(zip(map(_described, sources), self._timed(digest, sources), strict=True))
                 self._number, found, self._histories = self._known.begin(self._contents)
-                # Only files with the same kinds of hashes, because others differ from what would be written instead.
+                # Files with other kinds of hashes differ from what this save would write.
                 most, sha256 = self.options.limits.max_reuses, self.options.sha256
                 self._candidates = [file for file in found if file.uses < most and file.sha256 == sha256]
             self._requests = self._plan_reuse(sources)
         return WriteRequest(self.storage.location, self.options, self._requests)
 
     def job(self, items: Sequence[Item], contents: Callable[[TensorSource], memoryview], digest: _Digest) -> FileJob:
-        """Returns the job of writing items in this process; ``contents`` returns the bytes of each."""
+        """Returns a job that writes items in this process; ``contents`` returns the bytes of each item."""
         sources = [item.source() for item in items]
         return FileJob(self.storage, self.request(sources, digest).files, contents, self.options)
 
     def _plan_reuse(self, sources: Sequence[TensorSource]) -> tuple[FileRequest, ...]:
-        """Distributes tensors over files: first adopted ones, then those of unchanging tensors, then the rest."""
+        """Distributes tensors over files: adopted files first, then files of unchanging tensors, then the rest."""
         left = {_described(source): source for source in sources}
         self._adopted = {}
         requests: list[FileRequest] = []
@@ -193,9 +192,9 @@ class FilesOfSave:
         return tuple(requests)
 
     def finish(self, done: WriteDone, digest: _Digest) -> WriteDone:
-        """Takes the result of writing the files; returns it with the locations of tensors in all of them.
+        """Completes the result of a write with the locations of the tensors in adopted files.
 
-        The files are remembered for later saves.
+        Adds the files to those that later saves may adopt.
         """
         if self._known is None:
             return done
@@ -215,9 +214,10 @@ class FilesOfSave:
         return replace(done, files=tuple(results), seconds=seconds[0], hash_seconds=seconds[1])
 
     def _changed(self, done: WriteDone, digest: _Digest) -> set[TensorSource]:
-        """Returns the tensors that were written from the trainer's own memory and no longer match their digests.
+        """Returns the tensors that were written from the trainer's memory and no longer match their digests.
 
-        Training must not change them during a save. If it does, that checkpoint is bad, but later ones must not be.
+        Training must not change a tensor during its save. If it does, that checkpoint is bad, but later checkpoints
+        must not be.
         """
         written = {file.name for file in done.files if not file.adopted}
         tensors = [tensor for file in self._requests if file.name in written for tensor in file.tensors]
@@ -225,13 +225,15 @@ class FilesOfSave:
         if not live:
             return set()
         digests: Sequence[bytes] = [b""] * len(live)
-        with suppress(WriteError):  # then it is unknown, and everything has been written
+        with suppress(WriteError):  # without digests, all of these tensors count as changed
             digests = self._timed(digest, live)
         return {t for t, found in zip(map(_described, live), digests, strict=True) if self._contents[t] != found}
 
     def _written(self, request: FileRequest, result: FileResult) -> _KnownFile:
-        """Returns a file that was written. If known files elsewhere are equal, as in a job that saves to two storages
-        in turn, it takes over their count of uses, so that they are not adopted too often.
+        """Returns a file that was written, for later saves to adopt.
+
+        The file inherits the number of adoptions of an equal file that could not be adopted, as in a job that saves to
+        two storages in turn. So neither file is adopted too often.
         """
         contents = tuple((tensor, self._contents[tensor]) for tensor in map(_described, request.tensors))
         uses = self._adopted[request.name].uses if request.earlier else 0
@@ -244,15 +246,15 @@ class FilesOfSave:
         return digests
 
     def remove(self) -> None:
-        """Removes the files once no process writes them."""
+        """Removes the files. No process may be writing them."""
         for file in self._requests:
             try:
                 self.storage.discard(file.name)
             except Exception as error:
                 shown = self.storage.scrub(str(error))
-                logger.warning("%s/%s is left over from a failed save: %s", self.storage.path, file.name, shown)
+                logger.warning("cannot remove %s/%s of a failed save: %s", self.storage.path, file.name, shown)
 
 
 def _described(source: TensorSource) -> TensorSource:
-    """Returns a tensor without its location in memory."""
+    """Returns a source without its location in memory."""
     return TensorSource(*source[:5])

@@ -1,4 +1,4 @@
-"""One save, as one rank sees it: its part in each of DCP's hooks, and the directory that becomes a checkpoint."""
+"""One rank's part in a save: the work of DCP's hooks, and the directory that becomes a checkpoint."""
 
 from __future__ import annotations
 
@@ -60,24 +60,24 @@ class SaveDescription(NamedTuple):
     """The description of a save by the caller that stages it."""
 
     record: SaveRecord | None = None  # of the manager, for the index
-    error: StagingError | None = None  # why this rank has no state: the save fails on all ranks with this error
-    omitted: frozenset[str] = frozenset()  # keys of tensors that other ranks write, and this one need not stage
-    # Called with the staged copy, whose tensors may not have their values yet. Its buffer is kept
+    error: StagingError | None = None  # if this rank has no state: the error with which the save fails on all ranks
+    omitted: frozenset[str] = frozenset()  # keys of tensors that other ranks write, and this rank need not stage
+    # Called with the staged copy, whose tensors may not have their values yet. The caller holds the copy's buffer
     # (`SharedBuffer.is_kept`).
     on_staged: Callable[[StagedStateDict], object] | None = None
-    # Receives the files that this rank writes, for the caller to remove if the save fails.
+    # Receives the files that this rank writes. If the save fails, the caller removes them.
     files: WrittenFiles | None = None
-    spans: tuple[Span, ...] = ()  # of staging, once that is done
+    spans: tuple[Span, ...] = ()  # of staging, set when staging is done
 
 
 class Save:
-    """One save of one rank, from DCP's first hook to its last. All calls come from the save's thread.
+    """One rank's part in a save, from DCP's first hook to its last. All calls come from the save's thread.
 
-    Training waits for that thread before it stages again. So if the storage has no timeouts of its own, a call that
-    hangs in the kernel is abandoned after the writer's timeout.
+    Training waits for that thread before it stages again. So if the storage has no timeouts, a call that hangs in the
+    kernel is abandoned after the writer's timeout.
 
     Args:
-        saver: What the saves of one writer share.
+        saver: The state that the saves of one writer share.
         save_id: The id of the save.
         where: The checkpoint's path. Raises `WriteError` if it cannot be opened.
         staged: The staged state; None if the save writes from the tensors themselves.
@@ -86,12 +86,12 @@ class Save:
         storage: The directory that this rank writes to.
         path: The checkpoint's path for messages and reports, without credentials.
         commits: This rank commits, for all ranks or for itself.
-        metadata_rank: The rank in the metadata file's name; None if one file is for all.
-        is_given_up: The storage has hung for too long.
+        metadata_rank: The rank in the metadata file's name; None if one metadata file is for all ranks.
+        is_given_up: The storage did not respond within the timeout.
     """
 
     meta = StorageMeta
-    """The class of the storage's metadata that DCP sends to all ranks when the save is committed."""
+    """The class of the storage's metadata that DCP sends to all ranks after the commit."""
     shares_id = False
     """True if the file names of all ranks contain the coordinator's id of the save."""
 
@@ -122,7 +122,7 @@ class Save:
 
     @property
     def is_dropped(self) -> bool:
-        """Returns whether DCP has dropped the staged state, so that nothing can save it any more."""
+        """Returns whether DCP has dropped the staged state, so that no save can write it any more."""
         return self._staged is not None and self._staged.over()
 
     # --- DCP's hooks ------------------------------------------------------------------------------------------------
@@ -137,22 +137,22 @@ class Save:
     def prepare(self, plan: SavePlan) -> SavePlan:
         """Creates the directory. The rank that commits locks it, and removes the files of dead saves.
 
-        Returns the plan, with what this rank could leave out of its results. Raises `WriteError` if the directory
-        cannot be created, or holds a checkpoint that must not be overwritten.
+        Returns the plan, with the digests of tables that this rank could leave out of its results. Raises `WriteError`
+        if the directory cannot be created, or holds a checkpoint that must not be overwritten.
         """
         with self.or_fail():
             self.open()
             return plan if self.commits else self._tables.offer(plan)
 
     def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Adds to the plans of all ranks, on the coordinator, what each may leave out."""
+        """On the coordinator: adds to each rank's plan the digests of tables that the rank may leave out."""
         with self.or_fail():
             return [self._tables.answer(plan) for plan in plans]
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Writes this rank's items, and makes them durable.
 
-        Raises `WriteError`, naming path, rank and, where known, key. Then this rank's files are removed.
+        If that fails, removes this rank's files, and raises `WriteError`, naming path, rank and, where known, key.
         """
         self._lap("plan")
         if self.shares_id:
@@ -177,7 +177,7 @@ class Save:
 
     @contextmanager
     def whole_or_nothing(self) -> Iterator[None]:
-        """Releases the staged state after a write, and removes the save's record if the write fails."""
+        """Releases the staged state after a write. If the write fails, removes the save's record."""
         saver = self._saver
         try:
             yield
@@ -189,7 +189,7 @@ class Save:
             cleaning = None if hung is None else hung.cleaning
 
             def drop() -> None:
-                if cleaning is not None:  # the record proves whose the files are until they are removed
+                if cleaning is not None:  # until the files are removed, the record proves whose they are
                     cleaning.exception()
                 drop_record(self.storage, self.id)
 
@@ -203,10 +203,10 @@ class Save:
             raise failure from error
         finally:
             if self._staged is not None:
-                self._staged.on_written = None  # it refers to the object that keeps the state
+                self._staged.on_written = None  # the callback refers to the object that holds the state
                 self._staged.release()
                 if not self._staged.keeps_buffer and self._staged.buffer is not None:
-                    self._staged.buffer.close()  # its memory is freed when the save is over
+                    self._staged.buffer.close()  # frees the memory when the save is over
             if not saver.options.cache_staged_state_dict:
                 saver.engine.client.free()
 
@@ -222,7 +222,7 @@ class Save:
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits the save, on the coordinator; without collectives every rank commits its own part.
 
-        Raises `WriteError` if it is not committed, and then the checkpoint before is untouched.
+        If the save is not committed, raises `WriteError`, and the previous checkpoint is untouched.
         """
         assert self._written is not None, "write comes first"
         self._lap("agree")
@@ -234,14 +234,14 @@ class Save:
         try:
             self._committed()
         finally:
-            # Before the user's callback, because until then a load that began earlier may find files of both saves.
+            # Before the user's callback: until the removal, a load that began earlier may find files of both saves.
             if replaced:
                 self.remove(replaced)
             self.end()
             self._publish(report)
 
     def end(self) -> None:
-        """Releases the directory, so that others may clean up there. Idempotent."""
+        """Releases the directory, so that other saves may clean up in it. Idempotent."""
         self._end_interval()
         self._release()
 
@@ -253,7 +253,7 @@ class Save:
         return resolve(plan, planner, lambda tensor: buffer is not None and buffer.locate(tensor) is not None, omitted)
 
     def _report_digests(self, items: list[Item], written: WriteDone) -> None:
-        """Passes the digests to the object that keeps the staged state, which then need not take them."""
+        """Passes the digests to the object that holds the staged state, which then need not compute them."""
         save = self._staged
         if save is None or save.on_written is None or save.buffer is None:
             return
@@ -266,7 +266,7 @@ class Save:
         save.on_written(known)
 
     def _complete(self, metadata: Metadata, results: list[list[WriteResult]]) -> set[str]:
-        """Makes the save the checkpoint at its path; returns the files of the one that it replaces."""
+        """Commits the save as the checkpoint at its path; returns the files of the checkpoint that it replaces."""
         parts = self._tables.completed([result.storage_data for of_rank in results for result in of_rank])
         files = dict(file for part in parts for file in part.files)
         cipher = self._saver.options.cipher
@@ -284,7 +284,7 @@ class Save:
                 )
             except Exception as error:
                 raise WriteError(f"{self.path}: the checkpoint's metadata cannot be stored: {error}") from error
-        except CheckpointError:  # nothing has been committed or will be
+        except CheckpointError:  # the save is not committed, and never will be
             self.remove(files)
             raise
         replaced = self.commit(index, files)
@@ -293,20 +293,20 @@ class Save:
         return replaced
 
     def _begin_commit(self, metadata: Metadata) -> None:
-        """Checks that the save may be committed, and completes DCP's metadata; raises `WriteError`."""
+        """Completes DCP's metadata. Raises `WriteError` if the save must not be committed."""
         self._check_wanted()
-        trainer = multiprocessing.parent_process()  # in PROCESS mode, where a dead trainer's save must not come late
+        trainer = multiprocessing.parent_process()  # in PROCESS mode: a dead trainer's save must not be committed late
         if trainer is not None and multiprocessing.current_process().daemon and not trainer.is_alive():
-            raise WriteError(f"the trainer (pid {trainer.pid}) is gone: its save to {self.path} is not committed")
-        # DCP returns this object of the planner to the caller, with the same fields as torch's writer sets.
+            raise WriteError(f"the trainer (pid {trainer.pid}) has died: its save to {self.path} is not committed")
+        # DCP returns this object to the caller. torch's writer sets the same fields.
         metadata.version = DCP_VERSION
         metadata.storage_meta = self.meta(checkpoint_id=self.path, save_id=self.id)
 
     def _committed(self) -> None:
-        """Does what follows the commit, before the files that it has replaced are removed."""
+        """Runs after the commit, before the replaced files are removed."""
 
     def _lap(self, name: str, nbytes: int = 0) -> None:
-        """Records a span, which began when the one before ended."""
+        """Records a span that began when the previous span ended."""
         began, self._lapped = self._lapped, time.perf_counter()
         self._spans.append(Span(name, began, self._lapped, nbytes=nbytes))
 
@@ -322,7 +322,7 @@ class Save:
 
     @contextmanager
     def or_fail(self) -> Iterator[None]:
-        """Makes the save fail with any error inside."""
+        """Makes the save fail with any error of the block."""
         try:
             yield
         except BaseException as error:
@@ -356,12 +356,12 @@ class Save:
             )
         if self.metadata_rank is not None and storage.head(metadata_file_name()) is not None:
             raise WriteError(
-                f"{storage.path} holds a checkpoint of all ranks, which every load would take for the one "
-                f"that is saved here without collectives. Remove that, or save to another path."
+                f"{storage.path} holds a checkpoint of all ranks, which every load would prefer to a save without "
+                f"collectives. Remove that checkpoint, or save to another path."
             )
 
     def _record_files(self, items: Sequence[Item]) -> None:
-        """Records the save, and finds the files that its commit will replace."""
+        """Records the save, and finds the files that the commit will replace."""
         if self.commits:
             ask = functools.partial(replaced_files, self.storage, self.metadata_rank)
             self._replaced = in_background(ask, daemon=True)
@@ -369,9 +369,7 @@ class Save:
             self._in_time(lambda: put_records(self.storage, [self.id]))
 
     def write_items(self, items: Sequence[Item]) -> WriteDone:
-        """Writes this rank's items, and makes them durable; raises `WriteError`, and then none of their files is
-        left.
-        """
+        """Writes this rank's items, and makes them durable. On failure, removes the files and raises `WriteError`."""
         saver = self._saver
         files = FilesOfSave(self.storage, self.rank, self.id, saver.options, saver.engine.files)
         with saver.callbacks.progress(self.path, lambda: sum(item.tensor.nbytes for item in items)) as progress:
@@ -384,8 +382,7 @@ class Save:
             self._files.set(self.storage, [file.name for file in written.files])
 
     def commit(self, index: bytes, files: dict[str, int]) -> set[str]:
-        """Makes the save the checkpoint at its path; returns the files of the replaced checkpoint, which can be
-        removed.
+        """Commits the save as the checkpoint at its path; returns the replaced checkpoint's files, for removal.
 
         ``files`` has the sizes of all ranks' files. Raises `WriteError`; see `commit.commit`.
         """
@@ -394,7 +391,7 @@ class Save:
         def put() -> set[str]:
             assert self._replaced is not None
             replaced = self._replaced.result()
-            if storage.locks_are_visible:  # asking again costs nothing, and others may have saved here meanwhile
+            if storage.locks_are_visible:  # a second check is cheap, and another job may have saved here since
                 replaced |= replaced_files(storage, self.metadata_rank)
             commit(
                 storage,
@@ -405,7 +402,7 @@ class Save:
                 rank=self.metadata_rank,
                 sync=saver.options.sync_files,
                 overwrite=saver.options.overwrite,
-                check=self._check_commit,  # at the last moment, because checking all ranks' data may have taken seconds
+                check=self._check_commit,  # last, because checking all ranks' data may have taken seconds
                 is_owned=saver.owner is not None,
             )
             return replaced
@@ -416,7 +413,7 @@ class Save:
         if self.is_given_up:
             raise Refused(f"gave up on {self.path}: its storage did not respond")
         if self._saver.closed and self._staged is not None:
-            raise Refused(f"the writer was closed before the save to {self.path} was over")
+            raise Refused(f"the writer was closed during the save to {self.path}, which is not committed")
 
     def _check_commit(self) -> None:
         self._check_wanted()
@@ -424,11 +421,10 @@ class Save:
             self._saver.owner.check()
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes files that no checkpoint names, and the records of their saves. It does not wait for a storage that
-        hangs.
+        """Removes files that no checkpoint names, and the records of their saves. Does not wait for a hung storage.
 
-        It takes a quarter of a second for 2 GB. It is done on this thread, because a caller may copy the directory as
-        soon as the save is over.
+        The removal takes 0.25 s for 2 GB. It runs on this thread, because a caller may copy the directory as soon as
+        the save is over.
         """
         self._clean_up(functools.partial(remove_with_records, self.storage, tuple(names)))
 
@@ -436,7 +432,7 @@ class Save:
         lock, self._lock = self._lock, None
         if lock is None:
             return
-        if not self.is_given_up and self.storage.locks_are_visible:  # then only the kernel is involved
+        if not self.is_given_up and self.storage.locks_are_visible:  # a lock of the kernel's, which no storage delays
             lock.release()
         else:
             self._clean_up(lock.release)
@@ -446,7 +442,7 @@ class Save:
         self.storage.give_up()
 
     def _in_time(self, operation: Callable[[], _T], most: float = math.inf) -> _T:
-        """Runs an operation on the storage; gives it up, and raises `WriteError`, if it hangs."""
+        """Runs an operation on the storage. If the operation hangs, gives up the storage and raises `WriteError`."""
         timeout = min(most, self._saver.options.limits.timeout)
         if not (self._has_own_thread and self.storage.may_hang):
             return operation()
@@ -455,12 +451,12 @@ class Save:
         except Hung:
             self._give_up()
             raise WriteError(
-                f"{self.storage.path} has not answered for {timeout:g} s: its disk or its server hangs. What was "
-                f"begun there may still happen later."
+                f"{self.storage.path} has not answered for {timeout:g} s: its disk or its server hangs. Writes that "
+                f"have begun may still complete. Check the storage."
             ) from None
 
     def _clean_up(self, operation: Callable[[], object]) -> None:
-        """Runs an operation whose result is not needed; does not wait for a storage that hangs."""
+        """Runs an operation whose result is not needed. Does not wait for a hung storage."""
         if self.is_given_up:
             in_background(operation, name="clean-up", daemon=True)
             return

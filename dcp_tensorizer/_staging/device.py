@@ -1,7 +1,7 @@
 """GPUs: side streams, events on them, pinned host memory. Only this module calls ``torch.cuda``; see also `driver`.
 
-Every call names its device: a new thread begins on device 0, and running anything there by mistake makes a context on
-another rank's GPU. Nothing here starts CUDA in a process that does not use it: only tensors on a GPU lead here.
+Every call names its device: a new thread starts on device 0, where any CUDA call by mistake would create a context on
+another rank's GPU. This module never initialises CUDA by itself: its code runs only for tensors on a GPU.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ logger = logging.getLogger("dcp_tensorizer")
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of this process
 
 PIN_BYTES = 1 << 30
-"""Bytes of one registration. One call for hundreds of GiB fails on current drivers, Linux 6.11 to 6.13 refuse 2 GiB and
-more, and during a call the driver holds locks that other processes' calls wait for."""
+"""Bytes of one registration. Current drivers fail on hundreds of GiB in one call, and Linux 6.11 to 6.13 refuse 2 GiB
+and more. The driver also holds locks during a call, on which calls of other processes block."""
 
 PIECE_BYTES = 32 << 20
 """Bytes of one copy over the bus. Training's own transfers, such as those of ``.item()``, wait for one piece, not for a
-whole tensor. A piece takes a millisecond, some hundred times as long as queueing it."""
+whole tensor. Copying a piece takes a millisecond, about a hundred times as long as queueing it."""
 
 LANES = 4
-"""Streams on which large copies are queued in turn, if there are no batches. Queueing waits when about 1,000 operations
-are pending on one."""
+"""Streams on which large copies are queued round-robin if the driver takes no batches. Queueing blocks when about 1,000
+operations are pending on a stream."""
 
 
 class Event:
@@ -49,12 +49,12 @@ class Event:
         self._index = index
 
     def synchronize(self) -> None:
-        """Returns when the stream has reached it."""
+        """Waits until the stream has reached the event."""
         with torch.cuda.device(self._index):
             self._event.synchronize()
 
     def wait(self) -> None:
-        """Makes the calling thread's current stream wait for it, without waiting itself."""
+        """Makes the calling thread's current stream wait for the event; does not block the thread."""
         self._event.wait(torch.cuda.current_stream(self._index))
 
 
@@ -62,7 +62,7 @@ class SideStream(abc.ABC):
     """A queue of copies on one device, beside the queues of training.
 
     Attributes:
-        has_batches: `copy_batch` can be tried.
+        has_batches: Whether `copy_batch` may be called.
     """
 
     has_batches = False
@@ -72,18 +72,18 @@ class SideStream(abc.ABC):
 
     @abc.abstractmethod
     def follow(self) -> None:
-        """Makes copies queued here from now on wait for everything in the calling thread's current stream."""
+        """Orders copies queued from now on after everything in the calling thread's current stream."""
 
     @abc.abstractmethod
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Queues copies, all of them to the device, from it, or on it.
+        """Queues copies to, from or on the device.
 
-        Host memory should be pinned, and must not change until they are made. Over the bus tensors go as they are: both
-        are contiguous, and of one dtype. Otherwise torch would take memory on the device for each copy.
+        Host memory should be pinned, and must not change until the copies are made. For copies over the bus, source and
+        target must be contiguous and of one dtype: otherwise torch would allocate device memory for each copy.
         """
 
     def spread(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Queues copies in any order, also relative to those of `copy`."""
+        """Queues copies that may run in any order, also relative to those of `copy`."""
         self.copy(targets, sources)
 
     @abc.abstractmethod
@@ -92,28 +92,27 @@ class SideStream(abc.ABC):
 
     @abc.abstractmethod
     def copy_batch(self, batch: Batch) -> bool:
-        """Queues the copies of a batch, in any order; returns False if the driver refuses one, and then has no batches
-        any more.
+        """Queues the copies of a batch, in any order. If the driver refuses one, returns False and clears
+        `has_batches`.
         """
 
     @contextmanager
     def buffer(self, most: int, least: int) -> Iterator[torch.Tensor]:
-        """Gives the caller memory on the device of its own, for copies queued in order on this stream.
+        """Yields exclusive device memory, for copies queued in order on this stream.
 
-        The memory is reused from the first call on, so that no later save fails because training has taken the rest.
-        Another staging that begins meanwhile, on another thread or in a signal handler, gets memory of its own.
-        ``most`` bytes are useful, ``least`` are needed: if the device has less than ``most``, half of that is tried,
-        and so on.
-        Raises `torch.OutOfMemoryError` if the device has less than ``least``.
+        The memory is retained for later calls, so that no later save fails because training has allocated the rest. A
+        concurrent staging, on another thread or in a signal handler, gets other memory. If ``most`` bytes cannot be
+        allocated, tries half as many, and so on down to ``least``. Raises `torch.OutOfMemoryError` if ``least`` bytes
+        cannot be allocated.
         """
         try:
-            buffer = self._idle.pop()  # one call, so that no two callers get the same
+            buffer = self._idle.pop()  # a single call is atomic: no two callers get the same buffer
         except IndexError:
             buffer = self._allocate_most(most, least)
         try:
             yield buffer
         finally:
-            self._idle.append(buffer)  # the next user's copies come after these in the stream
+            self._idle.append(buffer)  # the next caller's copies come later in the stream
 
     def _allocate_most(self, most: int, least: int) -> torch.Tensor:
         while True:
@@ -126,11 +125,11 @@ class SideStream(abc.ABC):
 
     @abc.abstractmethod
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised bytes on the device, for copies of this stream only."""
+        """Allocates uninitialised bytes on the device, for copies of this stream only."""
 
     @abc.abstractmethod
     def mark(self) -> Event:
-        """The moment when everything queued here so far is done."""
+        """Records an event after everything queued so far."""
 
     @abc.abstractmethod
     def current(self) -> AbstractContextManager[None]:
@@ -138,9 +137,7 @@ class SideStream(abc.ABC):
 
 
 class SideStreams(dict[int, SideStream]):
-    """One stream per device, made on first use, and then kept: torch reuses memory that a stream has used only for that
-    stream.
-    """
+    """One stream per device, made on first use and never freed: torch reuses a stream's memory for that stream only."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -150,8 +147,8 @@ class SideStreams(dict[int, SideStream]):
         return self.setdefault(index, self.device.new_stream(index))
 
     def follow(self, tensors: Iterable[torch.Tensor]) -> list[SideStream]:
-        """Makes new copies from these tensors wait for all that the calling thread has queued; returns their devices'
-        streams.
+        """Orders new copies from these tensors after everything that the calling thread has queued. Returns the streams
+        of the tensors' devices.
         """
         indices = {self.device.index_of(tensor) for tensor in tensors}
         streams = [self[index] for index in indices if index is not None]
@@ -160,17 +157,16 @@ class SideStreams(dict[int, SideStream]):
         return streams
 
     def synchronize(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Waits for all that the calling thread has queued on the devices of these tensors.
+        """Waits for everything that the calling thread has queued on the devices of these tensors.
 
-        Afterwards other threads may read them. Each thread has its own current stream, which does not wait for this
-        one's.
+        Afterwards other threads may read the tensors: their current streams do not wait for this thread's.
         """
         for stream in self.follow(tensors):
             stream.mark().synchronize()
 
 
 def pin_if_possible(device: Device, address: int, nbytes: int, index: int) -> Callable[[], None]:
-    """Registers host memory as `Device.pin` does. If the system refuses, a warning says so: copies are slower then, but
+    """Registers host memory as `Device.pin` does. If the system refuses, logs a warning: copies are then slower, but
     correct.
     """
     try:
@@ -181,11 +177,11 @@ def pin_if_possible(device: Device, address: int, nbytes: int, index: int) -> Ca
 
 
 class _CudaStream(SideStream):
-    """CUDA streams over which large copies are spread; one, if the driver takes batches. All other copies are queued on
-    the first.
+    """CUDA streams over which `spread` distributes copies; a single one if the driver takes batches. All other copies
+    are queued on the first.
 
-    They are not of torch's pool, which hands out 32 in turn: NCCL, graph captures and FSDP would get them, too, and
-    wait for gigabytes of copies. ``borders`` returns the addresses at which registrations of host memory begin.
+    The streams are not from torch's pool of 32, which NCCL, graph captures and FSDP share: those would wait for
+    gigabytes of copies. ``borders`` returns the addresses at which registrations of host memory begin.
     """
 
     def __init__(self, index: int, borders: Callable[[], Sequence[int]]) -> None:
@@ -231,7 +227,7 @@ class _CudaStream(SideStream):
     def _cut(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Cuts pairs of which one is in host memory into pieces that can be copied."""
+        """Cuts pairs with a tensor in host memory into pieces that can be copied."""
         return [piece for pair in zip(targets, sources, strict=True) for piece in self._pieces(*pair)]
 
     def _pieces(self, target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -264,19 +260,19 @@ class _CudaStream(SideStream):
             try:
                 return torch.empty(nbytes, dtype=torch.uint8, device=device)
             except torch.OutOfMemoryError:
-                # torch keeps what training has freed for the stream that used it, and this may be all that there is.
+                # torch reserves memory that training has freed for training's stream; no other memory may be left.
                 with torch.cuda.stream(followed):
                     memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-                self._wait_for(followed)  # kernels queued there may still use it
+                self._wait_for(followed)  # kernels queued on that stream may still use the memory
                 memory.record_stream(self._lanes[0])
                 return memory
 
     def mark(self) -> Event:
-        # Blocking: a thread that waits for it must not spin on a core that training needs.
+        # Blocking: a thread that waits for the event must not spin on a core that training needs.
         event = torch.cuda.Event(blocking=True)
         first, *others = self._lanes
         with torch.cuda.device(self._index):
-            for lane in others if self._is_spread else ():  # a load spreads nothing
+            for lane in others if self._is_spread else ():  # a load does not use `spread`
                 done = torch.cuda.Event()
                 done.record(lane)
                 first.wait_event(done)
@@ -285,7 +281,7 @@ class _CudaStream(SideStream):
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        # The device comes first, because the stream's context restores the device that was current before.
+        # The device context must be the outer one: the stream's context restores the device that was current before.
         with torch.cuda.device(self._index), torch.cuda.stream(self._lanes[0]):
             yield
 
@@ -293,14 +289,14 @@ class _CudaStream(SideStream):
 def _queue(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Queues copies on the current stream."""
     with torch.no_grad():
-        if len(targets) == 1:  # unlike `copy_all`, it takes every dtype, and needs no temporary copy of lazy views
+        if len(targets) == 1:  # unlike `copy_all`, `copy_` takes every dtype, and makes no temporary copy of lazy views
             targets[0].copy_(sources[0], non_blocking=True)
         else:
             copy_all(targets, sources, non_blocking=True)
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """The bytes from a tensor's first element to its last."""
+    """Returns the number of bytes from a tensor's first element to its last."""
     if not tensor.numel():
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -308,14 +304,14 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def _bytes(plain: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's bytes. A dimension of one element may have any stride, which `view` refuses."""
+    """Returns a contiguous tensor's bytes. `view` fails on the arbitrary stride of a dimension of size 1."""
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 class Device:
     """GPUs, as torch gives them: NVIDIA's, or in its ROCm builds AMD's.
 
-    Tests without one use a simulated one, which runs its queues on demand.
+    Tests on machines without a GPU use a simulated device, which runs its queues on demand.
 
     Attributes:
         side_streams: The side streams of this process, shared by all savers and loads.
@@ -327,7 +323,7 @@ class Device:
         self._registering = free_in_child(threading.Lock())
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
-        """Returns the number of the device that a tensor is on; None for host memory."""
+        """Returns the index of a tensor's device, or None for host memory."""
         return tensor.device.index if tensor.is_cuda else None
 
     @property
@@ -336,20 +332,19 @@ class Device:
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     def new_stream(self, index: int) -> SideStream:
-        """Makes a stream on a device."""
+        """Returns a new stream on a device."""
         return _CudaStream(index, lambda: self._borders)
 
     def pin(self, address: int, nbytes: int, index: int) -> Callable[[], None]:
-        """Registers host memory for copies at full speed; returns a function that undoes it, to call before the memory
-        is unmapped.
+        """Registers host memory for copies at full speed. Returns the function to call before the memory is unmapped.
 
-        Raises `StagingError`, which gives possible reasons, if the system refuses.
+        Raises `StagingError`, with possible reasons, if the system refuses.
         """
         cudart: Any = torch.cuda.cudart()
         registered: list[int] = []
 
         def undo() -> None:
-            # After a fault on the GPU every call fails. The failed work reports it, and nothing is left to undo.
+            # After a fault on the GPU every call fails, and the kernel that faulted reports it.
             with suppress(RuntimeError), torch.cuda.device(index):
                 while registered:
                     start = registered.pop()
@@ -375,7 +370,7 @@ class Device:
         return undo
 
     def _record(self, *, new: int | None = None, gone: int | None = None) -> None:
-        """Records where a registration begins, or that it has ended."""
+        """Adds or removes the start address of a registration."""
         with self._registering:
             known = {*self._borders, *(() if new is None else (new,))} - {gone}
             self._borders = tuple(sorted(number for number in known if number is not None))
@@ -389,7 +384,7 @@ def _name_of(cudart: Any, status: Any) -> str:
 
 
 def _clear_error(index: int) -> None:
-    """Clears a call's error: CUDA would report it again at the thread's next kernel, and torch would blame that one."""
+    """Clears the error of a call: otherwise CUDA would report it again at the thread's next kernel launch."""
     with suppress(RuntimeError):
         torch.zeros(1, device=torch.device("cuda", index))
 
@@ -398,7 +393,9 @@ CUDA = Device()
 
 
 def expandable_segments() -> str | None:
-    """The setting that turns torch's expandable segments on, in the environment or at run time; None without one."""
+    """Returns the setting that enables torch's expandable segments, in the environment or at run time; None if no
+    setting does.
+    """
 
     def turn_on(value: str) -> bool:
         return any(part.replace(" ", "").lower() == "expandable_segments:true" for part in value.split(","))
@@ -406,14 +403,14 @@ def expandable_segments() -> str | None:
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
         if turn_on(value := os.environ.get(name, "")):
             return f"{name}={value}"
-    # Last, because torch keeps what the variables say when it is first asked.
+    # Checked last: torch caches the variables' values at the first query.
     return f"{value}, set at run time" if turn_on(value := allocator_settings()) else None
 
 
 def synchronize_other_devices(tensors: Iterable[torch.Tensor]) -> None:
-    """Waits for all that the calling thread has queued on devices without side streams here, such as XPU and MPS.
+    """Waits for everything that the calling thread has queued on devices without side streams, such as XPU and MPS.
 
-    Their tensors are copied like host tensors, by torch itself, by threads with streams of their own.
+    torch copies their tensors like host tensors, on threads that have other current streams.
     """
     if not _has_other_accelerator():
         return
@@ -432,6 +429,6 @@ def _has_other_accelerator() -> bool:
     return accelerator is not None and accelerator.type != "cuda"
 
 
-@functools.cache  # once for each kind of device
+@functools.cache  # logs once per kind of device
 def _log_plain_copies(kind: str) -> None:
-    logger.info("tensors on %s are staged by plain copies: streams beside training's are for CUDA and ROCm", kind)
+    logger.info("tensors on %s are staged by blocking copies: side streams need CUDA or ROCm", kind)

@@ -1,7 +1,7 @@
-"""NVIDIA's driver, by ctypes: batches of copies, and streams that no pool hands to others.
+"""NVIDIA's driver through ctypes: batches of copies, and streams outside torch's pool.
 
-torch has no call for either. Nothing here is needed: with an older driver, or in a ROCm build, copies go through torch.
-The calling thread's current context must be the device's, which any call of torch on that device ensures.
+torch has no API for either. Both are optional: with an older driver, or in a ROCm build, copies go through torch. The
+device's context must be current in the calling thread, which any torch call on that device ensures.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ import torch
 
 _LIBRARY = "libcuda.so.1"
 _BATCHES_SINCE = 12_080  # CUDA 12.8, as `cuDriverGetVersion` counts
-_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read when the stream gets there
-_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: does not wait for the legacy default stream
+_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in stream order
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: no synchronisation with the legacy default stream
 
 Numbers = npt.NDArray[np.uint64]
 
 
 class Batch(NamedTuple):
-    """Copies of bytes by address, cut for calls of the driver. It refers to no tensor."""
+    """Copies of bytes by address, grouped into driver calls. Holds no reference to a tensor."""
 
     targets: Numbers
     sources: Numbers
     sizes: Numbers
-    bounds: list[int]  # the first copy of each call, and the number of all
+    bounds: list[int]  # the first copy of each call, then the number of copies
 
 
 def batch_of(
     targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], borders: Sequence[int], most: int
 ) -> Batch:
-    """Makes a batch of copies to host memory, in calls of up to ``most`` bytes and the rest of one copy.
+    """Makes a batch of copies to host memory. A call exceeds ``most`` bytes by less than one copy.
 
     ``borders`` are the sorted addresses at which registrations of host memory begin. No copy may cross one.
     """
@@ -55,7 +55,8 @@ def batch_of(
 
 
 def pieces_of(address: int, nbytes: int, borders: Sequence[int], most: int) -> list[tuple[int, int]]:
-    """Cuts host memory into pieces of at most ``most`` bytes, each for one copy; returns their starts and ends in it.
+    """Cuts host memory into pieces of at most ``most`` bytes, one per copy. Returns their starts and ends, relative to
+    ``address``.
 
     ``borders`` are the sorted addresses at which registrations begin. No copy may cross one.
     """
@@ -69,7 +70,7 @@ def pieces_of(address: int, nbytes: int, borders: Sequence[int], most: int) -> l
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes. The hints of locations are for managed and pageable memory."""
+    """CUmemcpyAttributes. The location hints only matter for managed and pageable memory."""
 
     _fields_ = (
         ("source_order", ctypes.c_int),
@@ -81,17 +82,16 @@ class _Attributes(ctypes.Structure):
 
 @functools.cache
 def copier() -> Callable[[Batch, int], int] | None:
-    """A function that queues a batch on a stream, given as its handle; None if the driver has none.
+    """Returns a function that queues a batch on a stream, by its handle; None if the driver takes no batches.
 
-    It returns the driver's status, 0 for success.
+    That function returns the driver's status, 0 for success.
     """
     library = _library()
     version = ctypes.c_int()
     if library is None or library.cuDriverGetVersion(ctypes.byref(version)) or version.value < _BATCHES_SINCE:
         return None
     try:
-        # CUDA 13 removed an argument (`failIdx`), and names that function `cuMemcpyBatchAsync_v2`. Newer drivers keep
-        # this one.
+        # CUDA 13 dropped the argument `failIdx` in `cuMemcpyBatchAsync_v2`. Newer drivers still export this symbol.
         call = library.cuMemcpyBatchAsync
     except AttributeError:
         return None
@@ -113,9 +113,9 @@ def copier() -> Callable[[Batch, int], int] | None:
 
 
 def new_stream() -> int | None:
-    """The handle of a new stream of the lowest priority on the current context's device; None if there is no driver.
+    """Returns the handle of a new stream of the lowest priority on the current context's device; None without a driver.
 
-    Whoever makes it keeps it for the life of the process.
+    Nothing destroys the stream before the process ends.
     """
     library = _library()
     if library is None:

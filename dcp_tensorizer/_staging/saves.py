@@ -1,6 +1,6 @@
-"""The staged saves of a process, in order, and the buffers that they are in. All writers of a process share them.
+"""The staged saves of a process, in order, and their buffers. All writers of a process share them.
 
-A buffer is kept when its save is over, and used for a later save of any writer.
+When a save is over, its buffer is retained for a later save of any writer.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from .device import Device
 from .shared_memory import SharedBuffer
 from .staged_save import StagedSave, name_of_group
 
-# How long to wait until a save takes its staged state dict. Its thread starts when `async_save` returns and does that
-# first, within a millisecond. So one second is ample, and limits the cost of a state that is staged but never saved.
+# Timeout for a save to take its staged state dict. Its thread starts when `async_save` returns, and takes the dict
+# within a millisecond. One second is ample, and limits the cost of a state that is staged but never saved.
 _TAKE_SECONDS = 1.0
-# In PROCESS mode a save may take its state late, because torch is still starting its process. Only the thread of the
-# next save waits this long for it, and only once.
+# The same in PROCESS mode, where torch may still be starting its process. Only the thread of the next save waits this
+# long, and only once.
 _START_SECONDS = 60.0
 
 
 class StagedSaves:
-    """Staged saves in the order of their staging, and the buffers that they are in.
+    """Staged saves in the order of their staging, and their buffers.
 
     Saves that one stager or one thread has staged run one at a time, in that order, which is the same on every rank.
-    Other saves run side by side, and so do those of different process groups: each rank may have staged them in another
-    order, and ranks would wait for each other.
+    Other saves, and those of different process groups, run concurrently: ranks may have staged them in different
+    orders, and would deadlock.
     """
 
     def __init__(self) -> None:
@@ -40,19 +40,20 @@ class StagedSaves:
         self._saves: list[StagedSave] = []
         self.spares = weakref.WeakKeyDictionary[object, int]()
         self._idle: list[SharedBuffer] = []
-        self._kept: list[SharedBuffer] = []  # of no save, but still read (`SharedBuffer.is_kept`)
+        self._kept: list[SharedBuffer] = []  # belong to no save, but the keeper may read them (`SharedBuffer.is_kept`)
         self._prewarming: Future[SharedBuffer] | None = None
-        # Reentrant, because a signal handler that closes the writer may interrupt its holder. No code waits inside it.
+        # Reentrant, because a signal handler that closes the writer may interrupt the holder. No code blocks while it
+        # holds this lock.
         self._lock = free_in_child(threading.RLock())
 
     def of(self, owner: object) -> list[StagedSave]:
-        """Returns the saves that a stager has staged, or whose writer it belongs to."""
+        """Returns the saves that a stager has staged, and those of its writer."""
         return [staged_save for staged_save in list(self._saves) if owner in staged_save.owners]
 
     def add(self, staged_save: StagedSave) -> None:
-        """Adds a save as the last one; in a signal handler, before the save that the handler interrupts.
+        """Appends a save. In a signal handler, inserts it before the save that the handler interrupts.
 
-        The interrupted staging goes on only when the handler returns, which may wait for the handler's save.
+        The interrupted staging continues only after the handler returns, and the handler may wait for its own save.
         """
         with self._lock:
             interrupted = (number for number, other in enumerate(self._saves) if other.is_interrupted)
@@ -60,13 +61,13 @@ class StagedSaves:
 
     def remove(self, staged_save: StagedSave) -> None:
         """Removes a save that will not happen."""
-        with self._lock, suppress(ValueError):  # `close` has removed all
+        with self._lock, suppress(ValueError):  # `close` may have removed it
             self._saves.remove(staged_save)
 
     def begin(self, owner: object) -> StagedSave | None:
-        """Takes the save that the calling thread has staged and not begun, also for ``owner`` from now on.
+        """Returns the calling thread's staged save that has not begun, and adds ``owner`` to its owners.
 
-        Returns None if all have begun.
+        If all saves have begun, returns None.
         """
         for staged_save in list(self._saves):
             if staged_save.thread is threading.current_thread() and not staged_save.begun:
@@ -77,12 +78,12 @@ class StagedSaves:
         return None
 
     def wait_turn(self, owner: object, before: StagedSave | None = None) -> None:
-        """Waits until the saves that were staged earlier, or those before ``before``, are over.
+        """Waits until all earlier saves, or all saves before ``before``, are over.
 
         A staged state dict that no save takes does not delay the next save, which gets a new buffer.
         """
         earlier = list(self._saves)
-        if before is not None:  # if it is missing, it was given up, and all that are left came later
+        if before is not None:  # if it is missing, a wait for it has timed out, and all remaining saves came later
             del earlier[earlier.index(before) if before in earlier else 0 :]
         thread = threading.current_thread() if before is None else before.staged_on
         group = name_of_group() if before is None else before.group
@@ -97,7 +98,9 @@ class StagedSaves:
                 staged_save.wait_over()
 
     def drain(self, owner: object, deadline: Deadline) -> bool:
-        """Waits for a stager's saves that have begun. Returns False on timeout, and if one cannot end meanwhile."""
+        """Waits for a stager's saves that have begun. Returns False on timeout, or if one of them cannot end before
+        this call returns.
+        """
         for staged_save in self.of(owner):
             if staged_save.is_interrupted or not staged_save.wait_built(deadline.left):
                 return False
@@ -109,10 +112,10 @@ class StagedSaves:
         return True
 
     def drain_at_exit(self) -> None:
-        """Waits for the saves in progress at the end of the program.
+        """Waits for the saves in progress when the program exits.
 
-        Python itself waits longer for their threads. But a `multiprocessing` process does so only after the exit
-        handlers, which end the writer process.
+        Python joins their threads anyway. But a `multiprocessing` process joins them only after the exit handlers,
+        which end the writer process.
         """
         begin_seconds = self.take_seconds if threading.main_thread().is_alive() else 0.0
         for staged_save in list(self._saves):
@@ -122,11 +125,11 @@ class StagedSaves:
                 staged_save.wait_over()
 
     def only_of(self, owner: object) -> bool:
-        """Returns whether no other stager has saves that are not over."""
+        """Returns whether all unfinished saves are the stager's own."""
         return all(staged_save.owners == (owner,) or staged_save.over() for staged_save in list(self._saves))
 
     def prewarm(self, nbytes: int, make: Callable[[int], SharedBuffer]) -> None:
-        """Makes a buffer in the background, unless there is one of that size, or a save is in progress.
+        """Makes a buffer in the background, unless one of that size exists or a save is in progress.
 
         Raises `StagingError` if memory is short.
         """
@@ -138,15 +141,15 @@ class StagedSaves:
         self._prewarming = in_background(lambda: make(nbytes), name="prewarm", daemon=True)
 
     def wait_prewarmed(self, deadline: Deadline = NEVER) -> None:
-        """Waits for the buffer that `prewarm` has begun, until the deadline."""
+        """Waits until the deadline for the buffer that `prewarm` is making."""
         with self._lock:
             prewarming, self._prewarming = self._prewarming, None
         if prewarming is not None:
-            with suppress(Exception):  # such as a shortage of memory, which staging reports if it lasts
+            with suppress(Exception):  # such as a memory shortage, which staging reports if it persists
                 self._idle.append(prewarming.result(deadline.left))
 
     def take_buffer(self, nbytes: int, pin_for: tuple[Device, int] | None = None) -> SharedBuffer:
-        """Returns an idle buffer, or a new one if all are too small. It is registered for a device, if one is given."""
+        """Returns an idle buffer, or a new one if all are too small. With ``pin_for``, registers it for that device."""
         self.wait_prewarmed()
         while (buffer := self._take_idle()) is not None:
             if buffer.fits(nbytes) and buffer.can_be_sent:
@@ -158,14 +161,14 @@ class StagedSaves:
         return SharedBuffer(nbytes, pin_for)
 
     def has_buffer(self, nbytes: int) -> bool:
-        """Returns whether there is an idle buffer of that size, or one is being made."""
+        """Returns whether a buffer of that size is idle or being made."""
         return self._prewarming is not None or any(buffer.fits(nbytes) for buffer in list(self._idle))
 
     def reclaim(self) -> None:
-        """Takes back the buffers of saves that are over, and keeps the largest ones."""
+        """Reclaims the buffers of finished saves, and retains the largest ones."""
         for staged_save in list(self._saves):
             if not staged_save.is_interrupted:
-                staged_save.wait_built()  # until then its thread may still take an idle buffer
+                staged_save.wait_built()  # the staging thread may still take an idle buffer
         unused: list[SharedBuffer] = []
         with self._lock:
             for staged_save in [staged_save for staged_save in self._saves if staged_save.over()]:
@@ -186,10 +189,10 @@ class StagedSaves:
             buffer.close()
 
     def close(self, deadline: Deadline = NEVER, owner: object = None) -> None:
-        """Frees the buffers. Those of a running save follow when it drops its state dict.
+        """Frees the buffers. The buffer of a running save is freed when the save drops its state dict.
 
-        So do those that are still being copied to at the deadline. With ``owner``, a stager, the unfinished saves of
-        other stagers stay.
+        A buffer that is still being copied to at the deadline is also freed later. With ``owner``, a stager, the
+        unfinished saves of other stagers remain.
         """
         with self._lock:  # `reclaim` takes buffers of the same saves
             saves = [s for s in self._saves if owner is None or owner in s.owners or s.over()]
@@ -208,5 +211,5 @@ class StagedSaves:
             idle.close()
 
     def _take_idle(self) -> SharedBuffer | None:
-        with self._lock:  # a signal handler may take one, too
+        with self._lock:  # a signal handler may also take one
             return self._idle.pop(0) if self._idle else None

@@ -1,7 +1,7 @@
-"""Memory that another process maps: the trainer's buffers, and files behind its tensors.
+"""Memory that another process maps: the trainer's buffers, and the files that back its tensors.
 
-The kernel says which files are behind tensors. torch's own ways of sharing are not used, because they move a tensor's
-memory if it was shared in another way. A file without a name is reached through its owner's descriptor.
+The files come from /proc/self/maps. torch's own sharing is not used, because it moves a tensor's memory if that was
+shared in another way. Unnamed files are opened through their owner's descriptor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class MappedFile(NamedTuple):
-    """A file that its owner maps. Device and inode show whether the path still leads to it."""
+    """A file that its owner maps. Device and inode show whether the path still refers to it."""
 
     path: str
     device: int
@@ -40,8 +40,8 @@ class _Mapping(NamedTuple):
 class SharedMappings:
     """The shared mappings of this process at construction; empty without /proc.
 
-    A mapping may end at any moment, and its addresses be used again. So only tensors that have been alive since then
-    may be located, which `SharedTensors` ensures.
+    A mapping may end at any time, and its addresses be reused. So `locate` is valid only for tensors alive since
+    construction, which `SharedTensors` ensures.
     """
 
     def __init__(self) -> None:
@@ -51,9 +51,7 @@ class SharedMappings:
         self._files: dict[_Mapping, MappedFile | None] = {}
 
     def locate(self, tensor: torch.Tensor) -> tuple[MappedFile, int] | None:
-        """Returns the file, and the offset in it, of a tensor's bytes; None if another process cannot read them in C
-        order.
-        """
+        """Returns the file and offset of a tensor's bytes; None if another process cannot read them in C order."""
         plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         if tensor.device.type != "cpu" or not plain or not tensor.numel():
             return None
@@ -81,9 +79,7 @@ class SharedMappings:
 
 
 class SharedTensors:
-    """Tensors whose memory other processes can read, and its location. The tensors, and so the mappings, are kept
-    alive.
-    """
+    """Tensors whose memory other processes can read. Holds the tensors, and so their mappings, alive."""
 
     def __init__(self, mappings: SharedMappings, tensors: Iterable[torch.Tensor]) -> None:
         self._mappings = mappings
@@ -91,7 +87,7 @@ class SharedTensors:
         self._ranges = _joined(sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in self._tensors))
 
     def locate(self, tensor: torch.Tensor) -> tuple[MappedFile, int] | None:
-        """`SharedMappings.locate` for these tensors and parts of them; None for all others."""
+        """Locates one of these tensors or a part of one, as `SharedMappings.locate`; returns None for other tensors."""
         if tensor.device.type != "cpu" or not tensor.numel():
             return None
         address = tensor.data_ptr()
@@ -101,7 +97,7 @@ class SharedTensors:
 
 
 class SharedWay(BufferWay):
-    """``staging="shared"``: tensors in shared memory are written from where they are."""
+    """``staging="shared"``: tensors in shared memory are written without a copy."""
 
     holds_training = True
 
@@ -112,7 +108,7 @@ class SharedWay(BufferWay):
 
 
 def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorts ranges of addresses, and joins those that overlap or touch."""
+    """Returns address ranges sorted, with overlapping and adjacent ones merged."""
     joined: list[tuple[int, int]] = []
     for start, end in spans:
         if joined and start <= joined[-1][1]:
@@ -123,7 +119,7 @@ def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def attach(fd: int, nbytes: int, *, writable: bool = False) -> mmap.mmap:
-    """Maps another process's buffer, and takes over the descriptor."""
+    """Maps another process's buffer, and takes ownership of the descriptor."""
     try:
         return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
     finally:
@@ -131,9 +127,7 @@ def attach(fd: int, nbytes: int, *, writable: bool = False) -> mmap.mmap:
 
 
 def map_shared(file: MappedFile) -> mmap.mmap:
-    """Maps another process's shared memory read-only. Raises `WriteError` if it is gone, or this process may not open
-    it.
-    """
+    """Maps another process's shared memory read-only. Raises `WriteError` if it was released or cannot be opened."""
     try:
         fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -165,9 +159,9 @@ def _shared_mappings() -> list[_Mapping]:
 
 
 def _own_files() -> dict[tuple[int, str], str]:
-    """Paths through /proc to the files that this process has open, by inode and name.
+    """Returns /proc paths of this process's open files, by inode and name.
 
-    By both, because /dev/shm and nameless memory files each count their inodes from small numbers.
+    An inode alone is ambiguous: /dev/shm and anonymous memory files both number theirs from small values.
     """
     paths = {}
     for name in os.listdir("/proc/self/fd"):

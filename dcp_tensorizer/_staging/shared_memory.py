@@ -1,8 +1,8 @@
 """The staging buffer: one block of memory that the trainer fills and the writer process reads.
 
-It is one anonymous memory file. /dev/shm is not used, because containers limit it to 64 MB and send SIGBUS beyond
-that. One descriptor serves all tensors. The pages are allocated before the first copy, so that a shortage is an error
-here and not a signal later.
+The buffer is one anonymous memory file. /dev/shm is not used: containers limit it to 64 MB, and writes beyond that
+raise SIGBUS. One descriptor serves all tensors. The pages are allocated before the first copy, so that a shortage
+raises an error now, not a signal later.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from .device import PIN_BYTES, Device, pin_if_possible
 if TYPE_CHECKING:
     from .tensor_copy import Batches
 
-# A multiple of vector loads, of the largest element, and of a cache line.
+# A multiple of the vector width, of the largest element size, and of the cache line.
 _ALIGNMENT = 64
 _PAGE = mmap.PAGESIZE
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14, <asm-generic/mman-common.h>; not named in the mmap module
-_STEP = 256 << 20  # bytes that are allocated between two checks of the memory that is left
+_STEP = 256 << 20  # bytes allocated between two checks of the free memory
 _HUGE_PAGE = 2 << 20
-_MAX_THREADS = 16  # by estimate: four and more have not been compared
+_MAX_THREADS = 16  # an estimate: more than four have not been measured
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 _ids = itertools.count()
 
@@ -52,10 +52,11 @@ _MAP_FIXED = 0x10  # <asm-generic/mman-common.h>; not named in the mmap module
 class SharedBuffer:
     """Shared memory of ``nbytes`` bytes, rounded up to pages. It is filled from the start, and emptied as a whole.
 
-    All of it is allocated at once. Raises `StagingError` if memory is short, and then nothing is allocated. While
-    ``is_kept`` is true, the contents may be needed after their save, and no other state is put there.
+    The constructor allocates all of it, or raises `StagingError` and allocates nothing. While ``is_kept`` is true, the
+    contents may be needed after their save, and the buffer is not reused.
 
-    With ``pin_for``, a device and its number, it is registered as by `pin`, each part while the next one is made.
+    With ``pin_for``, a device and its index, registers the buffer as `pin` does: each part while the next one is
+    allocated.
     """
 
     def __init__(self, nbytes: int, pin_for: tuple[Device, int] | None = None) -> None:
@@ -65,7 +66,7 @@ class SharedBuffer:
         try:
             self._descriptor = Descriptor(anonymous_file("dcp_tensorizer"))
         except OSError as error:
-            raise StagingError(f"there is no shared memory for the staging buffer: {error}") from error
+            raise StagingError(f"cannot create the staging buffer: {error}") from error
         try:
             self._map: mmap.mmap | None = _map(self.fd, self.nbytes)
             self._base = _address(self._map)
@@ -74,7 +75,7 @@ class SharedBuffer:
                 on_error.callback(_undo_all, self._undo)
                 with _Registering(self._base, pin_for, self._undo) as registering:
                     _allocate(self.fd, self._base, self.nbytes, registering.advance)
-                if hasattr(fcntl, "F_ADD_SEALS"):  # other holders must not truncate it: reading past its end kills them
+                if hasattr(fcntl, "F_ADD_SEALS"):  # no holder may truncate it: others would die reading past its end
                     with suppress(OSError):  # not a memory file
                         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
                 on_error.pop_all()
@@ -94,26 +95,26 @@ class SharedBuffer:
         self._mapping = weakref.ref(self._map)
         keep_from_children(self._map)
         self._used = 0
-        self._made: list[torch.Tensor] = []  # by `allocate_all`, the last time
-        self._layout: tuple[list[torch.dtype], list[torch.Size], list[int]] | None = None  # of these, with addresses
-        self.batches: Batches | None = None  # the copies of the state that was staged here last
+        self._made: list[torch.Tensor] = []  # by the last `allocate_all`
+        self._layout: tuple[list[torch.dtype], list[torch.Size], list[int]] | None = None  # of `_made`, with addresses
+        self.batches: Batches | None = None  # the copies of the last state staged in this buffer
         self.is_kept = False
         self._pinning = pin_for is not None
         self._release = Finalizer(self, _release, self._descriptor, self._undo)
 
     @property
     def fd(self) -> int:
-        """The descriptor of the memory; raises `OSError` if it has been closed."""
+        """The descriptor of the memory. Raises `OSError` if it has been closed."""
         return self._descriptor.number
 
     @property
     def can_be_sent(self) -> bool:
-        """Returns whether there is still a descriptor to send to another process. The memory does not need one."""
+        """Returns whether the descriptor, which the mapping does not need, is still open."""
         return self._descriptor.is_ours
 
     def pin(self, device: Device, index: int) -> None:
-        """Registers all of it for copies from a GPU at full speed, once, as `pin_if_possible` does; undone before the
-        memory is unmapped.
+        """Registers the buffer for copies from a GPU, once, as `pin_if_possible` does. Unregistered before the memory
+        is unmapped.
         """
         if not self._pinning:
             self._pinning = True
@@ -124,17 +125,17 @@ class SharedBuffer:
         self._undo.append(undo)
 
     def reset(self) -> None:
-        """Empties the buffer; tensors made before share their memory with those made after."""
+        """Empties the buffer. Later tensors reuse the memory of earlier ones."""
         self._used = 0
 
     @property
     def in_use(self) -> bool:
-        """Returns whether a tensor of the buffer is left. Each refers to the mapping, also after `close`.
+        """Returns whether a tensor of the buffer is alive. Each refers to the mapping, also after `close`.
 
-        The buffer releases those that it keeps itself first.
+        Releases the tensors of `allocate_all` first.
         """
         self.forget()
-        own = 1 if self._map is None else 2  # and `getrefcount`'s own
+        own = 1 if self._map is None else 2  # plus the reference of `getrefcount` itself
         return self._mapping() is not None and sys.getrefcount(self._mapping()) > own
 
     def fits(self, nbytes: int) -> bool:
@@ -144,8 +145,8 @@ class SharedBuffer:
     def allocate(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """Returns an uninitialised C-contiguous tensor in the buffer, with a storage of its own.
 
-        If tensors shared a storage, pickling one of them through torch.multiprocessing would move the storage, and so
-        the buffer, to other memory.
+        If tensors shared a storage, pickling one through torch.multiprocessing would move the whole buffer to other
+        memory.
         """
         count = math.prod(shape)
         if count == 0:
@@ -159,15 +160,15 @@ class SharedBuffer:
         flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset)
         if len(shape) == 1:
             return flat
-        return flat.resize_(*shape) if shape else flat.view(())  # half of a view's time: the memory stays as it is
+        return flat.resize_(*shape) if shape else flat.view(())  # takes half the time of a view; does not reallocate
 
     def allocate_all(self, dtypes: list[torch.dtype], shapes: list[torch.Size]) -> list[torch.Tensor]:
         """Returns all tensors of an empty buffer, as `allocate` makes them.
 
-        The buffer keeps tensors over the same memory. If the next state has the same dtypes and shapes, it gets aliases
-        of them, which are made in an eighth of the time.
+        The buffer retains the tensors. A next state of the same dtypes and shapes gets aliases of them, which takes an
+        eighth of the time.
         """
-        # The addresses are compared, too, because torch.multiprocessing moves storages that it pickles.
+        # Addresses are compared because torch.multiprocessing moves storages that it pickles.
         if self._layout != (dtypes, shapes, _addresses(self._made)):
             self.forget()  # frees the tensors before new ones are made
             self._made = list(map(self.allocate, dtypes, shapes))
@@ -176,7 +177,7 @@ class SharedBuffer:
         return list(map(attrgetter("data"), self._made))
 
     def forget(self) -> None:
-        """Releases the tensors that `allocate_all` has kept."""
+        """Releases the tensors that `allocate_all` has retained."""
         self._made, self._layout = [], None
 
     def locate(self, tensor: torch.Tensor) -> int | None:
@@ -186,7 +187,7 @@ class SharedBuffer:
         return offset if inside and is_plain(tensor) else None
 
     def close(self) -> None:
-        """Frees the memory as soon as no tensor of it is left. Idempotent."""
+        """Frees the memory once no tensor of it is alive. Idempotent."""
         self.forget()
         self._release()
         self._map = None
@@ -197,7 +198,7 @@ def _addresses(tensors: list[torch.Tensor]) -> list[int]:
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes that a tensor of ``nbytes`` bytes takes in a shared buffer."""
+    """Returns the bytes that a tensor of ``nbytes`` bytes takes in a shared buffer."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -214,27 +215,27 @@ def _undo_all(undo: list[Callable[[], None]]) -> None:
 
 
 class _Registering:
-    """Registers the parts of a buffer on a thread of its own, while further parts are made.
+    """A thread that registers the parts of a buffer while further parts are allocated.
 
-    ``undo`` gets a function for each part. When the block ends, all that was made is registered. If the system refuses
-    a part, a warning says so, as by `pin_if_possible`, and nothing is registered.
+    ``undo`` gets a function for each part. When the block ends, all allocated memory is registered. If the system
+    refuses a part, logs a warning, as `pin_if_possible` does, and registers nothing.
     """
 
     def __init__(self, address: int, pin_for: tuple[Device, int] | None, undo: list[Callable[[], None]]) -> None:
         self._address, self._pin_for, self._undo = address, pin_for, undo
         self._made = self._begun = 0
         self._error: StagingError | None = None
-        self._pool = Workers(1, "pin")  # waits for its work, whatever interrupts the caller
+        self._pool = Workers(1, "pin")  # waits for its work even if the caller is interrupted
 
     def __enter__(self) -> _Registering:
         return self
 
     def advance(self, made: int) -> None:
-        """Records that so many bytes are made, and begins to register whole parts of them."""
+        """Starts registering the whole parts within the first ``made`` bytes, which are allocated."""
         self._made = made
         start, stop = self._begun, made // PIN_BYTES * PIN_BYTES
         if start < stop and self._pin_for is not None:
-            with suppress(RuntimeError):  # no more threads: all is registered in the end
+            with suppress(RuntimeError):  # no more threads: `__exit__` registers everything
                 self._pool.submit(self._register, start, stop)
                 self._begun = stop
 
@@ -256,9 +257,9 @@ class _Registering:
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:
-    """Maps a file, which may still be shorter, without another descriptor of it.
+    """Maps a file, which may still be shorter, without duplicating its descriptor.
 
-    Until Python 3.13 `mmap` duplicates the descriptor, and in the end closes its number, even if that is another file's
+    Before Python 3.13 `mmap` duplicates the descriptor, and later closes that number even if it belongs to another file
     by then.
     """
     if sys.platform != "linux":
@@ -280,14 +281,15 @@ def _address(mapping: mmap.mmap) -> int:
 
 
 def _allocate(fd: int, address: int, nbytes: int, made: Callable[[int], object]) -> None:
-    """Allocates all of it, and makes the page table: faulting page by page in the first copy takes three times as long.
+    """Allocates the memory and its page table: faulting page by page in the first copy takes three times as long.
 
-    It goes step by step, because the ranks of a node allocate at the same time, and must see what the others take.
-    Several threads work on a step, because the cores clear the pages. A single thread makes small pages faster without
-    the table. With the table come huge pages, if the system grants them. They are made in a ninth of the time, freed in
-    a fiftieth, and read as a file in a third. After each step, ``made`` gets the bytes that are allocated.
+    Allocates in steps, because the ranks of a node allocate concurrently, and each must see what the others take.
+    Several threads share a step, because clearing pages is CPU work. A single thread allocates small pages faster
+    without the table. Populating the table also gives huge pages, if the system grants them: they are allocated in a
+    ninth of the time, freed in a fiftieth, and read as a file in a third. After each step, calls ``made`` with the
+    bytes allocated so far.
 
-    Raises `StagingError` if others have taken the memory, and `OSError` if there is none.
+    Raises `StagingError` if other processes have taken the memory, and `OSError` if allocation fails.
     """
     os.ftruncate(fd, nbytes)
     is_huge = _has_huge_pages()
@@ -305,19 +307,18 @@ def _allocate(fd: int, address: int, nbytes: int, made: Callable[[int], object])
 
 
 def _populate(address: int, nbytes: int, threads: int) -> None:
-    """Asks the kernel to make the pages of some memory and their table; errors are ignored."""
+    """Asks the kernel to populate a range of memory. Ignores errors."""
     share = -(-nbytes // threads)
     share = -(-share // _HUGE_PAGE) * _HUGE_PAGE
     parts = [(address + start, min(share, nbytes - start)) for start in range(0, nbytes, share)]
-    with suppress(RuntimeError):  # no more threads: a limit of the system, or the interpreter is ending
+    with suppress(RuntimeError):  # no more threads: a system limit, or the interpreter is shutting down
         in_threads(lambda part: advise(*part, _MADV_POPULATE_WRITE), parts)
 
 
 def _has_huge_pages() -> bool:
-    """Returns whether the system has huge pages of shared memory, always or on request.
+    """Returns whether the system gives huge pages for shared memory, always or on request.
 
-    ``deny`` and ``force`` hold for all sizes. From Linux 6.11 on each size has a setting of its own, which may be to
-    inherit the common one.
+    ``deny`` and ``force`` apply to all sizes. Since Linux 6.11 each size has its own setting, which may be ``inherit``.
     """
     common, of_size = (
         _setting(_HUGE_PAGES / folder / "shmem_enabled") for folder in ("", f"hugepages-{_HUGE_PAGE >> 10}kB")
@@ -340,9 +341,9 @@ def _reserve(fd: int, start: int, length: int) -> None:
 
 
 def advise(address: int, nbytes: int, advice: int) -> None:
-    """Calls madvise by ctypes: `mmap.madvise` holds the interpreter lock, and training must go on meanwhile.
+    """Calls madvise through ctypes: `mmap.madvise` holds the GIL, which would stop training.
 
-    A kernel that does not know the advice refuses it.
+    Unknown advice is an error, which is ignored.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)

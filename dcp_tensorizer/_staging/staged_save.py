@@ -1,7 +1,7 @@
-"""The life of a staged state dict: its buffer, its save, and when either may be used again.
+"""The life cycle of a staged state dict: its buffer, its save, and when the buffer may be reused.
 
-Copying goes through the states of `StagingState`. Beside it, a save takes the staged state dict at some moment, and
-ends. The buffer may be written to again when both are over.
+Copying goes through the states of `StagingState`. Concurrently a save takes the staged state dict, and ends. The buffer
+may be reused when both are over.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .shared_memory import SharedBuffer
 from .tensor_copy import Copies
 
 _STEP_SECONDS = 0.02  # between two checks of a save
-_END_SECONDS = 0.005  # between two checks of its thread, whose end sends no notification
+_END_SECONDS = 0.005  # between two checks of its thread, which does not notify on exit
 
 
 class StagingState(enum.IntEnum):
-    """Stages of copying, in order. An error skips some of them."""
+    """States of copying, in order. An error skips some."""
 
     STAGING = 0
-    """There is no staged state dict yet."""
+    """The staged state dict does not exist yet."""
     BUILT = 1
     """The staged state dict exists. Its tensors may not have their values yet."""
     QUEUED = 2
@@ -39,34 +39,34 @@ class StagingState(enum.IntEnum):
     COPIED = 3
     """The staged tensors have their values: the save may read them."""
     RELEASED = 4
-    """Nothing reads the live state any more: training may change it."""
+    """Nothing reads the live state: training may change it."""
 
 
 class StagedSave:
-    """One staged state dict: the buffer it is in, and the save it belongs to.
+    """A staged state dict, its buffer and its save.
 
-    A save first takes the staged state dict (`StagedStateDict`): on its own thread, or in PROCESS mode when DCP pickles
-    it there. The save is over when that thread has ended, or when nothing refers to the staged state dict and its
+    A save first takes the staged state dict (`StagedStateDict`) on the save's thread; in PROCESS mode, when DCP pickles
+    the dict. The save is over when that thread has ended, or when nothing refers to the staged state dict and its
     tensors.
 
     Attributes:
-        owners: The stager that staged it, and that of the writer that saves it, if that is another one.
+        owners: The stager that staged it, and the stager of the writer that saves it.
         group: The name of the process group of its save; None if unknown.
         buffer: Holds the staged tensors. None before it is allocated, and after the stager has taken it back.
         copies: The copies in progress.
-        error: Why there is nothing to save. The save raises it.
-        shared: The tensors that are written from training's own memory, until the state is released. None if everything
-            is copied: then the end of the copies releases the state.
+        error: The reason why there is nothing to save. The save raises it.
+        shared: The tensors that are written from training's own memory, until the state is released. None if all are
+        copied: then the state is released when the copies end.
         thread: The save's thread, once it has taken the staged state dict.
-        begun: The save's first hook has been called.
-        abandoned: A later save has timed out waiting for this one to be taken. No other save waits for it again.
-        distributed: It was staged by one of several ranks.
+        begun: Whether DCP has called the save's first hook.
+        abandoned: Whether a later save has timed out waiting for this one to be taken. Other saves then no longer wait
+        for it. distributed: Whether one of several ranks staged it.
         stager: The thread that copies.
         context: The process context when staging began. Relative paths of the save are relative to its directory.
-        description: Describes the save, for the layers above: a `SaveDescription`.
-        ties: The names of tied tensors, and of the tensor that each is, for saves of models.
+        description: The `SaveDescription` for the layers above.
+        ties: For saves of models, the name of the tensor that each tied tensor equals, by its name.
         omitted: The keys of tensors that are not staged, because other ranks write them.
-        described: The keys of tensors that describe their parts.
+        described: The keys of tensors that describe their parts (`describes_part`).
         on_written: Called when the save is written, with the digests of the written items by offset and size in the
             buffer. The digests are empty if items are encrypted.
     """
@@ -92,20 +92,20 @@ class StagedSave:
         self.described: Sequence[str] = ()
         self.on_written: Callable[[Mapping[tuple[int, int], bytes]], object] | None = None
         # All waits use this condition. Its lock is reentrant, because a signal handler that closes the writer, or the
-        # collector that drops a staged state dict, may interrupt its holder.
+        # garbage collector that drops a staged state dict, may interrupt the holder.
         self._changed = free_in_child(threading.Condition())
         self._progress = StagingState.STAGING
-        self._is_awaited = False  # a thread has waited for progress
-        self._dropped = False  # nothing refers to the staged state dict any more
+        self._is_awaited = False  # a thread waits, or has waited, for progress
+        self._dropped = False  # nothing refers to the staged state dict
         self._future: Callable[[], StagingFuture | None] = _no_future
 
     @property
     def is_on_own_thread(self) -> bool:
-        """Returns whether the calling thread, the save's, is another one than the state was staged on."""
+        """Returns whether the calling thread, which is the save's, is not the one that staged the state."""
         return self.staged_on is not threading.current_thread()
 
     def drop(self) -> None:
-        """Marks the end of the staged state dict: no save can take it any more."""
+        """Marks the staged state dict as gone: no save can take it."""
         with self._changed:
             self._dropped = True
             self._changed.notify_all()
@@ -119,7 +119,7 @@ class StagedSave:
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Waits for the copies that were begun, if any. Then the state is released, unless some of it is shared."""
+        """Waits for the copies in progress. Then releases the state, unless some tensors are shared."""
         try:
             if self.copies is not None:
                 self.copies.wait()
@@ -133,8 +133,8 @@ class StagedSave:
             self.release()
 
     def fail(self, error: BaseException) -> None:
-        """Keeps an error for the save, which raises it where DCP sends errors to all ranks."""
-        # Without its traceback, whose frames hold the live tensors.
+        """Records an error, which the save raises where DCP sends errors to all ranks."""
+        # Without the traceback, whose frames hold the live tensors.
         words = str(error)
         if not isinstance(error, StagingError):
             words = f"the state dict could not be copied: {type(error).__name__}: {error}"
@@ -142,20 +142,20 @@ class StagedSave:
 
     @property
     def is_interrupted(self) -> bool:
-        """Returns whether the caller is a signal handler that has interrupted the copying, which cannot continue before
+        """Returns whether the caller is a signal handler that has interrupted the copying. Copying continues only after
         the handler returns.
         """
         return self._progress < StagingState.COPIED and self.stager is threading.current_thread()
 
     def wait_built(self, timeout: float | None = None) -> bool:
-        """Waits for the staged state dict, unless it never will exist. Returns False on timeout."""
+        """Waits until the staged state dict exists or never will. Returns False on timeout."""
         return self._wait_for(StagingState.BUILT, timeout)
 
     def wait_copied(self) -> None:
-        """Waits until the staged tensors have their values; raises `StagingError` if they could not be copied."""
+        """Waits until the staged tensors have their values. Raises `StagingError` if they could not be copied."""
         self._wait_for(StagingState.COPIED)
         if self.error is not None:
-            raise StagingError(str(self.error))  # a new one, because a traceback would keep this save's frames alive
+            raise StagingError(str(self.error))  # a new error, because a traceback would keep this save's frames alive
 
     def wait_for_consumer(self, timeout: float) -> None:
         """Waits until a thread, such as that of the save, waits for this copy."""
@@ -163,7 +163,7 @@ class StagedSave:
             self._changed.wait_for(lambda: self._is_awaited, timeout)
 
     def wait_unused(self, deadline: Deadline) -> bool:
-        """Waits for running copies. Returns False on timeout, and in a handler that has interrupted them."""
+        """Waits for running copies. Returns False on timeout, or in a signal handler that has interrupted them."""
         return not self.is_interrupted and self._wait_for(StagingState.COPIED, deadline.left)
 
     def _wait_for(self, progress: StagingState, timeout: float | None = None) -> bool:
@@ -175,7 +175,7 @@ class StagedSave:
     # --- training may change the state --------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Releases training's own memory, once running copies are made: training may change the state. Idempotent."""
+        """Releases training's own memory after running copies: training may change the state. Idempotent."""
         with self._changed:
             self.shared = None
             if self._progress != StagingState.COPIED:
@@ -196,13 +196,13 @@ class StagedSave:
             future.complete()
 
     def wait_released(self) -> None:
-        """Waits until training may change the state: until it is released, or the save is over without releasing it."""
+        """Waits until the state is released, or the save is over: training may then change the state."""
         while not self._wait_for(StagingState.RELEASED, _STEP_SECONDS):
             if self.over():
                 self.release()
 
     def hold_training(self) -> None:
-        """Keeps later work of the calling thread from changing the state too early.
+        """Prevents later work of the calling thread from changing the state too early.
 
         If only copies from a GPU are left, the thread's CUDA streams wait for them instead of the thread.
         """
@@ -216,7 +216,7 @@ class StagedSave:
     # --- the save -----------------------------------------------------------------------------------------------
 
     def take(self) -> None:
-        """Marks the calling thread as that of the save of the staged state dict."""
+        """Marks the calling thread as the save's thread."""
         with self._changed:
             if self.thread is not None:
                 return
@@ -225,24 +225,23 @@ class StagedSave:
             if future is not None:
                 future.release()
                 if self._progress < StagingState.RELEASED:
-                    # From here on the save keeps the staged state dict alive, and this keeps the future, to complete
-                    # it.
+                    # From now on the save holds the staged state dict, and this object the future, to complete it.
                     self._future = lambda: future
             self._changed.notify_all()
 
     def over(self) -> bool:
-        """Returns whether no save can use the staged state dict any more, and nothing is copied to its buffer."""
+        """Returns whether no save can use the staged state dict, and no copy to its buffer is running."""
         if self._progress < StagingState.COPIED:
             return False
         thread = self.thread
         if thread is not None and not is_running(thread):
             return True
-        # No save on a thread of its own: the staged state dict was not taken, or it was taken by the calling thread or
-        # by one that goes on. Then it is over when nothing refers to it.
+        # The save has no thread that ends with it: no save took the dict, or the calling thread or another long-lived
+        # thread did. Then the save is over when nothing refers to the dict.
         return self._dropped and (self.buffer is None or not self.buffer.in_use)
 
     def wait_taken(self, timeout: float) -> bool:
-        """Waits until a save has taken the staged state dict, or none can any more. Returns False on timeout.
+        """Waits until a save has taken the staged state dict, or none can. Returns False on timeout.
 
         The timeout begins when the staged state dict exists.
         """
@@ -255,7 +254,7 @@ class StagedSave:
         while not self.over():
             thread = self.thread
             if thread is threading.current_thread():
-                return True  # its save ran on the calling thread, and has returned
+                return True  # the save ran on the calling thread, and has returned
             if deadline.left == 0.0:
                 return False
             if self._progress < StagingState.COPIED:
@@ -269,7 +268,7 @@ class StagedSave:
 
 
 def name_of_group() -> str | None:
-    """Returns the name of the process group of the save on this thread. It does not keep the group alive."""
+    """Returns the name of the process group of the save on this thread: a name does not keep the group alive."""
     group = group_of_save()
     return None if group is None else group.group_name
 
@@ -281,19 +280,19 @@ def _no_future() -> StagingFuture | None:
 # --- the staged state dict of a save, or its error --------------------------------------------------------------------
 #
 # DCP may pass a staged state dict to any storage writer. A writer of this package knows the `StagedSave`, and raises
-# its error in DCP's first hook. Writers of other packages do not know it. So they get the state only when everything is
-# copied. If copying failed, they get a value that raises the error when it is planned or pickled. Either way DCP sends
-# the error to every rank.
+# its error in DCP's first hook. Writers of other packages get the state only when everything is copied. If copying
+# failed, they get a value that raises the error when it is planned or pickled. In both cases DCP sends the error to
+# every rank.
 
 
 class StagedStateDict(dict[str, Any]):
     """A staged state dict that knows which thread saves it.
 
-    ``storage_meta()`` gets no arguments, so it cannot tell the save of a staged state dict from a ``dcp.save`` of
-    another one on another thread with the same writer. But DCP first calls ``items()`` of the dict that it saves, on
-    the save's thread and before any collective; in PROCESS mode it pickles the dict there. That call ties the save to
-    the dict, and waits until the saves staged before are over, and this dict is copied. So saves run one at a time, in
-    the order in which they were staged, which is the same on every rank.
+    ``storage_meta()`` gets no arguments, so it cannot distinguish the save of a staged state dict from a concurrent
+    ``dcp.save`` with the same writer on another thread. But DCP first calls ``items()`` of the dict that it saves, on
+    the save's thread and before any collective; in PROCESS mode it pickles the dict there. That call binds the save to
+    the dict, and waits until earlier saves are over and this dict is copied. So saves run one at a time, in the order
+    of staging, which is the same on every rank.
     """
 
     def __init__(
@@ -320,7 +319,7 @@ class StagedStateDict(dict[str, Any]):
         return (dict, (list(super().items()),)) if error is None else (_failed, (error,))
 
     def _take(self) -> str | None:
-        """Waits until everything is copied; returns the error, if there is one."""
+        """Waits until everything is copied. Returns the error, or None on success."""
         if self.staged_save.thread is None:
             self.staged_save.take()
             self._wait_turn(self.staged_save)
@@ -349,10 +348,10 @@ def _failed(error: str) -> dict[str, Any]:
 
 
 class StagingFuture(concurrent.futures.Future[dict[str, Any]]):
-    """The future that `stage` returns when it does not wait. It is done when training may change the state.
+    """The future that `stage` returns when it does not wait. Done when training may change the state.
 
-    `result` returns before that, because the save takes the result and then waits by itself. So releasing the state may
-    depend on the save's progress.
+    `result` returns earlier, because the save takes the result and then waits by itself. So the release of the state
+    may depend on the save's progress.
     """
 
     def __init__(self, staged: StagedStateDict) -> None:
@@ -361,7 +360,9 @@ class StagingFuture(concurrent.futures.Future[dict[str, Any]]):
         staged.staged_save.watch(self)
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
-        """Returns the staged state dict, until a save takes it. Complete when `StagedSave.wait_copied` returns."""
+        """Returns the staged state dict, until a save takes it. Its tensors are complete when `StagedSave.wait_copied`
+        returns.
+        """
         staged = self._staged
         if staged is None:
             return {}

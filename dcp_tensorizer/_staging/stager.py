@@ -1,8 +1,8 @@
-"""Staging: a copy of a rank's state dict in shared memory, safe from everything training does next.
+"""Staging: copies a rank's state dict to shared memory, where training does not change it.
 
-`Stager.stage` copies the state dict's structure, and marks the moment in the devices' queues. With overlapping staging,
-training waits only for that. Then the tensors are copied into a shared buffer. A buffer is used again when its save is
-over; see `StagedSave`.
+`Stager.stage` copies the state dict's structure, and records events in the devices' queues. With overlapping staging,
+training waits only for these two. Then the tensors are copied to a shared buffer, which is reused when its save is over
+(`StagedSave`).
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from .state_tree import DtypeOf, TensorList, copy_items
 from .tensor_copy import DEFAULT_LIMITS, Copies, GatherLimits
 from .ways import BUFFER, BufferWay
 
-_RETURN_SECONDS = 0.005  # several times what ``async_save`` takes from staging until it returns
+_RETURN_SECONDS = 0.005  # several times what ``async_save`` takes from the end of staging to its return
 
 
 class Stager:
-    """Copies state dicts into shared memory that is kept between saves.
+    """Copies of state dicts in shared memory, which is retained between saves.
 
     Args:
-        saves: The staged saves and buffers, shared with other stagers; by default its own.
-        cache_staged_state_dict: Keep the buffer after a save. Otherwise memory is freed between saves, and each save
-            allocates.
-        thread_count: How many threads copy on the host, if torch itself has only one (as ``torchrun`` sets it).
+        saves: The staged saves and buffers, which stagers may share. None: this stager's own.
+        cache_staged_state_dict: Retain the buffer after a save. Otherwise each save allocates and frees its memory.
+        thread_count: The number of threads that copy on the host if torch itself has only one (as ``torchrun`` sets
+        it).
         way: Which tensors are copied, and by which process.
-        overlap_staging: `stage` returns before the staged state dict is complete: see `StagedSave.wait_copied` and
-            `StagedSave.wait_released`.
+        overlap_staging: Whether `stage` returns before the staged state dict is complete; see `StagedSave.wait_copied`
+        and `StagedSave.wait_released`.
         device: The kind of accelerator that tensors may be on.
-        limits: Limits of what is gathered on a device before it is copied to the host.
+        limits: Limits of gathering on a device before the copy to the host.
 
     Attributes:
-        dtype_of: The dtype as which tensors of a dtype are staged, if this process copies them from a device, which
-            casts them before they cross the bus. Others are staged as they are. None: so are all.
+        dtype_of: Maps the dtype of tensors that this process copies from a device to their staged dtype; the device
+        casts them before the copy. Other tensors are not cast. None: no tensor is.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Stager:
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
         """Allocates the buffer for state dicts of this size ahead of the first save, in the background.
 
-        Raises `StagingError` if memory is short, or if a tensor cannot be saved; then it names the key.
+        Raises `StagingError` if memory is short, or, naming the key, if a tensor cannot be saved.
         """
         self.saves.reclaim()
         _, _, copies = self._list(state_dict)
@@ -83,11 +83,11 @@ class Stager:
     def stage(
         self, state_dict: Mapping[str, Any], omitted: frozenset[str] = frozenset(), *, is_kept: bool = False
     ) -> StagedStateDict:
-        """Copies everything, except the tensors of ``omitted`` keys, into a buffer that no save uses.
+        """Copies everything except the tensors of ``omitted`` keys to a buffer that no save uses.
 
-        Never fails because of the contents of the state dict: if one rank raised here, the others would wait in a
-        collective. The result's `StagedSave` keeps the error, and its save raises it where DCP sends errors to all
-        ranks (see `StagedStateDict`).
+        Never raises because of the contents of the state dict: the other ranks would hang in a collective. The
+        `StagedSave` of the result records the error, and its save raises it where DCP sends errors to all ranks (see
+        `StagedStateDict`).
         """
         self.saves.reclaim()
         staged = self._empty()
@@ -115,27 +115,27 @@ class Stager:
         except BaseException as error:  # such as a KeyboardInterrupt: no save follows
             self.saves.remove(staged_save)
             is_copying = staged_save.stager is not threading.current_thread() and is_running(staged_save.stager)
-            if not is_copying:  # others may wait for it before they stage theirs
+            if not is_copying:  # other stagings may wait for this one
                 staged_save.fail(error)
                 staged_save.finish()
             raise
         return staged
 
     def refuse(self, error: StagingError) -> StagedStateDict:
-        """Returns the result of a staging that was not tried: its save fails with ``error``."""
+        """Returns a staged state dict whose save fails with ``error``."""
         staged = self._empty()
         staged.staged_save.fail(error)
         staged.staged_save.finish()
-        self.saves.add(staged.staged_save)  # added last, and complete, so that no thread waits for it
+        self.saves.add(staged.staged_save)  # complete when it is added, so that no thread waits for it
         return staged
 
     def wait_released(self) -> None:
-        """Waits until training may change everything that was staged."""
+        """Waits until training may change all staged states."""
         for staged_save in self.saves.of(self):
             staged_save.wait_released()
 
     def hold_training(self) -> None:
-        """Keeps later work of the calling thread from changing anything that is still being copied.
+        """Prevents later work of the calling thread from changing anything that is still being copied.
 
         Raises `StagingError` while a CUDA graph is captured.
         """
@@ -154,15 +154,15 @@ class Stager:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _copy(self, tensors: TensorList, copies: Copies, staged: StagedStateDict, is_kept: bool) -> None:
-        """Copies the tensors and builds the staged state dict; an error is kept in the staged save.
+        """Copies the tensors and builds the staged state dict. Records an error in the staged save.
 
-        The dict is built while devices copy, before any other wait. Outside of inference mode, because what is made in
-        it can only be written in it: other threads copy, too, and the next save may not be in it.
+        Builds the dict while devices copy, before any other wait, and outside inference mode: other threads, and the
+        next save, could not write to tensors made in inference mode.
         """
         staged_save = staged.staged_save
         if self._overlap_staging:
-            # It would take the interpreter from ``async_save``, so it begins when the save's thread waits for it: that
-            # is the last thing that ``async_save`` starts.
+            # Copying would take the GIL from ``async_save``. So it starts when the save's thread, the last thing that
+            # ``async_save`` starts, waits for it.
             staged_save.wait_for_consumer(_RETURN_SECONDS)
         try:
             buffer = staged_save.buffer = self.saves.take_buffer(copies.nbytes, self._pin_for(copies))
@@ -177,7 +177,7 @@ class Stager:
                 buffer.batches = copies.batches
             staged.update(tensors.fill(copied, self.dtype_of))
             staged_save.reach(StagingState.BUILT)
-            if is_elsewhere and not self.way.copy_elsewhere(buffer, copies):  # then this process copies
+            if is_elsewhere and not self.way.copy_elsewhere(buffer, copies):  # this process copies instead
                 buffer.pin(self._device, copies.devices[0])
                 copies.queue_from_devices()
             copies.copy_from_host()
@@ -196,9 +196,9 @@ class Stager:
     def _list(
         self, state_dict: Mapping[str, Any], omitted: frozenset[str] = frozenset()
     ) -> tuple[TensorList, SharedTensors | None, Copies]:
-        """Copies a state dict at one moment, except for the elements of its tensors.
+        """Copies a state dict as it is at one moment, except for the elements of its tensors.
 
-        Returns its tensors, those that are written from shared memory, and the copies to make of all others.
+        Returns its tensors, those that are written from shared memory, and the copies of all others.
         """
         tensors = TensorList(omitted)
         tensors.structure = dict(copy_items(state_dict, "", tensors))
@@ -217,5 +217,5 @@ class Stager:
         return tensors, shared, copies
 
     def _pin_for(self, copies: Copies) -> tuple[Device, int] | None:
-        """Returns the first device from which this process copies anything."""
+        """Returns the device and the index to pin the buffer for: the first one from which this process copies."""
         return (self._device, copies.devices[0]) if self.way.copies_from_devices and copies.devices else None

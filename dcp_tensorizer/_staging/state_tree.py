@@ -1,7 +1,7 @@
 """Copies of state dicts, made in two steps around the copying of their tensors.
 
-`copy_structure` copies containers and plain objects, while training waits, and lists the plain tensors. `fill_tensors`
-replaces them by staged tensors, in the same order, and builds wrapper subclasses and sharded tensors around them.
+`copy_structure` copies containers and plain objects while training waits, and lists the plain tensors. `fill_tensors`
+replaces these by staged tensors, in the same order, and rebuilds wrapper subclasses and sharded tensors around them.
 The result shares nothing with the live state dict.
 """
 
@@ -50,13 +50,13 @@ _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch
 class TensorList(list[torch.Tensor]):
     """The plain tensors in a state dict, except those of ``omitted`` keys, which are not staged.
 
-    A ShardedTensor is always staged, because it cannot be made of shards without memory. So are two tensors of one key:
-    one of them is in an object, which this rank may write.
+    A ShardedTensor is always staged, because it cannot be built from shards without memory. Two tensors of one key are
+    both staged: one of them is in an object, which this rank may write.
 
     Attributes:
         structure: The state dict, copied except for its tensors.
-        memory: Tensors of the same memory, whatever training assigns to ``data`` if it goes on meanwhile.
-        in_place: The numbers of the tensors that are written from shared memory, without a copy.
+        memory: Aliases of the tensors, which refer to the same memory even if training assigns to ``data`` meanwhile.
+        in_place: The numbers of the tensors that are written from shared memory without a copy.
         described: The keys of tensors that describe their parts (`describes_part`).
     """
 
@@ -71,7 +71,7 @@ class TensorList(list[torch.Tensor]):
         self.described: list[str] = []
 
     def add(self, key: str, tensor: torch.Tensor, shards: Sequence[torch.Tensor] | None = None) -> None:
-        """Adds the plain tensors inside a tensor; of a tensor that describes its part, those inside its shards."""
+        """Adds the plain tensors inside a tensor, or inside ``shards`` if the tensor describes its part."""
         if shards is None and is_plain_class(tensor) and key not in self._omitted_keys:
             check_supported(key, tensor)
             self.append(tensor)
@@ -94,23 +94,23 @@ class TensorList(list[torch.Tensor]):
 
     @property
     def omitted(self) -> set[int]:
-        """The numbers of the plain tensors that are not to be staged."""
+        """The numbers of the plain tensors that are not staged."""
         return {number for numbers in self._omitted.values() for number in numbers}
 
     @property
     def inner(self) -> set[int]:
-        """The numbers of tensors that tensors of other classes are made of, and whose dtypes mean something there."""
+        """The numbers of tensors inside wrapper subclasses, which depend on their dtypes."""
         return {number for numbers in self._inner for number in numbers}
 
     @collector_paused()
     def fill(self, copied: Iterable[torch.Tensor], dtype_of: DtypeOf | None) -> dict[str, Any]:
-        """Returns the staged state dict, given the copies of those that are copied; called once."""
+        """Returns the staged state dict, given the copies. Call it once."""
         omitted = self.omitted
         others = iter(copied)
         staged = (
             t
             if n in self.in_place
-            else torch.empty(t.shape, dtype=t.dtype, device="meta")  # can be planned, and has no values
+            else torch.empty(t.shape, dtype=t.dtype, device="meta")  # enough for planning
             if n in omitted
             else next(others)
             for n, t in enumerate(self.memory)
@@ -119,7 +119,7 @@ class TensorList(list[torch.Tensor]):
 
 
 def copy_structure(value: Any, key: str, tensors: TensorList) -> Any:
-    """Copies a value, except for its tensors, and adds the plain tensors in it to ``tensors``.
+    """Copies a value without its tensors, and adds the plain tensors in it to ``tensors``.
 
     Raises `StagingError`, naming the key, if something cannot be copied.
     """
@@ -151,11 +151,11 @@ def copy_structure(value: Any, key: str, tensors: TensorList) -> Any:
 
 
 def copy_items(mapping: Mapping[Any, Any], prefix: str, tensors: TensorList) -> list[tuple[Any, Any]]:
-    """Copies the values of a mapping as `copy_structure` does; the keys of its tensors begin with ``prefix``."""
+    """Copies the values of a mapping as `copy_structure` does. The keys of its tensors start with ``prefix``."""
     items = []
     has_plain_rule = not tensors.omits
     for name, item in mapping.items():
-        if has_plain_rule and is_ordinary(item):  # as nearly all are: every call counts
+        if has_plain_rule and is_ordinary(item):  # true for nearly all items: every call costs
             tensors.append(item)
         else:
             item = copy_structure(item, f"{prefix}{name}", tensors)
@@ -164,14 +164,14 @@ def copy_items(mapping: Mapping[Any, Any], prefix: str, tensors: TensorList) -> 
 
 
 class _Described:
-    """A tensor that describes its part, with its answers at the time of staging.
+    """A tensor that describes its part, with what it returned at the time of staging.
 
-    DCP writes the shards of such a tensor. So the shards are staged, and the staged tensor answers as the live one did:
-    with the same write items, and with the staged shards. The live one is not asked again: training may have changed
-    it, and its answers are often views of its own memory.
+    DCP writes the shards of such a tensor. So the shards are staged, and the staged tensor returns the same write items
+    as the live one, and the staged shards. The live tensor is not called again: training may have changed it, and it
+    often returns views of its own memory.
 
-    The staged tensor has values only if one of the shards is all of it. It cannot be pickled or copied, because its
-    answers belong to the memory of one save.
+    The staged tensor has values only if one shard is the whole tensor. It cannot be pickled or copied, because its
+    shards are in the memory of one save.
     """
 
     def __init__(self, key: str, tensor: torch.Tensor) -> None:
@@ -183,7 +183,7 @@ class _Described:
         self.fields = {name: copy.deepcopy(value) for name, value in fields.items() if not callable(value)}
 
     def filled(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the staged tensor, given the staged shards; called once."""
+        """Returns the staged tensor, given the staged shards. Call it once."""
         tensor, live = self.tensor, self.shards
         local = local_of(tensor)
         whole = next((s.detach() for s, shard in zip(shards, live, strict=True) if _is_same(shard, local)), None)
@@ -201,11 +201,10 @@ class _Described:
         return staged
 
     def write_items(self, key: str, value: object) -> list[WriteItem]:
-        """Returns the items of the live tensor, under a key."""
+        """Returns the write items of the live tensor, with another key."""
         return [replace(item, index=replace(item.index, fqn=key)) for item in self.items]
 
     def chunks(self) -> list[ChunkStorageMetadata]:
-        """Returns the chunks of the items."""
         return [item.tensor_data.chunk for item in self.items if item.tensor_data is not None]
 
     def shard(self, index: MetadataIndex) -> torch.Tensor:
@@ -230,10 +229,10 @@ def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _copy_container(value: Any, members: list[Any], key: str) -> Any:
-    """Returns a container of the same class with other members, and with copies of its attributes.
+    """Returns a container of the same class with other members and with copies of its attributes.
 
-    The class's constructor is not called, because it may not take members. Raises `StagingError`, naming the key, if
-    the class does not let its members be set.
+    Does not call the constructor, which may not take members. Raises `StagingError`, naming the key, if members of the
+    class cannot be set.
     """
     try:
         copied: Any = tuple.__new__(type(value), members) if isinstance(value, tuple) else copy.copy(value)
@@ -254,9 +253,8 @@ def _copy_container(value: Any, members: list[Any], key: str) -> Any:
 def _copy_mapping(value: Mapping[Any, Any], items: list[tuple[Any, Any]]) -> Mapping[Any, Any]:
     """Returns a copy of a mapping that is not a dict, with other values.
 
-    It is deep, because a shallow one may share its contents. If the mapping cannot be copied, a view of a dict replaces
-    it: DCP takes mappings apart, and the view works there. If it is pickled as a whole, the view fails as the mapping
-    would.
+    The copy is deep, because a shallow one may share its contents. If the mapping cannot be copied, returns a view of a
+    dict, which DCP can flatten. Pickling the view as a whole fails, as it would for the mapping.
     """
     copies = {id(member): item for member, (_, item) in zip(value.values(), items, strict=True)}
     try:
@@ -269,7 +267,7 @@ def _copy_mapping(value: Mapping[Any, Any], items: list[tuple[Any, Any]]) -> Map
 
 
 def _set_members(container: Any, members: list[Any]) -> None:
-    """Replaces the members of a list, or the values of a dict by its items. A tuple has its members already."""
+    """Sets the members of a list, or the items of a dict. A tuple already has its members."""
     if isinstance(container, dict):
         for name, item in members:
             container[name] = item
@@ -289,7 +287,7 @@ def _inner_tensors(tensor: torch.Tensor, key: str) -> list[torch.Tensor]:
     if isinstance(tensor, ShardedTensor):
         parts = [shard.tensor for shard in tensor.local_shards()]
     elif is_wrapper(tensor) and not tensor.is_nested:
-        if hasattr(tensor, "trigger_wait"):  # the result of a collective, which may not have arrived yet
+        if hasattr(tensor, "trigger_wait"):  # the result of an asynchronous collective
             tensor.trigger_wait()
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         members = [getattr(tensor, name) for name in names]
@@ -303,17 +301,16 @@ def _inner_tensors(tensor: torch.Tensor, key: str) -> list[torch.Tensor]:
 def fill_tensors(
     structure: Any, tensors: Iterable[torch.Tensor], staged: Iterable[torch.Tensor], dtype_of: DtypeOf | None = None
 ) -> Any:
-    """Puts staged tensors into the result of `copy_structure`, in place if possible, and returns it.
+    """Puts staged tensors into the result of `copy_structure`, in place if possible, and returns the result.
 
-    ``tensors`` are those that `copy_structure` has listed, and ``staged`` their copies. A copy may be of the dtype that
-    ``dtype_of`` gives for the tensor's. Raises `StagingError` if the structure has other tensors now: more or fewer, or
-    of another shape or dtype.
+    ``tensors`` are those that `copy_structure` has listed, and ``staged`` their copies, which may have the dtype that
+    ``dtype_of`` returns. Raises `StagingError` if the tensors of the structure have changed in number, shape or dtype.
     """
     pairs = zip(tensors, staged, strict=True)
 
     def take(tensor: torch.Tensor) -> torch.Tensor:
         listed, copied = next(pairs, (None, tensor))
-        if listed is not tensor:  # a tensor inside of another one may be made at each access
+        if listed is not tensor:  # inner tensors may be new objects at each access
             dtypes = tensor.dtype, tensor.dtype if dtype_of is None else dtype_of(tensor.dtype)
             if listed is None or copied.shape != tensor.shape or copied.dtype not in dtypes:
                 raise StagingError(_OTHER_TENSORS)
@@ -331,7 +328,7 @@ def _fill(structure: Any, take: _Take) -> Any:
     if isinstance(structure, torch.Tensor):
         return _rebuild_tensor(structure, take)
     if type(structure) is dict:
-        for name, item in structure.items():  # nearly all are plain tensors: every call counts
+        for name, item in structure.items():  # nearly all items are plain tensors: every call costs
             structure[name] = take(item) if is_plain_class(item) else _fill(item, take)
         return structure
     if isinstance(structure, tuple) and not isinstance(structure, _ATOMIC):
@@ -375,14 +372,13 @@ def _rebuild_sharded(tensor: ShardedTensor, take: _Take) -> ShardedTensor:
     return rebuild_sharded_tensor(tensor, shards, metadata)
 
 
-# --- fingerprints: state dicts with equal ones are planned alike ------------------------------------------------------
+# --- fingerprints: state dicts with equal fingerprints have equal plans -----------------------------------------------
 
 
 def fingerprint(value: Any) -> int:
-    """Returns a number that differs, in this process, between states with other keys, types, shapes, dtypes or
-    shardings.
+    """Returns a hash of a state's keys, types, shapes, dtypes and shardings, valid in this process.
 
-    It does not look at values, and so takes some microseconds per value. ``value`` is a state dict or a part of one.
+    Does not read values, and takes a few microseconds per value. ``value`` is a state dict or a part of one.
     """
     kind = type(value)
     if isinstance(value, torch.Tensor):

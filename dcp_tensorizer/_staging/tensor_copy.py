@@ -1,9 +1,9 @@
-"""Copying a state dict's tensors to their staged tensors, in few calls, with the cores and the streams that are free.
+"""Copies a state dict's tensors to their staged tensors, in few calls, on side streams and several cores.
 
-A contiguous tensor is copied from a GPU by its address, in a batch of others, if the driver takes batches (`driver`);
-otherwise by itself. Two kinds of tensors go through a buffer on the GPU instead: tensors that are too small for a copy
-of their own, and tensors that would need a temporary copy on the GPU (not contiguous, lazily conjugated, or cast). Many
-small tensors leave the buffer in one copy. For that their staged tensors lie side by side: see `allocation_order`.
+Contiguous tensors on a GPU are copied by address, in batches if the driver takes them (`driver`), otherwise one by one.
+Two kinds of tensors go through a buffer on the GPU: tensors that are too small for a copy of their own, and tensors
+that would need a temporary copy on the GPU (not contiguous, lazily conjugated, or cast). One copy moves many small
+tensors from the buffer to their staged tensors, which are adjacent: see `allocation_order`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from .shared_memory import SharedBuffer, aligned
 
 @dataclass(frozen=True, slots=True)
 class GatherLimits:
-    """Limits of what is gathered on a device before it crosses the bus.
+    """Limits of gathering on a device before the copy over the bus.
 
     Attributes:
-        buffer_bytes: Memory that a staging takes on each GPU, at most. One such buffer is retained.
+        buffer_bytes: Upper limit of the memory that a staging takes on each GPU. One such buffer is retained.
         small_bytes: Tensors of up to this size are gathered. A copy over the bus takes about 10 microseconds of this
-            thread and 5 of the bus, which moves 128 KiB in that time. Views for the gathering take less, and the
-            gathering itself almost nothing.
-        batch_bytes: From this size on, contiguous tensors go by batches instead, if there are any.
+        thread and 5 of the bus, which moves 128 KiB in that time. Making the views to gather takes less, and the
+        gathering itself almost nothing. batch_bytes: If the driver takes batches, contiguous tensors of at least this
+        size are not gathered.
     """
 
     buffer_bytes: int = 32 << 20
@@ -52,33 +52,33 @@ class GatherLimits:
 
 DEFAULT_LIMITS = GatherLimits()
 _BATCH = 1024  # tensors that are gathered in one call
-# Small tensors are gathered as integers, for which there is a fused kernel, unless they are all of one of these dtypes.
-# The kernel for half precision takes float32 between, which changes the bits of a NaN.
+# Small tensors are gathered as integers, which have a fused kernel, unless they are all of one of these dtypes. The
+# kernel for half precision converts through float32, which changes the bits of a NaN.
 _FUSED = {torch.float32, torch.float64, torch.uint8, torch.int16, torch.int32, torch.int64}
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-"""A staged tensor, and the tensor whose elements it gets."""
+"""A staged tensor and its source."""
 
 _Share = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # staged tensors and their sources
 
 Batches = tuple[tuple[list[Any], ...], dict[int, tuple[Batch, Set[int]]]]
-"""The batches of a state by device, with the numbers of the sources in them, for later states in the same staging
-buffer. Before them stands what decides which bytes are copied from and to which addresses. Refers to no tensor."""
+"""The batches of a state by device, with the numbers of their sources, for later states in the same staging buffer. The
+first item is a key of everything that determines the source and target addresses. Holds no reference to a tensor."""
 
 
 class Copies:
-    """Copies of tensors to their staged tensors: begun by one thread, and waited for by any.
+    """Copies of tensors to their staged tensors. One thread begins them, and any thread may wait for them.
 
-    ``threads`` threads copy what is in host memory, about the same number of bytes each, if torch itself has only one;
-    all but one of them begin at once. Copies from devices are queued on ``streams``, after `SideStreams.follow`.
+    If torch itself has only one thread, ``threads`` threads copy host memory, about the same number of bytes each; all
+    but one begin at once. Copies from devices are queued on ``streams``, after `SideStreams.follow`.
 
     Attributes:
         sources: The tensors to copy.
         indices: The device of each source; None for host memory.
-        devices: Those devices, each once.
-        dtypes: The dtypes of the staged tensors, at first those of the sources. Only copies from a device can cast.
+        devices: The distinct devices of the sources.
+        dtypes: The dtypes of the staged tensors, by default those of the sources. Only copies from a device can cast.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Copies:
         self._threads = threads
         self._limits = limits
         self._on_device: dict[int, list[tuple[int, Pair]]] = defaultdict(list)  # with the number of each
-        self._share: _Share = [], []  # in host memory: of the thread that calls `copy_from_host`
+        self._share: _Share = [], []  # pairs in host memory, for the thread that calls `copy_from_host`
         self._begun: list[concurrent.futures.Future[None]] = []  # by other threads
         self._layout: tuple[list[Any], ...] | None = None
         self._batches: dict[int, tuple[Batch, Set[int]]] = {}
@@ -106,15 +106,15 @@ class Copies:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the staged tensors take in a buffer."""
+        """The bytes that the staged tensors take in a buffer."""
         if not self.devices:  # nothing is cast
             return sum(map(aligned, map(attrgetter("nbytes"), self.sources)))
         pairs = zip(self.sources, self.dtypes, strict=True)
         return sum(aligned(source.numel() * dtype.itemsize) for source, dtype in pairs)
 
     def repeat(self, buffer: SharedBuffer) -> None:
-        """Queues the batches of the last state in the buffer, if this one has the same layout: the bus is busy before
-        there are staged tensors.
+        """If the last state in the buffer had the same layout, queues its batches again, before any staged tensor is
+        made.
         """
         if not any(self._streams[index].has_batches for index in self.devices):
             return
@@ -163,7 +163,7 @@ class Copies:
         return staged
 
     def add(self, staged: Sequence[torch.Tensor]) -> None:
-        """Prepares the copies to staged tensors that exist, and begins those of host memory; called once."""
+        """Prepares the copies to existing staged tensors, and begins those of host memory. Call it once."""
         sources = self.sources
         if not UNCOPYABLE.isdisjoint(map(attrgetter("dtype"), sources)):
             staged, sources = list(map(copyable, staged)), list(map(copyable, sources))
@@ -227,7 +227,7 @@ class Copies:
         return [pair for pair in pairs if pair[0] not in numbers]
 
     def copy_from_host(self) -> None:
-        """Makes this thread's copies from host memory, with gradients off, and waits for those of others."""
+        """Makes this thread's copies from host memory, with gradients off, and waits for those of the other threads."""
         share, self._share = self._share, ([], [])
         try:
             if share[0]:
@@ -238,13 +238,13 @@ class Copies:
             copied.result()
 
     def wait(self) -> None:
-        """Waits until all copies that were begun are made."""
+        """Waits for all copies that have begun."""
         concurrent.futures.wait(self._begun)
         for mark in self._marks:
             mark.synchronize()
 
     def hold(self) -> None:
-        """Makes the calling thread's current streams wait for the copies, without waiting itself."""
+        """Makes the calling thread's current streams wait for the copies; does not block the thread."""
         for mark in self._marks:
             mark.wait()
 
@@ -255,9 +255,10 @@ def allocation_order(
     indices: Sequence[int | None],
     limits: GatherLimits = DEFAULT_LIMITS,
 ) -> list[int]:
-    """Returns the order in which to allocate staged tensors of some dtypes: first those that are gathered together.
+    """Returns the order in which to allocate the staged tensors: first those that are gathered together.
 
-    These are the small ones of one device, of ``indices``, and one element size, apart from those that batches take.
+    Small tensors are gathered together if they have one device (of ``indices``) and one element size, and do not go by
+    batches.
     """
     gathered: dict[int, tuple[int, bool, int]] = {}
     for number, (source, index) in enumerate(zip(sources, indices, strict=True)):
@@ -269,8 +270,8 @@ def allocation_order(
 def queue_on_device(pairs: Sequence[Pair], stream: SideStream, limits: GatherLimits = DEFAULT_LIMITS) -> None:
     """Queues the copies of one device's tensors, in few calls.
 
-    Staged tensors are C-contiguous, on the host. One copy over the bus fills those of small tensors of one element size
-    that are adjacent in memory. Those of another dtype are cast on the device.
+    Staged tensors are C-contiguous and on the host. One copy over the bus fills adjacent staged tensors of small
+    tensors with one element size. The device casts tensors whose staged tensors have another dtype.
     """
     small: list[_Small] = []
     plain: list[Pair] = []
@@ -299,13 +300,13 @@ class _Small(NamedTuple):
 
     address: int  # of the staged tensor
     nbytes: int
-    is_same: bool  # whether its bytes are those of the staged tensor
+    is_same: bool  # whether it has the bytes of the staged tensor
     staged: torch.Tensor
     source: torch.Tensor
 
 
 def _batches(small: Iterable[_Small], most: int) -> Iterator[list[_Small]]:
-    """Runs of adjacent staged tensors of one element size, of ``most`` bytes at most."""
+    """Yields runs of adjacent staged tensors of one element size, of at most ``most`` bytes."""
     batch: list[_Small] = []
     start = end = itemsize = 0
     for one in small:
@@ -323,7 +324,7 @@ def _batches(small: Iterable[_Small], most: int) -> Iterator[list[_Small]]:
 
 
 def _gather(batch: Sequence[_Small], buffer: torch.Tensor, stream: SideStream) -> None:
-    """Copies small tensors side by side on the device, and from there to their staged tensors in one copy."""
+    """Packs small tensors into a buffer on the device, and copies that to their staged tensors in one copy."""
     units = {unit_of(one.staged.dtype) for one in batch}
     unit = units.pop() if len(units) == 1 else _INTEGER.get(batch[0].staged.itemsize, torch.int64)
     size = unit.itemsize
@@ -345,24 +346,26 @@ def _gather(batch: Sequence[_Small], buffer: torch.Tensor, stream: SideStream) -
 
 
 def unit_of(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype as which a fused kernel copies elements of a dtype without a change to their bits."""
+    """Returns the dtype as which a fused kernel copies elements of ``dtype`` bit for bit."""
     return dtype if dtype in _FUSED else _INTEGER.get(dtype.itemsize, torch.int64)
 
 
 def _flat(plain: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous tensor's elements. A dimension of one element may have any stride, and `view` as another
-    dtype would fail.
+    """Returns a contiguous tensor's elements. `view` as another dtype fails on the arbitrary stride of a dimension of
+    size 1.
     """
     return plain.as_strided((plain.numel(),), (1,))
 
 
 def _memory(first: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """``nbytes`` bytes of memory from a staged tensor on, across the tensors that follow; valid as long as they are."""
+    """Returns ``nbytes`` bytes of memory from the start of a staged tensor, across those that follow. Valid while they
+    are.
+    """
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(first.data_ptr()), dtype=torch.uint8)
 
 
 def _pieces_within(staged: torch.Tensor, source: torch.Tensor, nbytes: int) -> Iterator[Pair]:
-    """Cuts a pair into pieces of at most ``nbytes`` bytes, each of them C-contiguous in the staged tensor."""
+    """Cuts a pair into pieces of at most ``nbytes`` bytes, each C-contiguous in the staged tensor."""
     if staged.nbytes <= nbytes:
         yield staged, source
         return
@@ -376,7 +379,7 @@ def _pieces_within(staged: torch.Tensor, source: torch.Tensor, nbytes: int) -> I
         yield staged[rows], source[rows]
 
 
-# --- copying tensors of host memory with the free cores ---------------------------------------------------------------
+# --- copying tensors of host memory on several cores ---------------------------------------------------------------
 
 _PIECE = 32 << 20
 _SHARED_COPY = 8 << 20  # below it, starting a thread costs more than it saves
@@ -391,7 +394,7 @@ def _copy(staged: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> No
 def _shares(
     staged: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], sizes: Sequence[int], threads: int
 ) -> list[_Share]:
-    """Cuts large tensors into pieces, and divides all among threads, in order."""
+    """Cuts large tensors into pieces, and divides all pieces among threads, in order."""
     if max(sizes) > _PIECE:
         pairs = [piece for pair in zip(staged, sources, strict=True) for piece in _pieces(*pair)]
         staged, sources = zip(*pairs, strict=True)

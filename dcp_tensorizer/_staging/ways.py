@@ -20,19 +20,21 @@ class BufferWay:
     """``staging="buffer"``: this process copies everything. The other ways differ from it by what they override.
 
     Attributes:
-        copies_from_devices: This process copies from devices. So it pins the buffer, and may cast on the way.
-        holds_training: Training waits for the save, which reads the live state.
+        copies_from_devices: Whether this process copies from devices. If it does, it pins the buffer, and may cast.
+        holds_training: Whether training waits for the save, because the save reads the live state.
     """
 
     copies_from_devices = True
     holds_training = False
 
     def shared(self, tensors: Sequence[torch.Tensor], omitted: set[int]) -> tuple[set[int], SharedTensors | None]:
-        """Finds the tensors, except those with ``omitted`` numbers, that are not copied: their numbers, and they."""
+        """Returns the numbers of the tensors that are not copied, except ``omitted`` ones, and their locations."""
         return set(), None
 
     def copy_elsewhere(self, buffer: SharedBuffer, copies: Copies) -> bool:
-        """Makes the copies from devices in another process, unless `copies_from_devices`; returns whether it could."""
+        """Makes the copies from devices in another process. Returns whether it succeeded. Not called if
+        `copies_from_devices`.
+        """
         raise NotImplementedError
 
 

@@ -254,7 +254,7 @@ def test_a_job_that_goes_back_by_itself(tmp_path: Path, caplog: pytest.LogCaptur
             manager.save(step, state_of(step), wait=True)
         assert "gone back" not in said(caplog)
         assert manager.save(6, state_of(60)) is None
-        assert f"{tmp_path}: the job has gone back from step 15 to step 6, and not by restore" in said(caplog)
+        assert f"{tmp_path}: the job has gone back from step 15 to step 6 without restore()" in said(caplog)
         for step in range(7, 11):
             manager.save(step, state_of(step * 10), wait=True)
         assert manager.steps() == [10]
@@ -411,11 +411,9 @@ def test_a_step_whose_index_says_another(tmp_path: Path, caplog: pytest.LogCaptu
     shutil.copytree(tmp_path / "step-1", tmp_path / "step-10")
     with manager_of(tmp_path) as manager:
         assert manager.restore(state_of(0), 1) == 1
-        assert "says that it is of step" not in said(caplog)
+        assert "records step" not in said(caplog)
         assert manager.restore(state_of(0), 10) == 10
-    assert f"{tmp_path}/step-10 says that it is of step 1: it was renamed, or is a copy. It is restored as" in said(
-        caplog
-    )
+    assert f"{tmp_path}/step-10 records step 1: it was renamed or copied. Restoring it as step 10" in said(caplog)
 
 
 def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
@@ -424,9 +422,9 @@ def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
     with manager_of(tmp_path / "run.pt") as manager:
         with pytest.raises(MetadataError, match=r"run\.pt is a file of torch\.save: load it by torch\.load"):
             manager.restore(state_of(0))
-        with pytest.raises(TypeError, match=r"as \{\"model\": model\}, and is Linear"):
+        with pytest.raises(TypeError, match=r"as \{\"model\": model\}, got Linear"):
             manager.restore(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"as \{\"model\": model\}, and is Linear"):
+        with pytest.raises(TypeError, match=r"as \{\"model\": model\}, got Linear"):
             manager.save(1, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
@@ -856,7 +854,7 @@ def test_a_step_that_somebody_has_deleted_is_saved_again(
         shutil.rmtree(tmp_path / "step-2")
         manager.save(2, state_of(2), force=True, wait=True)
         manager.save(3, state_of(3), wait=True)
-        assert said(caplog) == f"{tmp_path}: step 2 was saved, but is gone: it is saved again"
+        assert said(caplog) == f"{tmp_path}: step 2 was saved, then deleted: saving it again"
         assert (record_of(tmp_path, "step-3").parent, record_of(tmp_path, "step-2").parent) == tuple(
             committed(LocalStorage(tmp_path / f"step-{step}")).head.save_id
             for step in (2, 1)  # type: ignore[union-attr]

@@ -263,7 +263,7 @@ def test_a_keeper_that_is_stopped_holds_up_no_save(
 def test_a_stopped_keeper_holds_up_training_no_longer_than_the_limit(tmp_path: Path, sockets: Path) -> None:
     """It does not answer when a state is to be forgotten: it is ended, and training goes on without it."""
     started = time.monotonic()
-    with manager_of(tmp_path / "run", limits=SaveLimits(timeout=1.0)) as manager:
+    with manager_of(tmp_path / "run", limits=SaveLimits(timeout=3.0)) as manager:
         manager.save(1, state_of(1), wait=True)
         (keeper,) = keepers_below(sockets)
         keeper.send_signal(signal.SIGSTOP)

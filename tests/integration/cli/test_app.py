@@ -220,7 +220,7 @@ def test_gc(checkpoint: Path) -> None:
         (["convert", "nowhere", "x", "--to", "torch"], "does not exist"),
         (["convert", "{checkpoint}", "x", "--to", "zip"], "not one of the formats"),
         (["convert", "{checkpoint}", "x", "--to", "safetensors"], "'optim.lr'"),
-        (["convert", "{checkpoint}", "x", "--to", "torch", "--from", "dcp"], "is of the format dcp_tensorizer"),
+        (["convert", "{checkpoint}", "x", "--to", "torch", "--from", "dcp"], "format dcp, got dcp_tensorizer"),
         (["convert", "{checkpoint}", "x", "--to", "torch", "--include", "modle.*"], "modle.*"),
         (["convert", "{checkpoint}", "x", "--to", "torch", "--dtype", "int8"], "int8"),
         (["convert", "{checkpoint}", "x", "--to", "torch", "--shard-size", "many"], "many"),

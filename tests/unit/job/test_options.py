@@ -42,9 +42,9 @@ def test_states() -> None:
     check_state({"model": torch.nn.Linear(1, 1)})
     model = torch.nn.Linear(1, 1)
     for state, words in (
-        (model, '{"model": model}, and is Linear'),
-        (torch.optim.SGD(model.parameters()), '{"optimizer": optimizer}, and is SGD'),
-        ([model], '{"model": model}, and is list'),
+        (model, '{"model": model}, got Linear.'),
+        (torch.optim.SGD(model.parameters()), '{"optimizer": optimizer}, got SGD.'),
+        ([model], '{"model": model}, got list.'),
     ):
         with pytest.raises(TypeError, match="^" + re.escape(f"state must be a dict, as {words}")):
             check_state(state)

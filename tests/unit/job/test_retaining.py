@@ -114,6 +114,6 @@ def test_a_directory_named_latest_stays(tmp_path: Path, caplog: pytest.LogCaptur
         retaining.after(saved_as(number, number))
     warned = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.WARNING]
     assert len(warned) == 1
-    assert warned[0].startswith("no file says which checkpoint is the newest: ")
+    assert warned[0].startswith("the file 'latest' is not updated: ")
     assert (tmp_path / "latest").is_dir()
     assert read_steps(LocalStorage(tmp_path), NAMES) == []

@@ -45,7 +45,7 @@ def test_a_path_like_gives_text() -> None:
         def __fspath__(self) -> bytes:
             return b"/a"
 
-    with pytest.raises(TypeError, match=r"^path must be text, got bytes from Bytes\.$"):
+    with pytest.raises(TypeError, match=r"^path must be a str or an os.PathLike of a str, got bytes from Bytes\.$"):
         check_path(Bytes())
 
 
@@ -107,7 +107,7 @@ def test_storage_options_are_a_mapping_with_names_for_keys() -> None:
     check_storage_options({"key": "hunter2"})
     with pytest.raises(TypeError, match=r"^storage_options must be a mapping, or None, got list\.$"):
         check_storage_options([("key", "hunter2")])
-    with pytest.raises(TypeError, match=r"^storage_options must have names for keys, got int\.$"):
+    with pytest.raises(TypeError, match=r"^storage_options must have str keys, got int\.$"):
         check_storage_options({7: "hunter2"})
 
 

@@ -71,6 +71,6 @@ def test_all_ranks_must_agree(
     """Only if no rank has seen a change is there a warning, with the path, the step and keys."""
     with caplog.at_level(logging.WARNING, "dcp_tensorizer"):
         warn_if_stale("/run/step-7", 7, unchanged)
-    compared = f"in every floating-point tensor that was compared ({named}): is the state"
+    compared = f"in every floating-point tensor that was compared ({named}). Check that the saved state"
     expected = f"/run/step-7: step 7 holds the same values as the save before, {compared}"
     assert [entry.getMessage()[: len(expected)] for entry in caplog.records] == ([] if named is None else [expected])
