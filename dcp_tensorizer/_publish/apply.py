@@ -1,4 +1,4 @@
-"""Brings a copy of a model, a directory or tensors in memory, to a published version; or verifies versions."""
+"""Updates a copy of a model, in a directory or in memory, to a published version, and verifies versions."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Applied:
 
     Attributes:
         version: The version that the copy has now.
-        before: The version that it had; None if the directory was empty, or its version was not looked for.
-        deltas: The number of versions whose changes were applied.
+        before: The version that the copy had. None if the directory was empty.
+        deltas: The number of deltas that were applied.
         is_whole: A whole version was copied first.
-        nbytes: Bytes of tensors and files that were written; 0 if the copy already had the version.
-        seconds: How long it took.
+        nbytes: Bytes of tensors and files that were written. If the copy already had the version, 0.
+        seconds: The duration of the call.
     """
 
     version: int
@@ -71,26 +71,26 @@ def apply_delta(
     storage_options: Mapping[str, Any] | None = None,
     on_progress: _Progress = lambda done, total: None,
 ) -> Applied:
-    """Brings a copy of a model to a published version, completely or not at all.
+    """Updates a copy of a model to a published version, atomically.
 
-    A directory gets new files, whose SHA-256 is verified. Then its index is replaced, which is the moment of the
-    change. The old files are removed last. An empty directory gets a whole version. Tensors are changed in place, but
-    only after the result for each of them has been verified. After an error they are changed back.
+    In a directory, writes new files and verifies their SHA-256. Then replaces the index, which is the commit, and
+    removes the old files. Copies a whole version into an empty directory. Changes tensors in place, after verifying
+    the result for each of them. After an error, restores them.
 
     Args:
-        target: A local directory, or a mapping from names to tensors, such as a state dict. Its values may also be
-            arrays of NumPy. Names that were not published are left alone.
-        delta: The directory of versions, or that of one version.
+        target: A local directory, or a mapping from names to tensors or NumPy arrays, such as a state dict. Names that
+            were not published are ignored.
+        delta: The directory of versions, or the directory of one version.
         version: The wanted version. By default the newest, or the one that ``delta`` names.
         storage_options: Passed to the fsspec filesystem of a URL.
-        on_progress: Called with the bytes that are done and the bytes in all.
+        on_progress: Called with the number of bytes done, and the total.
 
     Raises:
-        StateMismatch: the copy is not of a version that leads to the wanted one. Nothing has changed.
+        StateMismatch: the copy is not at a version that the deltas apply to. Nothing has changed.
         ChecksumMismatch: the copy or the published version is damaged. Nothing has changed.
-        NotCommitted: there is no such version.
+        NotCommitted: the version does not exist.
         MetadataError: the published version is damaged.
-        UnsupportedFormat: the published version is of another program, or of a newer release.
+        UnsupportedFormat: another program, or a newer release, published the version.
         WriteError: the directory cannot be written, is a published version, or is in the directory of versions.
     """
     started = time.monotonic()
@@ -113,7 +113,7 @@ def apply_delta(
 def _published(
     delta: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
 ) -> tuple[Published, int | None]:
-    """The directory of versions that a path is or lies in, and the version that it names."""
+    """Splits a path into a directory of versions, and the version that the path names, if any."""
     path = absolute_path(delta)
     name = path.name if isinstance(path, Path) else path.rstrip("/").rpartition("/")[2]
     number = version_of(name)
@@ -127,7 +127,7 @@ def _published(
 
 
 class _Directory:
-    """Changes a directory. It goes back to a lower version only if the caller has named that version."""
+    """Updates a directory. Goes back to a lower version only if the caller named that version."""
 
     def __init__(
         self,
@@ -169,8 +169,8 @@ class _Directory:
             return Applied(self._version, before, 0, False, 0)
         if before is not None and before > self._version and not self._may_go_back:
             raise StateMismatch(
-                f"{self._path} has version {before}, and the newest in {self._published.path} is {self._version}: is "
-                f"it the directory that this copy comes from? To go back, name the version"
+                f"{self._path} has version {before}, but the newest in {self._published.path} is {self._version}. "
+                f"Check that this copy comes from there. To go back, name the version."
             )
         self._clear(current)
         is_whole = (
@@ -192,9 +192,9 @@ class _Directory:
     # --- the version of the directory -----------------------------------------------------------------------------
 
     def _current(self, target: Manifest) -> Manifest | None:
-        """The version of the directory; None if it has no model.
+        """Finds the version of the directory. If it has no model, returns None.
 
-        Raises `StateMismatch` if its model is not of a published version.
+        Raises `StateMismatch` if its model is not a published version.
         """
         content = read_small(self._storage, INDEX)
         if content is not None and b'"dcp_tensorizer"' in content:
@@ -228,9 +228,9 @@ class _Directory:
         )
 
     def _check_base(self, current: Manifest) -> None:
-        """Checks the directory's version against the published one of that number, if there still is one.
+        """Compares the directory's version with the published one of that number, if that still exists.
 
-        Raises `StateMismatch` if the directory's comes from elsewhere.
+        Raises `StateMismatch` if they differ.
         """
         published = self._published.find(current.version)
         here = {record.origin or name: record.sha256 for name, record in current.files.items()}
@@ -241,19 +241,19 @@ class _Directory:
             )
 
     def _check_others(self, current: Manifest | None, base: Manifest) -> None:
-        """Checks that no files beside the weights change, which could not change at the same moment as the weights."""
+        """Checks that no files beside the weights change, because they cannot change atomically with the weights."""
         if current is None or not current.others or current.others == base.others:
             return
         names = sorted(
             name for name in {*current.others, *base.others} if current.others.get(name) != base.others.get(name)
         )
         raise StateMismatch(
-            f"version {self._version} has other files beside its weights than {self._path} ({listed(names)}), and both "
-            f"cannot change in one moment. Name an empty directory, and let the server change to it."
+            f"version {self._version} has other files beside its weights than {self._path} ({listed(names)}), and "
+            f"cannot replace them atomically. Name an empty directory, and switch the server to it."
         )
 
     def _files(self, current: Manifest | None, base: Manifest, target: Manifest) -> list[tuple[WeightFile, FileRecord]]:
-        """The files from which those of a version are made, here or in the base, with the records of the new ones."""
+        """Returns the source files of a version, here or in the base, with the records of the resulting files."""
         names = {record.origin or name: name for name, record in (current or base).files.items()}
         if set(names) != set(target.files):
             if current is None:
@@ -275,7 +275,7 @@ class _Directory:
         current: Manifest | None,
         base: Manifest,
     ) -> Manifest:
-        """Makes the files of a version from those of a directory, and puts them in place."""
+        """Writes the files of a version from those of a directory, and renames them to their names."""
         save = uuid.uuid4().hex
         total = sum(file.nbytes for file, _ in sources)
         ending = f"-v{self._version:06d}.safetensors"
@@ -344,7 +344,7 @@ class _Directory:
         return list(base.others)
 
     def _clear(self, manifest: Manifest | None) -> None:
-        """Removes the files that the index no longer names, and those that a killed attempt has left."""
+        """Removes the files that the index no longer names, and the leftovers of killed attempts."""
         present = {file.name for file in self._storage.listing()[0]}
         leftovers = set(filter(_TEMPORARY.fullmatch, present))
         leftovers |= {
@@ -363,22 +363,22 @@ def _check_known(deltas: Sequence[Delta], keys: Set[str]) -> None:
 
 
 def _check_apart(target: Path, published: Published) -> None:
-    """Raises `WriteError` if one of the two directories is in the other, or the target is a published version."""
+    """Raises `WriteError` if one directory contains the other, or the target is a published version."""
     real, source = Path(os.path.realpath(target)), Path(published.storage.real_path)
     is_version = version_of(real.name) is not None and os.path.exists(real.parent / LEASE)
     if is_version or real.is_relative_to(source) or source.is_relative_to(real):
         raise WriteError(
-            f"{target} cannot be changed to a version in {published.path}: "
+            f"{target} cannot be updated to a version in {published.path}: "
             + (f"it is a version in {real.parent}" if is_version else "one of them is in the other")
             + ". Name another directory."
         )
 
 
 class _Journal:
-    """The files that an attempt to change a directory has put there, in the file that locks it.
+    """The files that an attempt to update a directory has written there, recorded in its lock file.
 
-    Each is known by its identity, which renaming keeps. So if the attempt is killed, the next one removes its files,
-    and no others that have the same names.
+    Files are identified by their identity, which survives renaming. So if the attempt is killed, the next one removes
+    these files, and no others of the same names.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -400,14 +400,14 @@ class _Journal:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[_Journal]:
-    """Locks a directory against others that change it, because all ranks of a server may do so at once."""
+    """Locks a directory against other processes: all ranks of a server may update it at once."""
     deadline = time.monotonic() + _LOCK_SECONDS
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         while not _lock(descriptor):
             if time.monotonic() > deadline:
                 raise WriteError(
-                    f"another process has changed {path.parent} for {_LOCK_SECONDS:g} s. End it, and retry."
+                    f"another process has been updating {path.parent} for {_LOCK_SECONDS:g} s. End it, and retry."
                 )
             time.sleep(0.05)
         yield _Journal(descriptor)
@@ -416,7 +416,7 @@ def _locked(path: Path) -> Iterator[_Journal]:
 
 
 def _lock(descriptor: int) -> bool:
-    """Tries to lock; returns whether this process has the lock, or the file system has no locks."""
+    """Tries to lock; returns whether that succeeded. If the file system has no locks, returns True."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -430,7 +430,7 @@ def _lock(descriptor: int) -> bool:
 
 
 class _Tensors:
-    """Changes tensors in memory."""
+    """Updates tensors in memory."""
 
     def __init__(
         self, target: MutableMapping[str, Any], published: Published, version: int, on_progress: _Progress
@@ -447,7 +447,7 @@ class _Tensors:
         _check_known(deltas, tensors.keys())
         missing = sorted(set(tensors) - set(self._target))
         if missing:
-            raise StateMismatch(f"tensors of version {self._version} are missing in the mapping: {listed(missing)}")
+            raise StateMismatch(f"tensors of version {self._version} are missing from the mapping: {listed(missing)}")
         for key, tensor in tensors.items():
             _check_target(key, self._target[key], tensor)
         start = self._start(base, deltas, self._digests(tensors))
@@ -476,9 +476,9 @@ class _Tensors:
         self._on_progress(self._done, self._total)
 
     def _verified(self, changes: Chain, tensor: StoredBytes) -> list[list[memoryview]]:
-        """Verifies what a tensor becomes, and returns its deltas as they were read.
+        """Verifies the result for a tensor, and returns its deltas as they were read.
 
-        With them it can be changed, and changed back, whatever becomes of the published files.
+        Held in memory, they can change the tensor, and restore it, even if the published files are removed meanwhile.
         """
         array = _view(self._target[tensor.key]).array
 
@@ -492,7 +492,7 @@ class _Tensors:
         return frames
 
     def _check_result(self, base: Manifest, deltas: Sequence[Delta], tensors: Mapping[str, StoredBytes]) -> None:
-        """Raises `StateMismatch` if tensors did not become what was published, because they share memory."""
+        """Raises `StateMismatch` if tensors differ from the published ones, because they share memory."""
         expected = dict(base.tensors)
         for delta in deltas:
             expected |= {key: change.digest for key, change in delta.changes.items()}
@@ -500,13 +500,13 @@ class _Tensors:
         if wrong := [key for key in expected if digests[key] != expected[key]]:
             raise StateMismatch(
                 f"tensors that share memory differ in version {self._version}: {listed(wrong)}. Give each its own "
-                f"memory. No tensor has changed"
+                f"memory. No tensor has changed."
             )
 
     def _start(self, base: Manifest, deltas: Sequence[Any], digests: Mapping[str, str]) -> int:
-        """Finds out, by digests, how many of the deltas the tensors have already.
+        """Finds by digests how many of the deltas the tensors already include.
 
-        Raises `StateMismatch` if the tensors are not of a version that leads to the wanted one.
+        Raises `StateMismatch` if the tensors are not at a version of the chain.
         """
         expected = dict(base.tensors)
         start = 0 if expected == digests else None
@@ -516,23 +516,23 @@ class _Tensors:
         if start is None:
             other = [key for key in expected if expected[key] != digests.get(key)]
             raise StateMismatch(
-                f"the tensors are no version from {base.version} to {self._version} in {self._published.path}: load "
-                f"version {base.version} whole first. Not those of version {self._version}: {listed(other)}"
+                f"the tensors are at no version from {base.version} to {self._version} in {self._published.path}. "
+                f"These differ from version {self._version}: {listed(other)}. Load version {base.version} whole first."
             )
         return start
 
 
 class _TensorChange:
-    """A change of a tensor in place, which can be undone after any interruption: XOR twice is no change."""
+    """An in-place change of a tensor that can be undone after any interruption, by a second XOR."""
 
     def __init__(self, value: Any, frames: Sequence[Sequence[memoryview]]) -> None:
         self._value, self._frames = value, frames
-        # Up to here it is changed. The old bytes that follow may be changed, too.
+        # The tensor is changed up to this offset. The next bytes, with these old values, may be changed.
         self._reached = 0, np.empty(0, np.uint8)
 
     def apply(self) -> None:
         view, decoders = self._opened()
-        step = PIECE if view.give_back is None else view.array.size  # a copy is given back once
+        step = PIECE if view.give_back is None else view.array.size  # a copy is copied back once
         for start in range(0, view.array.size, step):
             piece = view.array[start : start + step]
             self._reached = start, piece.copy()
@@ -561,11 +561,11 @@ class _View(NamedTuple):
     """A tensor's bytes, as an array of ``uint8``: the tensor's own memory, or a copy."""
 
     array: np.ndarray
-    give_back: Callable[[], object] | None  # to call after a change: copies a copy back to the tensor
+    give_back: Callable[[], object] | None  # call it after a change, to copy a copy back to the tensor
 
 
 def _check_target(key: str, value: Any, tensor: StoredBytes) -> None:
-    """Raises `StateMismatch` unless a value is a tensor in memory, of the right size, that can change."""
+    """Raises `StateMismatch` unless a value is a writable tensor in memory, of the right size."""
     torch = sys.modules.get("torch")  # without torch there are no tensors
     if torch is not None and isinstance(value, torch.Tensor):
         is_plain = not hasattr(value, "__tensor_flatten__")  # as a DTensor has it
@@ -574,18 +574,18 @@ def _check_target(key: str, value: Any, tensor: StoredBytes) -> None:
         is_right = isinstance(value, np.ndarray) and value.flags.c_contiguous and value.flags.writeable
     if not is_right:
         raise StateMismatch(
-            f"{key!r} is of type {type(value).__name__}: it must be a tensor or an array in memory that can change, "
-            f"and whose elements do not overlap"
+            f"{key!r} must be a writable tensor or array in memory, without overlapping elements, got "
+            f"{type(value).__name__}"
         )
     if value.nbytes != tensor.nbytes:
         raise StateMismatch(
-            f"{key!r} has {value.nbytes:,} bytes, and {tensor.nbytes:,} as it was published: {tensor.dtype} of "
+            f"{key!r} has {value.nbytes:,} bytes, but was published with {tensor.nbytes:,}: {tensor.dtype} of "
             f"shape {tensor.shape}"
         )
 
 
 def _overlaps(tensor: Any) -> bool:
-    """Returns whether several elements of a tensor may be in one place, as in an expanded one."""
+    """Returns whether elements of a tensor may share memory, as in an expanded tensor."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:
@@ -626,11 +626,11 @@ class VersionsVerified:
 
     Attributes:
         path: The directory, without credentials.
-        versions: The versions that were put together and compared.
-        files: How many files were compared.
-        nbytes: Bytes of these files.
-        damages: The differences from what was published; empty if there are none.
-        seconds: How long it took.
+        versions: The versions that were rebuilt and verified.
+        files: The number of verified files.
+        nbytes: The size of these files in bytes.
+        damages: The differences from the published files, one message for each damaged version.
+        seconds: The duration of the call.
     """
 
     path: str
@@ -648,17 +648,17 @@ def verify_versions(
     storage_options: Mapping[str, Any] | None = None,
     on_progress: _Progress = lambda done, total: None,
 ) -> VersionsVerified:
-    """Puts versions together, and compares the SHA-256 of each file with what was published.
+    """Rebuilds versions, and compares the SHA-256 of each file with the published one.
 
     Args:
         path: A directory of versions, or a directory to which deltas are applied.
-        version: The version to verify. By default all: the last one of each whole version with its deltas, which needs
-            all of these.
+        version: The version to verify. By default, verifies all: for each whole version, the last version that builds
+            on it, which needs all of its deltas.
         storage_options: Passed to the fsspec filesystem of a URL.
-        on_progress: Called with the bytes that are done and the bytes in all.
+        on_progress: Called with the number of bytes done, and the total.
 
     Raises:
-        NotCommitted: there is no such version, or nothing has been published there.
+        NotCommitted: the version does not exist, or nothing has been published there.
         MetadataError: a manifest is damaged.
     """
     started = time.monotonic()

@@ -1,6 +1,6 @@
-"""Computes the bytes of a model at one version: those of an earlier version, changed by the deltas since.
+"""Computes the bytes of a model at one version from those of an earlier version and the deltas since.
 
-Bytes come in pieces, file by file and tensor by tensor. So many deltas take no more memory than one.
+Yields pieces, file by file and tensor by tensor, so that many deltas take no more memory than one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Delta:
-    """A version that changes the one before, with the changes by the names of tensors."""
+    """A version that builds on the previous one, with its changes by tensor name."""
 
     manifest: Manifest
     storage: Storage
@@ -46,7 +46,7 @@ class Delta:
         """Reads a tensor's delta in pieces."""
         stored = change.stored
         if stored.nbytes > largest_delta(tensor.nbytes):
-            raise ValueError(f"its delta has {stored.nbytes:,} bytes, more than any of {tensor.nbytes:,} bytes")
+            raise ValueError(f"its delta has {stored.nbytes:,} bytes, too many for a tensor of {tensor.nbytes:,} bytes")
         for start in range(0, stored.nbytes, PIECE):
             piece = np.empty(min(PIECE, stored.nbytes - start), dtype=np.uint8)
             reader.read_into(piece, stored, start)
@@ -73,11 +73,14 @@ def read_delta(published: Published, manifest: Manifest) -> Delta:
                 raise MetadataError(f"{storage.path}/{name} has no digest of {tensor.key!r}")
             if manifest.publication and manifest.tensors[tensor.key] != digest:
                 raise MetadataError(
-                    f"{storage.path}/{name} is not of version {manifest.version}: its digest of {tensor.key!r} is not "
-                    f"that of the manifest"
+                    f"{storage.path}/{name} does not belong to version {manifest.version}: its digest of "
+                    f"{tensor.key!r} differs from the manifest"
                 )
             if tensor.dtype != "U8" or tensor.shape != (tensor.nbytes,):
-                raise MetadataError(f"{storage.path}/{name} holds {tensor.key!r} not as a row of bytes")
+                raise MetadataError(
+                    f"{storage.path}/{name} must hold {tensor.key!r} as a row of bytes, got {tensor.dtype} of shape "
+                    f"{tensor.shape}"
+                )
             changes[tensor.key] = _Change(name, tensor, digest)
     return Delta(manifest, storage, changes)
 
@@ -90,27 +93,27 @@ class Chain:
         self.version = deltas[-1].manifest.version if deltas else None
 
     def digest(self, key: str) -> str | None:
-        """The digest of a tensor after all deltas; None if none changes it."""
+        """Returns the digest of a tensor after all deltas. If no delta changes it, None."""
         return next((delta.changes[key].digest for delta in reversed(self._deltas) if key in delta.changes), None)
 
     def keys(self) -> set[str]:
-        """The names of all tensors that are changed."""
+        """Returns the names of all changed tensors."""
         return {key for delta in self._deltas for key in delta.changes}
 
     def pieces(self, reader: TensorReader, tensor: StoredBytes) -> Iterator[np.ndarray]:
-        """Reads a tensor of the version before from a file, and yields it changed.
+        """Reads a tensor of the earlier version from a file, and yields the changed bytes.
 
-        Raises `ChecksumMismatch` if the result differs from the published tensor: the file is of another version, or
-        the file or a delta is damaged.
+        Raises `ChecksumMismatch` if the result differs from the published tensor: the file belongs to another version,
+        or the file or a delta is damaged.
         """
         return self.changed(tensor, lambda start, block: reader.read_into(block, tensor, start))
 
     def changed(
         self, tensor: StoredBytes, read: _Read, frames: list[list[memoryview]] | None = None
     ) -> Iterator[np.ndarray]:
-        """Changes a tensor, as `pieces` does. ``read`` fills an array with its bytes, from a given start on.
+        """Like `pieces`, but ``read`` fills an array with the tensor's bytes at an offset.
 
-        ``frames`` gets the deltas, in the order of the versions.
+        Appends the deltas to ``frames``, in the order of the versions.
         """
         changing = [(delta, delta.changes[tensor.key]) for delta in self._deltas if tensor.key in delta.changes]
         with ExitStack() as readers:
@@ -139,8 +142,8 @@ class Chain:
                 ) from None
         if changing and (changing[-1][1].digest != hashed.hexdigest() or not tensor.nbytes):
             raise ChecksumMismatch(
-                f"{tensor.key!r} does not become what it was at version {changing[-1][0].manifest.version}: what the "
-                f"deltas are applied to is of another version or model, or it or a delta is damaged"
+                f"{tensor.key!r} with its deltas differs from version {changing[-1][0].manifest.version}: the tensor "
+                f"is of another version or model, or the tensor or a delta is damaged"
             )
 
 
@@ -153,9 +156,9 @@ def _recorded(pieces: Iterator[memoryview], record: list[memoryview]) -> Iterato
 def copied(
     storage: Storage, file: WeightFile, chain: Chain, record: FileRecord, write: Callable[[memoryview], object]
 ) -> None:
-    """Copies a safetensors file in pieces, changed by deltas.
+    """Copies a safetensors file in pieces, and applies deltas.
 
-    Raises `ChecksumMismatch` if the result is not the file of the record.
+    Raises `ChecksumMismatch` if the result differs from the record.
     """
     hashed = hashlib.sha256()
 
@@ -171,6 +174,6 @@ def copied(
     if (file.nbytes, hashed.hexdigest()) != (record.nbytes, record.sha256):
         at = "" if chain.version is None else f" at version {chain.version}"
         raise ChecksumMismatch(
-            f"{storage.path}/{file.name} does not become what was published{at}: it is damaged, or of another version "
+            f"{storage.path}/{file.name} differs from the published file{at}: it is damaged, or of another version "
             f"or model"
         )

@@ -1,10 +1,10 @@
-"""The delta of a tensor: the XOR of its bytes with those of the version before, compressed by zstd.
+"""The delta of a tensor: the XOR of its bytes with those of the previous version, compressed by zstd.
 
 After a training step most bytes of a weight are unchanged, so most bytes of the XOR are 0. XOR needs no dtype, and is
-exact: applied to the version before, it gives the new one. Applied twice, it gives the old one again. So a delta is
-never applied in place to a file that must survive a crash.
+exact: applied to the previous version, it gives the new one. Applied twice, it gives the previous one again, so a delta
+is never applied in place to a file that must survive a crash.
 
-No module here reads or writes a file, and none needs torch: the writer process uses it, too.
+This module does no I/O and does not import torch, because the writer process uses it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ LEVEL = 1
 """The level of zstd. Higher ones take several times as long and save little, because the rest is random low bits."""
 
 PIECE = 1 << 20
-"""Bytes that are compared, hashed and compressed at once: they fit into the second-level cache."""
+"""Bytes that are compared, hashed and compressed at once: they fit into the L2 cache."""
 
 _FRAME_OVERHEAD = 1 << 10
 _EXPANSION = 128  # zstd stores incompressible data in blocks of 128 KiB, each after 3 bytes
 
 
 def zstd() -> Any:
-    """Returns the module that compresses: Python's own from 3.14 on, before that its backport.
+    """Returns the zstd module: from Python 3.14 on the standard library's, before that its backport.
 
     Raises `CheckpointError` if the backport is not installed.
     """
@@ -40,18 +40,18 @@ def zstd() -> Any:
             from backports import zstd as module
     except ImportError as error:
         raise CheckpointError(
-            f"deltas need zstd, which cannot be imported ({error}): pip install 'dcp_tensorizer[publish]'"
+            f"cannot import zstd, which deltas need ({error}): pip install 'dcp_tensorizer[publish]'"
         ) from None
     return module
 
 
 def digest_of(data: bytes | memoryview) -> str:
-    """Returns the digest of a tensor's bytes that a delta names: XXH3-128, in hexadecimal digits."""
+    """Returns the digest of a tensor's bytes: XXH3-128, in hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 class DeltaEncoder:
-    """The delta of one tensor, whose bytes arrive in pieces of any size."""
+    """Encodes the delta of one tensor, from pieces of any size."""
 
     def __init__(self) -> None:
         self._compressor = zstd().ZstdCompressor(level=LEVEL)
@@ -68,7 +68,7 @@ class DeltaEncoder:
             self._frame.append(compressed)
 
     def finish(self) -> tuple[bytes, str] | None:
-        """Returns the delta, one frame of zstd, and the digest of the new bytes; None if nothing has changed."""
+        """Returns the delta, one frame of zstd, and the digest of the new bytes. If they are unchanged, None."""
         if not self._is_changed:
             return None
         self._frame.append(self._compressor.flush())
@@ -78,40 +78,40 @@ class DeltaEncoder:
 class DeltaDecoder:
     """Applies a delta, one frame of zstd, to a tensor of ``nbytes`` bytes, piece by piece.
 
-    No more of it is in memory than is asked for, whatever the delta claims.
+    Decompresses only as many bytes as requested, whatever the size in the frame's header.
     """
 
     def __init__(self, frame: Iterable[bytes | memoryview], nbytes: int) -> None:
         self._input = iter(frame)
         self._left = nbytes
         self._module = zstd()
-        # Its window is 128 MiB at most, by the library's own limit.
+        # The library limits its window to 128 MiB.
         self._decompressor = self._module.ZstdDecompressor()
 
     def xor_into(self, data: np.ndarray) -> None:
         """Changes the next bytes of the tensor, an array of ``uint8``.
 
-        Raises `ValueError` if the delta is damaged, or of a tensor of another size.
+        Raises `ValueError` if the delta is damaged, or belongs to a tensor of another size.
         """
         position = 0
         while position < data.size:
             piece = self._next(data.size - position)
             if not piece:
-                raise ValueError(f"its delta ends {self._left:,} bytes before the tensor does")
+                raise ValueError(f"its delta ends {self._left:,} bytes before the end of the tensor")
             target = data[position : position + len(piece)]
             np.bitwise_xor(target, np.frombuffer(piece, dtype=np.uint8), out=target)
             position += len(piece)
             self._left -= len(piece)
         if not self._left:
             if self._next(1):
-                raise ValueError("its delta holds more bytes than the tensor has")
+                raise ValueError("its delta has more bytes than the tensor")
             if not self._decompressor.eof:
                 raise ValueError("the end of its delta is missing")
             if self._decompressor.unused_data or next(self._input, b""):
                 raise ValueError("other bytes follow its delta")
 
     def _next(self, most: int) -> bytes:
-        """Returns some bytes, ``most`` at most; none at the end."""
+        """Returns some bytes, ``most`` at most. At the end, returns none."""
         try:
             while not self._decompressor.eof:
                 data = next(self._input, b"") if self._decompressor.needs_input else b""

@@ -1,6 +1,6 @@
-"""A model as Hugging Face lays it out: a directory of safetensors files, their index, and other small files.
+"""A model in Hugging Face's layout: a directory of safetensors files, their index, and other small files.
 
-Elements stay bytes. No tensor is made, so nothing here needs torch.
+Reads and writes bytes, not tensors, and does not import torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..errors import NotCommitted, ReadError
 from .delta import PIECE
 
 READ_BYTES = 8 * PIECE
-"""Bytes that are read at once: an object store takes as long for less."""
+"""Bytes that are read at once. Smaller reads are no faster on an object store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Model:
     """The files of a model's directory."""
 
     storage: Storage
-    index: bytes | None  # the contents of the index; None if there is none, because all tensors are in one file
+    index: bytes | None  # the contents of the index. A model of one file needs none
     weights: dict[str, WeightFile]  # the safetensors files, by name
     others: tuple[str, ...]  # the names of the other files: the configuration, the tokenizer and any others
 
@@ -37,8 +37,8 @@ class Model:
 def read_model(storage: Storage, index: bytes | None = None) -> Model:
     """Reads the index and the headers of a model's directory.
 
-    ``index`` is one that has been replaced, but whose files are still there. Raises `NotCommitted` if there is no
-    model, and `MetadataError` if its index or a header is damaged.
+    Pass ``index`` to read a model whose index was replaced, but whose files still exist. Raises `NotCommitted` if there
+    is no model, and `MetadataError` if the index or a header is damaged.
     """
     if index is None:
         index = read_small(storage, INDEX)
@@ -50,12 +50,14 @@ def read_model(storage: Storage, index: bytes | None = None) -> Model:
         names = set(read_weight_map(storage, index).values())
     weights = {name: read_weight_file(storage, name) for name in sorted(names)}
     files = {file.name for file in storage.listing()[0] if not file.name.endswith(".safetensors")} - {INDEX}
-    others = sorted(name for name in files if is_plain_name(name) and not is_ours(name))  # not of a save in progress
+    others = sorted(
+        name for name in files if is_plain_name(name) and not is_ours(name)
+    )  # without files of a save in progress
     return Model(storage, index, weights, tuple(others))
 
 
 def read_blocks(storage: Storage, name: str) -> Iterator[bytes]:
-    """Reads a file from front to back; yields nothing if it is empty. Raises `ReadError`."""
+    """Reads a file in blocks; raises `ReadError`."""
     nbytes = storage.head(name)
     if nbytes is None:
         raise ReadError(f"cannot open {storage.path}/{name}: it does not exist")
@@ -73,7 +75,7 @@ class TensorReader:
         self.path = f"{storage.path}/{name}"
 
     def read_into(self, block: np.ndarray, tensor: StoredBytes, start: int) -> None:
-        """Reads bytes of a tensor, from ``start`` on, into an array of ``uint8``; raises `ReadError`."""
+        """Fills an array of ``uint8`` with bytes of a tensor, from ``start`` on; raises `ReadError`."""
         try:
             self._reader.read_into([block.data], tensor.offset + start)
         except (OSError, EOFError) as error:
@@ -83,7 +85,7 @@ class TensorReader:
 
 @contextmanager
 def reading_tensors(storage: Storage, name: str) -> Iterator[TensorReader]:
-    """Opens a file for a block, to read its tensors; raises `ReadError`."""
+    """Opens a file for the block, to read its tensors; raises `ReadError`."""
     try:
         reader = storage.open(name)
     except OSError as error:
@@ -96,9 +98,9 @@ def reading_tensors(storage: Storage, name: str) -> Iterator[TensorReader]:
 
 @contextmanager
 def written_file(storage: Storage, name: str, nbytes: int) -> Iterator[Callable[[memoryview], None]]:
-    """Writes a file of ``nbytes`` bytes; yields a function that takes them in order, piece by piece.
+    """Writes a file of ``nbytes`` bytes; yields a function that takes its pieces in order.
 
-    Raises `WriteError` if the file cannot be written. Then there is no file.
+    If the file cannot be written, removes it and raises `WriteError`.
     """
     with storage.writing(f"create {storage.path}/{name}"):
         sink = storage.create(name, nbytes, sync=True)
@@ -123,9 +125,9 @@ def written_file(storage: Storage, name: str, nbytes: int) -> Iterator[Callable[
 
 
 def header_of(sizes: Mapping[str, int], notes: Mapping[str, str]) -> bytes:
-    """Returns the beginning of a safetensors file of rows of bytes, up to the first row.
+    """Returns the header of a safetensors file of rows of bytes.
 
-    ``sizes`` has the number of bytes in each row by its name, and ``notes`` becomes its ``__metadata__``.
+    ``sizes`` has the number of bytes of each row by its name, and ``notes`` becomes the ``__metadata__``.
     """
     described: dict[str, Any] = {"__metadata__": dict(notes)}
     position = 0

@@ -1,4 +1,4 @@
-"""Publishes a version of a model: the whole model, or its changes since the version before."""
+"""Publishes a version of a model: the whole model, or its changes since the previous version."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ from .versions import (
 logger = logging.getLogger("dcp_tensorizer")
 
 MAX_DELTAS = 20
-"""The number of deltas that follow a whole version by default. A new reader has to read all of them."""
+"""The default limit of deltas that follow a whole version. A new reader has to read all of them."""
 
-_FILE_BYTES = 256 << 20  # bytes of deltas in memory, and then in one file
+_FILE_BYTES = 256 << 20  # bytes of deltas to collect in memory before they are written to a file
 _Progress = Callable[[int, int], object]
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedVersion(VersionInfo):
-    """A version that was published, with what `dcp_tensorizer.tools.list_versions` reports of it.
+    """A version that was published, with the fields of `dcp_tensorizer.tools.list_versions`.
 
     Attributes:
         path, version, step, published, is_delta, base, nbytes, model_nbytes, tensors: As of a `VersionInfo`.
-        why_whole: Why it is a whole model; empty for a delta.
-        removed: The versions that were removed because no rule keeps them.
+        why_whole: The reason why it is a whole model; empty for a delta.
+        removed: The old versions that were removed, because of ``keep_latest``.
     """
 
     why_whole: str = ""
@@ -73,30 +73,31 @@ def publish(
     storage_options: Mapping[str, Any] | None = None,
     on_progress: _Progress = lambda done, total: None,
 ) -> PublishedVersion:
-    """Publishes a model as the next version of a directory: the whole model, or its changes since the version before.
+    """Publishes a model as the next version of a directory: the whole model, or its changes since the previous version.
 
     A version is whole if it is the first one, or if ``max_deltas`` follow the last whole one. It is also whole if the
     model has other tensors, dtypes, shapes, locations in the files, or other files beside the weights.
 
-    A directory has one publisher at a time. One that begins later takes it over, and the earlier one is refused. If
-    the earlier one's manifest arrives first nevertheless, its version stays, and the later one is refused.
+    A directory has one publisher at a time. A later publisher takes the lease of the directory, and the earlier one
+    raises `Refused`. If the earlier one's manifest arrives first nevertheless, its version stays, and the later one
+    raises `Refused`.
 
     Args:
-        directory: The model, as Hugging Face lays it out. Nothing may change it meanwhile.
-        published: The directory of versions. It is made if it is not there.
-        previous: The same model at the version before. It is compared with the published one. By default, that version
-            is put together from the published files.
+        directory: The model, in Hugging Face's layout. It must not change during the call.
+        published: The directory of versions. If it does not exist, it is created.
+        previous: The same model at the previous version, which is verified. By default, that version is rebuilt from
+            the published files.
         step: The step of training, recorded in the version.
-        max_deltas: How many deltas may follow a whole version. A new reader has to read at most as many.
-        keep_latest: Keep so many of the newest versions, and those on which they build; remove the others.
+        max_deltas: The number of deltas that may follow a whole version. A new reader has to read all of them.
+        keep_latest: The number of newest versions to keep, with all versions on which they build. Removes the others.
         storage_options: Passed to the fsspec filesystems of URLs.
-        on_progress: Called with the bytes that were read, and the bytes of the model.
+        on_progress: Called with the number of bytes read, and the size of the model.
 
     Raises:
         NotCommitted: there is no model in ``directory``.
         MetadataError: the model or a published version is damaged.
-        ChecksumMismatch: ``previous`` or the published files are not the version before, or are damaged.
-        Refused: a `WriteError`: another publisher has taken the directory over, or has just published this version.
+        ChecksumMismatch: ``previous`` or the published files are not the previous version, or are damaged.
+        Refused: a `WriteError`: another publisher has taken the lease, or has just published this version.
         WriteError: the version cannot be written.
         CheckpointError: zstd is not installed.
     """
@@ -121,7 +122,7 @@ class Publish:
         max_deltas, keep_latest: As for `publish`.
 
     Raises:
-        TypeError, ValueError: one of them is not allowed.
+        TypeError, ValueError: an option is invalid.
     """
 
     path: str | os.PathLike[str]
@@ -138,7 +139,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """A model to publish, with the options of `publish`. It travels to the writer process."""
+    """A model to publish, with the options of `publish`. It is sent to the writer process."""
 
     directory: str
     published: str
@@ -148,7 +149,7 @@ class Publication:
     keep_latest: int | None = None
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     index: bytes | None = None
-    """The model's index, because another one may have replaced it by now."""
+    """The model's index, which a later save may have replaced on the storage."""
     previous_index: bytes | None = None
     """The index of ``previous``, for the same reason."""
 
@@ -160,9 +161,9 @@ class Publication:
     def publish(
         self, own: LeaseRecord | None, on_progress: _Progress = lambda done, total: None
     ) -> tuple[PublishedVersion, LeaseRecord]:
-        """Publishes the version. Returns also the lease of the directory, to pass as ``own`` for the next version.
+        """Publishes the version. Also returns the lease of the directory, to pass as ``own`` for the next version.
 
-        ``own`` is None if the publisher has not published there before.
+        For the first version of a publisher, ``own`` is None.
         """
         zstd()
         folder = Published(open_storage(self.published, self.storage_options))
@@ -199,7 +200,7 @@ class _Publisher:
         self._on_progress, self._done = on_progress, 0
         self._total = sum(file.nbytes for file in model.weights.values())
         self._files = 0
-        self._publication = uuid.uuid4().hex[:8]  # not the lease's: a publisher may try a version several times
+        self._publication = uuid.uuid4().hex[:8]  # not the lease's id: a publisher may attempt a version several times
         self._written: list[str] = []
         self._lock = free_in_child(threading.Lock())
 
@@ -224,17 +225,19 @@ class _Publisher:
             self._target.put(INDEX, content, sync=True, replace=False)
         except Refused:
             self._drop()
-            raise  # after any other error the manifest may appear, and would need its files
+            raise  # after any other error the manifest may still appear, and needs its files
         try:
             self._folder.tidy(manifest, is_new=True)
             if self._newest is not None:
                 self._folder.tidy(self._newest)
         except (CheckpointError, OSError) as error:
-            logger.warning("%s is published, and the next publication tidies it: %s", self._target.path, str(error))
+            logger.warning(
+                "%s is published; leaving its clean-up to the next publication: %s", self._target.path, str(error)
+            )
         return PublishedVersion(**asdict(self._folder.info(manifest)), why_whole=why)
 
     def _drop(self) -> None:
-        """Removes the files of this publication, which cannot commit any more."""
+        """Removes the files of this publication, which can no longer commit."""
         with suppress(Exception):
             self._target.discard(*self._written)
             self.lease.check()  # another publisher may need the directory
@@ -250,7 +253,7 @@ class _Publisher:
     # --- a whole version, or a delta? -----------------------------------------------------------------------------
 
     def _base(self, others: Mapping[str, FileRecord], max_deltas: int) -> tuple[_Base | None, str]:
-        """Returns the version on which a delta can build; or None, and why a whole version is needed."""
+        """Returns the version on which a delta can build. If a whole version is needed, returns None and the reason."""
         newest = self._newest
         if newest is None:
             return None, "it is the first version"
@@ -259,13 +262,13 @@ class _Publisher:
         if len(deltas) >= max_deltas:
             return None, f"{len(deltas)} deltas follow version {first.version}"
         if first.others != others:
-            return None, f"files beside the weights are not those of version {first.version}"
+            return None, f"files beside the weights differ from version {first.version}"
         storage = self._folder.folder(first.version)
         headers = {file.header: file for file in (read_weight_file(storage, name) for name in sorted(first.files))}
         pairs = [(file, headers.pop(file.header, None)) for file in self._model.weights.values()]
         matched = [(new, old) for new, old in pairs if old is not None]
         if headers or len(matched) < len(pairs):
-            return None, f"its tensors, or their locations in the files, are not those of version {first.version}"
+            return None, f"its tensors, or their locations in the files, differ from version {first.version}"
         built = Chain([read_delta(self._folder, manifest) for manifest in deltas])
         return _Base(storage, first, built, matched), ""
 
@@ -354,9 +357,9 @@ class _Publisher:
         *,
         is_previous: bool,
     ) -> tuple[FileRecord, dict[str, tuple[dict[str, str], int]]]:
-        """Writes the deltas of a file, some at a time.
+        """Writes the deltas of a file, at most `_FILE_BYTES` at a time.
 
-        Returns its record; and of each file that was written the digests of its tensors, and its size.
+        Returns the record of the file, and for each written file the digests of its tensors and its size.
         """
         storage, file = where
         changes = Chain([]) if is_previous else base.chain
@@ -375,7 +378,7 @@ class _Publisher:
                     encoder.update(piece, piece_before)
                 if of_old.hexdigest() != (base.chain.digest(tensor.key) or base.manifest.tensors.get(tensor.key)):
                     raise ChecksumMismatch(
-                        f"{tensor.key!r} in {old_reader.path} is not what was published before: the file is damaged, "
+                        f"{tensor.key!r} in {old_reader.path} differs from the previous version: the file is damaged, "
                         f"or of another version"
                     )
                 if (encoded := encoder.finish()) is not None:
@@ -429,7 +432,7 @@ class _Publisher:
         )
 
     def _in_threads(self, work: Callable[[Any], None], subjects: Sequence[Any]) -> None:
-        """Calls a function for each file, in threads: the libraries that hash and compress release the interpreter."""
+        """Calls a function for each file, in threads: hashing and compression release the GIL."""
         with Workers(max(1, min(cores(), len(subjects))), thread_name_prefix="publish") as pool:
             list(pool.map(work, subjects))
 
@@ -445,26 +448,28 @@ class _Base(NamedTuple):
     storage: Storage
     manifest: Manifest
     chain: Chain
-    pairs: list[tuple[WeightFile, WeightFile]]  # a file of the model, and one of the whole version with the same header
+    pairs: list[
+        tuple[WeightFile, WeightFile]
+    ]  # files of the model, with those of the whole version that have the same headers
 
 
 def _matching(previous: Model, base: _Base) -> dict[str, tuple[Storage, WeightFile]]:
-    """The files of a copy of the version before, by their names in the last whole version."""
+    """Returns the files of a copy of the previous version, by their names in the last whole version."""
     by_header = {file.header: file for file in previous.weights.values()}
     found = {}
     for _, old in base.pairs:
         if old.header not in by_header:
             raise ChecksumMismatch(
-                f"{previous.storage.path} is not the version before: it has no file with the tensors of {old.name}"
+                f"{previous.storage.path} is not the previous version: it has no file with the tensors of {old.name}"
             )
         found[old.name] = previous.storage, by_header[old.header]
     return found
 
 
 def _notes_of(model: Model) -> dict[str, Any]:
-    """The ``metadata`` of a model's own index, without the entries that a manifest adds.
+    """Returns the ``metadata`` of a model's own index, without the entries that a manifest adds.
 
-    Raises `MetadataError` if a manifest cannot hold it, or the names of the model's files.
+    Raises `MetadataError` if a manifest cannot contain the ``metadata``, or the names of the model's files.
     """
     path = model.storage.path
     if odd := [name for name in model.others if name != name.encode("utf-8", "replace").decode()]:

@@ -1,7 +1,7 @@
 """Published versions of a model: their manifests, their directories, and which of them are still needed.
 
     published/
-      .publish.claim                    the publisher that the directory belongs to
+      .publish.claim                    the lease of the publisher
       weight_v000001/                   a base: a whole model
         model-00001-of-00002-5f0c1e2a.safetensors, ...
         .other-<SHA-256>-5f0c1e2a, ...  the configuration, the tokenizer and other files
@@ -11,12 +11,13 @@
         delta-00001-81d4fa3b.safetensors, ...
         model.safetensors.index.json
 
-A version's manifest is its index. So programs that read models can read a base, and SGLang's receiver finds all that it
-needs in the indices. The rest is in one object, ``metadata.dcp_tensorizer``.
+A version's manifest is its index, so that programs that read models can read a base, and SGLang's receiver can read the
+indices. All other fields are in one object, ``metadata.dcp_tensorizer``.
 
-Two publications may write the same version at once. Their files have different names, and the storage takes one of
+Two publications may write the same version at once. Their files have different names, and the storage accepts one of
 their manifests. From then on the other publication cannot commit, and its files are leftovers. Programs expect the
-files beside the weights under fixed names. So these names are given after the commit, and the manifest refers to none.
+files beside the weights under fixed names. `Published.tidy` adds these names after the commit, and the manifest does
+not refer to them.
 """
 
 from __future__ import annotations
@@ -58,15 +59,15 @@ _Publication = Annotated[str, Meta(pattern=r"^([0-9a-f]{8})?\Z")]
 
 
 class FileRecord(Struct, frozen=True, omit_defaults=True):
-    """A file of a model at a version. Its SHA-256 is in hexadecimal digits."""
+    """A file of a model at a version. ``sha256`` is in hexadecimal digits."""
 
     nbytes: _Count
     sha256: _Sha256
-    origin: str = ""  # the name of the same file in the base, if it is another one
+    origin: str = ""  # the name of the same file in the base, if it differs
 
     @classmethod
     def of(cls, storage: Storage, name: str, on_read: Callable[[int], object] = lambda nbytes: None) -> FileRecord:
-        """Makes the record of a file as it is. ``on_read`` is called with the size of each block that was read."""
+        """Hashes a file. Calls ``on_read`` with the size of each block."""
         hashed, nbytes = hashlib.sha256(), 0
         for block in read_blocks(storage, name):
             hashed.update(block)
@@ -79,21 +80,21 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The manifest of a version, or of a copy. Times are in UTC."""
 
     version: int
-    base_version: int | None = None  # the version that a delta changes; None for a base
-    chain: int  # the base on which a delta builds, by all versions in between; the own number of a base
+    base_version: int | None = None  # of a delta, the version that it changes
+    chain: int  # the base that a delta builds on, directly or by other deltas; of a base, its own number
     files: dict[str, FileRecord]  # the model's safetensors files at this version, by their names in the base
-    others: dict[str, FileRecord] = {}  # the other files, in the manifest of a base: they do not change within a chain
-    tensors: dict[str, _Digest] = {}  # the digests of all tensors of a base, and of those that a delta changes
-    weight_map: dict[str, str]  # the file of each tensor; of a delta, those that have changed
+    others: dict[str, FileRecord] = {}  # of a base, the other files, which do not change within a chain
+    tensors: dict[str, _Digest] = {}  # the digests of a base's tensors; of a delta, those of the changed tensors
+    weight_map: dict[str, str]  # the file of each tensor; of a delta, of each changed tensor
     published_at: datetime
     nbytes: _Count  # the size of the version's own files, without this manifest
-    step: int | None = None  # the step of training, if the publisher has given it
-    replaced: tuple[str, ...] = ()  # the files that it has replaced, in a directory to which deltas are applied
-    publication: _Publication = ""  # is in the names of the version's own files; empty in copies and old versions
+    step: int | None = None  # the step of training, if the publisher passed it
+    replaced: tuple[str, ...] = ()  # in a directory to which deltas are applied, the files that this version replaced
+    publication: _Publication = ""  # part of the names of the version's own files; empty in copies and old versions
 
     @property
     def is_delta(self) -> bool:
-        """Returns whether it has only the changes since the version before."""
+        """Returns whether the version has only the changes since the previous one."""
         return self.base_version is not None
 
     def stored(self, name: str) -> str:
@@ -106,7 +107,7 @@ def other_file_name(record: FileRecord, publication: str) -> str:
     return f".other-{record.sha256}-{publication}"
 
 
-# --- as JSON: an index, whose ``metadata`` has what SGLang reads, and the rest in an object of its own ----------------
+# --- as JSON: an index, with the fields of SGLang in ``metadata``, and all others in ``metadata.dcp_tensorizer`` ------
 
 _OF_DELTAS = {"delta_encoding": "xor", "compression_format": "zstd"}
 _CHECKSUMS = "xxh3-128"
@@ -121,7 +122,7 @@ _decode = msgspec.json.Decoder(_VersionIndex).decode
 
 
 def encode_manifest(manifest: Manifest, model_notes: Mapping[str, Any]) -> bytes:
-    """Encodes a manifest as an index, together with the ``metadata`` of the model's own index."""
+    """Encodes a manifest as an index, with the ``metadata`` of the model's own index."""
     ours = {"format": FORMAT} | msgspec.to_builtins(manifest) | {"chain": _digits(manifest.chain)}
     notes = {**model_notes, "version": _digits(ours.pop("version")), "checksum_format": _CHECKSUMS}
     if manifest.is_delta:
@@ -140,7 +141,7 @@ def decode_notes(content: bytes) -> dict[str, Any]:
 def decode_manifest(content: bytes, path: str) -> Manifest:
     """Decodes a manifest.
 
-    Raises `UnsupportedFormat` if it is of another program or a newer release, and `MetadataError` if it is damaged or
+    Raises `UnsupportedFormat` if another program or a newer release wrote it, and `MetadataError` if it is damaged or
     names files outside of its directory.
     """
     try:
@@ -148,12 +149,14 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
         notes = index.metadata or {}
         if "dcp_tensorizer" not in notes:
             raise UnsupportedFormat(
-                f"{path} is the index of a model, and no manifest of dcp_tensorizer: without the SHA-256 of the files, "
-                f"a version cannot be verified"
+                f"{path} is the index of a model, not a manifest of dcp_tensorizer: it has no SHA-256 of the files to "
+                f"verify"
             )
         ours = msgspec.convert(notes["dcp_tensorizer"], dict[str, Any])
         if (number := ours.get("format", FORMAT)) != FORMAT:
-            raise UnsupportedFormat(f"{path} has format {number}, and this release reads {FORMAT}: update it")
+            raise UnsupportedFormat(
+                f"{path} has format {number}, but this release reads format {FORMAT}. Update dcp_tensorizer."
+            )
         base = notes.get("base_version")
         encodings = {name: notes.get(name) for name in _OF_DELTAS}
         if encodings != (dict.fromkeys(_OF_DELTAS) if base is None else _OF_DELTAS):
@@ -164,7 +167,7 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
         read = {name: int(msgspec.convert(text, _Number)) for name, text in numbers.items() if text is not None}
         manifest = msgspec.convert({**ours, "base_version": None, **read, "weight_map": index.weight_map}, Manifest)
     except (ValueError, msgspec.ValidationError) as error:
-        raise MetadataError(f"{path} is no manifest of a version, or damaged: {error}") from None
+        raise MetadataError(f"{path} is not a manifest of a version, or is damaged: {error}") from None
     origins = {record.origin for record in manifest.files.values() if record.origin}
     for name in {*manifest.files, *manifest.weight_map.values(), *origins, *manifest.replaced}:
         check_weight_name(name, path)
@@ -172,9 +175,9 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
         check_plain_name(name, path)
     before = manifest.base_version
     if manifest.chain > manifest.version or not (before is None or manifest.chain <= before < manifest.version):
-        raise MetadataError(f"{path} contradicts itself: it is neither a whole version nor a change of an earlier one")
+        raise MetadataError(f"{path} is inconsistent: it is neither a whole version nor a delta of an earlier one")
     if before is not None and manifest.publication and manifest.tensors.keys() != manifest.weight_map.keys():
-        raise MetadataError(f"{path} contradicts itself: its digests are not those of the tensors that it changes")
+        raise MetadataError(f"{path} is inconsistent: its digests are not those of the tensors that it changes")
     return manifest
 
 
@@ -183,11 +186,11 @@ def _digits(version: int) -> str:
 
 
 def now() -> datetime:
-    """The time, as manifests have it."""
+    """Returns the current time, in whole seconds as in manifests."""
     return datetime.now(timezone.utc).replace(microsecond=0)
 
 
-# --- which versions there are -----------------------------------------------------------------------------------------
+# --- the directory of versions ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,10 +200,10 @@ class VersionInfo:
     Attributes:
         path: Its directory, without credentials.
         version: Its number.
-        step: The step of training, if the publisher has given it.
-        published: When it was published, in UTC.
+        step: The step of training, if the publisher passed it.
+        published: The time of the publication, in UTC.
         is_delta: It has only the changes since the previous version.
-        base: The whole version on which it builds; its own number if it is whole itself.
+        base: The whole version that it builds on; of a whole version, its own number.
         nbytes: The size of its own files.
         model_nbytes: The size of the model's safetensors files.
         tensors: The number of its tensors; of a delta, those that have changed.
@@ -226,7 +229,7 @@ class Published:
         self._manifests: dict[int, Manifest] = {}
 
     def numbers(self) -> list[int]:
-        """The numbers of versions that have a directory, the lowest first. Some of these may be incomplete."""
+        """Returns the numbers of versions that have a directory, the lowest first. These may be incomplete."""
         try:
             folders = self.storage.listing()[1]
         except NotCommitted:
@@ -235,11 +238,11 @@ class Published:
         return sorted(int(match[1]) for match in matches if match and match[0] == name_of(int(match[1])))
 
     def folder(self, version: int) -> Storage:
-        """The storage of a version."""
+        """Returns the storage of a version."""
         return self.storage.child(name_of(version))
 
     def find(self, version: int) -> Manifest | None:
-        """Returns a version's manifest; None if there is no such version. Raises `MetadataError` if it is damaged."""
+        """Returns a version's manifest. If the version does not exist, None. Raises `MetadataError`."""
         if version not in self._manifests:
             folder = self.folder(version)
             content = read_small(folder, INDEX)
@@ -253,7 +256,7 @@ class Published:
         return self._manifests[version]
 
     def manifest(self, version: int) -> Manifest:
-        """Returns the manifest of a version; raises `NotCommitted` if there is no such version."""
+        """Returns a version's manifest. If the version does not exist, raises `NotCommitted`."""
         manifest = self.find(version)
         if manifest is None:
             there = [number for number in self.numbers() if self.find(number) is not None]
@@ -264,7 +267,7 @@ class Published:
         return manifest
 
     def manifests(self) -> list[Manifest]:
-        """The manifests of all versions, the lowest first."""
+        """Returns the manifests of all versions, the lowest first."""
         found = (self.find(number) for number in self.numbers())
         return [manifest for manifest in found if manifest is not None]
 
@@ -283,14 +286,15 @@ class Published:
         )
 
     def newest(self) -> Manifest | None:
-        """The manifest of the highest version; None if nothing has been published."""
+        """Returns the manifest of the highest version, if any."""
         found = (self.find(number) for number in reversed(self.numbers()))
         return next((manifest for manifest in found if manifest is not None), None)
 
     def chain(self, version: int, after: int | None = None) -> list[Manifest]:
-        """Returns the manifests that lead to a version, the lowest first: from a base, or from the one after ``after``.
+        """Returns the manifests that a version builds on, and its own, the lowest first.
 
-        Raises `NotCommitted` if one of them is missing, and `MetadataError` if they do not build upon each other.
+        Starts with the base, or with the delta that follows ``after``. Raises `NotCommitted` if a manifest is missing,
+        and `MetadataError` if they do not build on each other.
         """
         manifest = self.manifest(version)
         chain, first = [manifest], manifest.chain
@@ -304,15 +308,15 @@ class Published:
     # --- for publishers -----------------------------------------------------------------------------------------------
 
     def lease(self, own: LeaseRecord | None = None) -> Lease:
-        """The lease of the directory: a new one, or the publisher's own earlier one."""
+        """Returns the lease of the directory: a new one, or the publisher's earlier one."""
         return Lease(self.storage, LEASE, own)
 
     def remove_old(self, keep_latest: int, *, dry_run: bool = False) -> tuple[int, ...]:
-        """Removes versions, except some of the newest and those on which they build; returns the removed ones.
+        """Removes versions, except the newest and those on which they build; returns the removed ones.
 
-        The highest ones go first, so that there is never a delta without its base. The lease need not be taken: a
-        version that a publisher adds meanwhile builds on the newest one, which stays. What killed publishers and
-        removals have left among the versions goes, too.
+        Removes the highest ones first, so that no delta is ever without its base. Does not need the lease: a version
+        that a publisher adds at the same time builds on the newest one, which stays. Also removes the leftovers of
+        killed publishers and removals.
         """
         versions = [manifest.version for manifest in self.manifests()]
         needed: set[int] = set()
@@ -329,10 +333,10 @@ class Published:
         return tuple(removed)
 
     def remove(self, version: int) -> None:
-        """Removes a version, its manifest first, so that it is complete or not there. Raises `OSError`."""
+        """Removes a version, its manifest first, so that no incomplete version is visible. Raises `OSError`."""
         folder = self.folder(version)
         self._manifests.pop(version, None)
-        for _ in range(2):  # a publication that others have overtaken may put its manifest between two steps
+        for _ in range(2):  # a delayed publication may put its manifest between two steps
             folder.remove(INDEX)
             folder.sync_directory()
             folder.discard(*_files_in(folder))
@@ -340,10 +344,10 @@ class Published:
                 break
 
     def tidy(self, manifest: Manifest, *, is_new: bool = False) -> None:
-        """Removes what other publications of a version have left, and names the files beside its weights.
+        """Removes the leftovers of other publications of a version, and names the files beside its weights.
 
-        The version has its manifest, so no other publication of it can commit any more. Until it has one, any of them
-        may, and nothing is removed. In a new version nothing but leftovers can be. Raises `OSError` and `WriteError`.
+        Call it only if the version has its manifest: until then, any of its publications may commit. In a new version,
+        all files of other publications are leftovers. Raises `OSError` and `WriteError`.
         """
         folder = self.folder(manifest.version)
         found = _files_in(folder)
@@ -367,19 +371,19 @@ class Published:
 
 
 def _files_in(folder: Storage) -> dict[str, int]:
-    """The sizes of the files in a directory, with those that are being uploaded to it."""
+    """Returns the sizes of the files in a directory, including incomplete uploads."""
     with suppress(NotCommitted):
         return {file.name: file.nbytes for file in (*folder.uploads(), *folder.listing()[0])}
     return {}
 
 
 def name_of(version: int) -> str:
-    """The name of a version's directory."""
+    """Returns the name of a version's directory."""
     return f"weight_v{_digits(version)}"
 
 
 def version_of(name: str) -> int | None:
-    """The version whose directory has this name; None if it is not a version's."""
+    """Returns the version whose directory has this name, if any."""
     match = _DIRECTORY.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -399,7 +403,7 @@ def list_versions(
     Raises:
         NotCommitted: nothing has been published there.
         MetadataError: a manifest is damaged.
-        ReadError: it cannot be read.
+        ReadError: the directory cannot be read.
     """
     published = Published(open_storage(path, storage_options))
     manifests = published.manifests()
@@ -415,16 +419,16 @@ def collect_versions(
     dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> tuple[VersionInfo, ...]:
-    """Removes old versions, but never one that a newer one builds upon.
+    """Removes old versions, except those that a retained version builds on.
 
     Args:
         path: The directory of versions.
-        keep_latest: How many of the newest versions to keep, with all versions on which they build.
+        keep_latest: The number of newest versions to keep, with all versions on which they build.
         dry_run: Remove nothing.
         storage_options: Passed to the fsspec filesystem of a URL.
 
     Returns:
-        The versions that were removed, or would be.
+        The versions that were removed; with ``dry_run``, those that would be removed.
 
     Raises:
         NotCommitted: nothing has been published there.

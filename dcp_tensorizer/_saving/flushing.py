@@ -292,7 +292,7 @@ class Flushing:
                 trouble = entry.stem, self.queue.trouble(entry) or ""
                 if trouble[1] and trouble != self._trouble:
                     self._trouble = trouble
-                    logger.warning("%s: a flush has failed, and is tried again: %s", self.target.name, trouble[1])
+                    logger.warning("%s: a flush has failed, retrying: %s", self.target.name, trouble[1])
         return bool(self._followed) or any(entry.state in OPEN for entry in entries.values())
 
     def _report_missing(self, followed: _Followed) -> None:
@@ -302,8 +302,8 @@ class Flushing:
         """
         report = followed.report
         words = (
-            f"rank {report.rank} has not seen {report.path} on the remote, and its record in {self.queue.folder} is "
-            f"gone: the save was given up, or a newer save has replaced it"
+            f"rank {report.rank} has not found {report.path} on the remote, and its record in {self.queue.folder} was "
+            f"removed: the save was given up, or a newer save has replaced it"
         )
         commits = report.commit_seconds is not None
         logger.log(logging.ERROR if commits else logging.WARNING, "%s", words)

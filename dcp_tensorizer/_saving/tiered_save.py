@@ -1,4 +1,4 @@
-"""A save that is durable in a local folder first, and is flushed to the remote later."""
+"""A save that is durable in a local folder first, and later flushed to the remote."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ logger = logging.getLogger("dcp_tensorizer")
 
 _LOOK_SECONDS = 0.5
 _MAX_FILE_BYTES = 1 << 30
-"""The size of a file to flush. Other nodes see only whole files arrive: if none does, they take the node for lost."""
+"""The largest file to flush. Other nodes see only whole files arrive. After a timeout without any, they give up."""
 
 
 class TieredSave(Save):
-    """A save to the local folder, or to the remote if this rank's disk does not take it.
+    """A save to the local folder. If that fails on a rank, this rank saves to the remote.
 
-    No rank looks at another's local folder, which may be on another node.
+    Ranks do not access the local folders of other ranks, which may be on other nodes.
     """
 
     meta = CommittedMeta
@@ -52,8 +52,8 @@ class TieredSave(Save):
         super().__init__(saver, save_id, where, staged)
         name = self._flushing.target.name
         self.path = f"{name}/{self._place}" if self._place else name
-        self._writing: Writing | None = None  # while this rank's files are in the local folder
-        self._local_files: dict[str, int] = {}  # the files there, with their sizes
+        self._writing: Writing | None = None  # if this rank's files are in the local folder
+        self._local_files: dict[str, int] = {}  # the files in the local folder, with their sizes
         self._is_published = False
 
     def _storage_of(self, where: str | Path) -> Storage:
@@ -70,7 +70,7 @@ class TieredSave(Save):
         return storage
 
     def open(self) -> None:
-        """Opens the directory; asks the remote only if necessary."""
+        """Checks that the checkpoint does not exist. Accesses the remote only if necessary."""
         if self.commits and not (self._saver.options.overwrite and self.metadata_rank is None):
             self._check_free(self._remote())
             name = metadata_file_name(self.metadata_rank)
@@ -84,12 +84,12 @@ class TieredSave(Save):
     # --- this rank's files ------------------------------------------------------------------------------------------
 
     def _record_files(self, items: Sequence[Item]) -> None:
-        """Does nothing: the folder's queue records the save, and the flush finds the files to replace."""
+        """Does nothing: the queue records the save, and the flush finds the files to replace."""
 
     def write_items(self, items: Sequence[Item]) -> WriteDone:
         try:
             self._writing, self._lock = self._in_time(self._begin)
-            # DCP calls no hook if another rank fails. Not at exit, when a save on a daemon thread may be in progress.
+            # Because DCP calls no hook if another rank fails. Not at exit, when a daemon thread may still be saving.
             Finalizer(self, _end, self._writing, self._lock).atexit = False
             return self._write_locally(items)
         except WriterProcessHung as error:
@@ -107,11 +107,11 @@ class TieredSave(Save):
     def _begin(self) -> tuple[Writing, DirectoryLock]:
         """Records the save, and locks the local folder against removal.
 
-        It sets no attributes: if the disk hangs, it may still be running when the save has given the disk up.
+        Sets no attributes: if the disk hangs, this may still be running when the save goes on without it.
         """
         self._saver.show_alive()
         record = FlushRecord(self._flushing.target.name, self._place, self.rank, self.id, self._saver.id)
-        # first, so that after a death the next process knows where to look
+        # first, so that after a death the next process finds the files
         writing = self._flushing.queue.begin(record)
         local = self.storage
         try:
@@ -122,7 +122,7 @@ class TieredSave(Save):
             raise
 
     def _write_locally(self, items: Sequence[Item]) -> WriteDone:
-        """Writes to the local folder, and if that fails once more, without its copies of older saves."""
+        """Writes to the local folder. If that fails, removes its copies of older saves, and writes again."""
         try:
             written = super().write_items(items)
         except WriterProcessDied:
@@ -133,14 +133,14 @@ class TieredSave(Save):
             self.storage.make_directory()
             written = super().write_items(items)
         self._local_files = {file.name: file.nbytes for file in written.files}
-        for name, nbytes in self._local_files.items():  # no other node can check
+        for name, nbytes in self._local_files.items():  # other nodes cannot check them
             found = self.storage.head(name)
             if found != nbytes:
-                raise WriteError(f"{self.storage.path}/{name} has {found} bytes after it was written, not {nbytes:,}")
+                raise WriteError(f"{self.storage.path}/{name} has {found} bytes after the write, expected {nbytes:,}")
         return written
 
     def wrote(self, written: WriteDone) -> None:
-        """Hands over this rank's files to the flush, on a rank that does not commit."""
+        """Hands over this rank's files to the flush. On the coordinator, `commit` does that."""
         if self._writing is not None and not self.commits:
             try:
                 self._hand_over(None, b"")
@@ -152,9 +152,9 @@ class TieredSave(Save):
             self._release()
 
     def _hand_over(self, commit: Commit | None, index: bytes) -> None:
-        """Hands over this rank's local files to the flush; with a commit, commits the save locally.
+        """Hands over this rank's local files to the flush. With ``commit``, also commits the save locally.
 
-        Raises `CheckpointError` if that could not be recorded.
+        Raises `CheckpointError` if the record cannot be written.
         """
         assert self._writing is not None
         if commit is None and not self._local_files:
@@ -173,7 +173,7 @@ class TieredSave(Save):
             raise WriteError(f"cannot write to {queue.folder}: {error}") from error
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes files on the remote. The flush owns the local files, or `_release` removes them."""
+        """Removes files on the remote. The flush or `_release` removes local files."""
         if self._writing is None:
             super().remove(names)
 
@@ -185,24 +185,22 @@ class TieredSave(Save):
     # --- the commit -------------------------------------------------------------------------------------------------
 
     def commit(self, index: bytes, files: dict[str, int]) -> set[str]:
-        """Makes the save the checkpoint in the local folder, if this rank's files are there; otherwise on the
-        remote.
-        """
+        """Commits the save in the local folder if this rank's files are there, otherwise on the remote."""
         commit = Commit(metadata_file_name(self.metadata_rank), files, self._saver.options.overwrite)
         self._check_wanted()
         if self._writing is not None:
             try:
                 self._hand_over(commit, index)
-                return set()  # the flush replaces it
+                return set()  # the flush removes the replaced files
             except CheckpointError as error:
                 self._copy_to_remote(error)
         return self._commit_remotely(index, commit)
 
     def _commit_remotely(self, index: bytes, commit: Commit) -> set[str]:
-        """Commits the save on the remote, when earlier saves and the files of all ranks are there.
+        """Waits for earlier saves and the files of all ranks, and commits the save on the remote.
 
-        Raises `WriteError` if they have not come in time, or it cannot be committed. Then its files are removed, unless
-        the outcome of the commit is unknown.
+        Raises `WriteError` on timeout, or if the commit fails. Removes the save's files then, unless the outcome of the
+        commit is unknown.
         """
         is_known = True
         try:
@@ -220,8 +218,8 @@ class TieredSave(Save):
     def _wait_for_turn(self, commit: Commit) -> None:
         """Waits until the remote has the earlier saves, and the files of all ranks.
 
-        Raises `Refused` if none has come for the timeout, or the save was abandoned, and `ReadError` if the remote
-        cannot be read.
+        Raises `Refused` if nothing has arrived for the timeout, or the save was abandoned, and `ReadError` if the
+        remote cannot be read.
         """
         missing, ahead = set(commit.files), list[tuple[FlushEntry, FlushRecord]]()
 
@@ -229,7 +227,7 @@ class TieredSave(Save):
             nonlocal missing, ahead
             missing = missing_files(self.storage, missing, commit.files)
             ahead = self._flushing.commits_before(self.id)
-            self._check_wanted()  # this may have waited for long
+            self._check_wanted()  # the requests above may have taken long
             return not missing and not ahead
 
         self._flushing.resume()
@@ -238,7 +236,7 @@ class TieredSave(Save):
         if not self._flushing.wait(
             until=is_over, progress=lambda: len(missing), patience=own.patience(), every=_LOOK_SECONDS
         ):
-            raise Refused(f"{self.path}: {self._reason(missing, ahead)} has not come for {own.timeout:g} s")
+            raise Refused(f"{self.path}: {self._reason(missing, ahead)} has not arrived for {own.timeout:g} s")
 
     def _reason(self, missing: set[str], ahead: list[tuple[FlushEntry, FlushRecord]]) -> str:
         if missing:
@@ -250,7 +248,7 @@ class TieredSave(Save):
         return words + (f" cannot be flushed ({trouble}): it" if trouble else "")
 
     def _publish(self, report: SaveReport) -> None:
-        """Publishes a report now, and again when the remote has the save."""
+        """Publishes a report now, and once more when the remote has the save."""
         super()._publish(report)
         arrived = self._saver.reports.arrived
         if self._is_published:
@@ -263,7 +261,7 @@ class TieredSave(Save):
 
     def _leave_local_folder(self, error: Exception) -> None:
         logger.warning(
-            "rank %d: %s is not used, and this save goes to %s directly, which takes longer: %s",
+            "rank %d: cannot save to %s; saving to %s directly, which takes longer: %s",
             *(self.rank, self.storage.path, self.path, describe(error)),
         )
         self.storage = self._remote()
@@ -271,12 +269,12 @@ class TieredSave(Save):
         self._lock = self._shared(self.storage)
 
     def _copy_to_remote(self, error: Exception) -> None:
-        """Sends this rank's files to the remote itself, because the local folder takes no record of them.
+        """Copies this rank's local files to the remote, because the local folder takes no record of them.
 
-        Raises `WriteError` if they can no longer be read there, or not be written.
+        Raises `WriteError` if the files cannot be read, or cannot be written to the remote.
         """
         local, before = self.storage, self._lock
-        self._lock = None  # until they are there
+        self._lock = None  # `_leave_local_folder` sets the new one; release the old one after the copy
         try:
             self._leave_local_folder(error)
             for name, nbytes in self._local_files.items():
@@ -284,7 +282,7 @@ class TieredSave(Save):
         except (CheckpointError, OSError) as failure:
             with suppress(CheckpointError, OSError):
                 discard(self._remote(), *self._local_files)
-            raise WriteError(f"{describe(error)}; and {describe(failure)}") from failure
+            raise WriteError(f"{describe(error)}; then {describe(failure)}") from failure
         finally:
             if before is not None:
                 before.release()
@@ -303,5 +301,5 @@ class TieredSave(Save):
 
 
 def _end(writing: Writing, lock: DirectoryLock) -> None:
-    lock.release()  # first, because the folder is not removed while it is locked
+    lock.release()  # first, because a locked folder is not removed
     undo(writing)

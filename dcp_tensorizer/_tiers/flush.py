@@ -1,6 +1,6 @@
-"""Flushes a local folder to the remote: in the order of the saves, first the files, then the metadata.
+"""Flushes a local folder to the remote in the order of its saves, of each save the files first, then the metadata.
 
-All state is in the records. So if the process dies, another one can continue.
+All state is in the records, so that another process can continue if this one dies.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from .queue import (
 from .target import FlushTarget, below
 
 _FIRST_WAIT = 0.2
-_LONGEST_WAIT = 10.0  # between two attempts, or two looks for the files of other nodes
+_LONGEST_WAIT = 10.0  # between two attempts, or two checks for the files of other nodes
 _PROGRESS_SECONDS = 5.0
 
 
 class Flusher:
-    """Flushes one local folder. ``gate`` is called before each part of a file, and returns when it may be sent."""
+    """Flushes one local folder. ``gate`` is called before each part of a file, and blocks until it may be sent."""
 
     def __init__(self, target: FlushTarget, gate: Callable[[], None] = lambda: None) -> None:
         self.target = target
         self._gate = gate
         self._queue = Queue(target.folder())
-        self._missing: dict[str, set[str]] = {}  # for each commit, the files that have not been seen on the remote
-        self._waits: dict[str, Patience] = {}  # for each commit, the time that it waits for missing files
-        self._failing: dict[str, Patience] = {}  # for each record, the time that its local files have been unreadable
+        self._missing: dict[str, set[str]] = {}  # for each commit, the files that were missing on the remote
+        self._waits: dict[str, Patience] = {}  # for each commit, the timeout of missing files
+        self._failing: dict[str, Patience] = {}  # for each record, the timeout of unreadable local files
         self._wait = _FIRST_WAIT
         self._root: Storage | None = None
         self._environment: dict[str, str] = {}  # the environment in which the remote was opened
@@ -62,7 +62,7 @@ class Flusher:
     def step(self) -> float | None:
         """Does all work that can be done now.
 
-        Returns the seconds until the next attempt; None if all saves are on the remote.
+        Returns the seconds until the next attempt. If all saves are on the remote, None.
         """
         if not self._is_clean:
             clean_up(self._queue)
@@ -83,11 +83,11 @@ class Flusher:
         return self._wait
 
     def _open(self) -> list[tuple[FlushEntry, FlushRecord]]:
-        """The saves that are not on the remote yet, in order."""
+        """Returns the saves that are not on the remote yet, in order."""
         return self._queue.records(OPEN, self.target.name)
 
     def _lose_unreadable(self) -> bool:
-        """Gives up saves whose records have been unreadable for too long; returns whether to try others again."""
+        """Gives up saves whose records have been unreadable for too long; returns whether to retry others."""
         is_damaged = False
         for entry in self._queue.entries():
             if entry.state in OPEN and self._queue.record(entry) is None and (damage := self._queue.damage(entry)):
@@ -99,9 +99,9 @@ class Flusher:
         return is_damaged
 
     def _is_turn_of(self, entry: FlushEntry, record: FlushRecord) -> bool:
-        """Returns whether a part may be sent: all earlier saves are on the remote, or will never be.
+        """Returns whether a part may be sent: no earlier save is still expected on the remote.
 
-        If it were sent earlier, it could take the space that earlier saves need. Then none could ever be committed.
+        A part that is sent too early could take the space that earlier saves need. Then none could ever be committed.
         """
         before = [(e, r) for e, r in self._open() if e.number < entry.number]
         return not any(
@@ -110,17 +110,17 @@ class Flusher:
         )
 
     def _is_awaited(self, entry: FlushEntry, record: FlushRecord) -> bool:
-        """Returns whether the checkpoint of a part is expected on the remote, as far as this node knows."""
+        """Returns whether this node expects the checkpoint of a part on the remote."""
         if record.commit is not None:
             return True
         committed = self._committed_here(record)
         if committed is not None:
             return committed[0].state in OPEN
-        # The coordinator is on another node, and does not report here if it gives the save up.
+        # The coordinator is on another node, and this node does not learn if it gives up the save.
         return self._queue.is_confirmed(entry) and time.time() - entry.changed <= self.target.timeout
 
     def _try(self, operation: Callable[..., object], entry: FlushEntry, *details: object) -> None:
-        """Runs an operation on a record, unless another process has claimed it. Records failures, and retries later."""
+        """Runs an operation on a record, unless another process has locked the record. Records failures for a retry."""
         with self._queue.claimed(entry) as is_free:
             if not is_free:
                 return
@@ -129,7 +129,7 @@ class Flusher:
             except Exception as error:
                 text = describe(error)
                 self._queue.set_trouble(entry, text if self._root is None else self._root.scrub(text))
-                self._root = None  # the next attempt has new connections and credentials
+                self._root = None  # so that the next attempt uses new connections and credentials
 
     # --- files -------------------------------------------------------------------------------------------------
 
@@ -144,12 +144,12 @@ class Flusher:
         self._queue.set_trouble(entry, "")
         if is_first and self._queue.is_writable:
             missing = set(files)
-        else:  # there was an attempt before, or its record could not be written
+        else:  # an earlier attempt has failed, or might have left no record
             missing = missing_files(remote, files, files)
             discard(remote, *missing)
         gone = {name for name in missing if local.head(name) != files[name]}
         if gone and (lost := missing_files(remote, gone, files)):
-            self._give_up(entry, record, f"{local.path}/{min(lost)} is gone, or has another size")
+            self._give_up(entry, record, f"{local.path}/{min(lost)} is missing, or has another size")
             return
         missing -= gone
         try:
@@ -168,7 +168,7 @@ class Flusher:
         self._queue.set_trouble(entry, None)
 
     def _is_hopeless(self, entry: FlushEntry) -> bool:
-        """Returns whether to give up unreadable local files: after some time, or at once if the disk is read-only."""
+        """Returns whether to give up unreadable local files: after the timeout, or at once if the disk is read-only."""
         is_over = self._failing.setdefault(entry.stem, self.target.patience()).is_over()
         return is_over or not self._queue.is_writable
 
@@ -201,14 +201,14 @@ class Flusher:
 
     def _commit(self, entry: FlushEntry, record: FlushRecord, commit: Commit) -> None:
         remote = self._remote(record.place)
-        # If the check fails, the time begins anew with the next one.
+        # If a check below raises, the next attempt starts with a new timeout.
         patience = self._waits.pop(entry.stem, None) or self.target.patience()
         before = self._missing.get(entry.stem, set(commit.files))
         missing = missing_files(remote, before, commit.files)
         if len(missing) < len(before):
             patience.renew()
             self._queue.progress(entry)
-        if not missing and len(before) < len(commit.files):  # files that were seen long ago may be gone
+        if not missing and len(before) < len(commit.files):  # files that were found long ago may be missing now
             missing = missing_files(remote, commit.files, commit.files)
         self._missing[entry.stem] = missing
         if missing:
@@ -216,7 +216,7 @@ class Flusher:
             if patience.is_over():
                 ranks = sorted({data_file_rank(name) for name in missing})
                 reason = (
-                    f"data of rank {listed_ranks(ranks)} has not come for {self.target.timeout:g} s ({min(missing)})"
+                    f"data of rank {listed_ranks(ranks)} has not arrived for {self.target.timeout:g} s ({min(missing)})"
                 )
                 self._give_up(entry, record, f"{reason}: its node is lost, or no job flushes its local folder")
             return
@@ -229,16 +229,16 @@ class Flusher:
             elif set(commit.files) <= named_files(remote, commit.name):
                 replaced = None
             else:
-                raise Superseded(f"{self._queue.folder}/{entry.stem}.index is gone, or damaged")
+                raise Superseded(f"{self._queue.folder}/{entry.stem}.index is missing or damaged")
         except Superseded as error:
             self._give_up(entry, record, str(error))
             return
-        if replaced is None:  # a process that died at this point has committed it
-            # The files of earlier saves from this folder whose metadata had the same place and name.
+        if replaced is None:  # a process that has died since has committed it
+            # The files of earlier saves from this folder whose metadata had the same path.
             earlier = [r for e, r in self._queue.records() if e.number < entry.number and r.place == record.place]
             commits = [r.commit for r in earlier if r.commit is not None and r.commit.name == commit.name]
             replaced = {name for other in commits for name in other.files} - set(commit.files)
-        with suppress(OSError):  # files that stay take space, and do no harm
+        with suppress(OSError):  # files that cannot be removed only take space
             remote.remove(*replaced)
         self._queue.set_trouble(entry, None)
         arrive(self._queue, entry, record, set(commit.files))
@@ -246,8 +246,8 @@ class Flusher:
     def _check_owner(self) -> None:
         """Checks that no other run has taken the lease of the remote folder.
 
-        Raises `Superseded` if a run has it that does not save to this local folder, and `ReadError` if it cannot be
-        read.
+        Raises `Superseded` if a run that does not save to this local folder has the lease, and `ReadError` if the lease
+        cannot be read.
         """
         for name, runs in self._queue.runs().items():
             lease = read_lease(self._remote(""), name)
@@ -258,7 +258,7 @@ class Flusher:
                 )
 
     def _index(self, entry: FlushEntry) -> bytes | None:
-        """The metadata of a checkpoint; None if it is gone for good. Raises `ReadError` if a later try may read it."""
+        """Reads the metadata of a checkpoint. If it is lost, returns None. If a retry may help, raises `ReadError`."""
         try:
             index = self._queue.index(entry)
             read_head(index, f"{entry.stem}.index")
@@ -273,13 +273,13 @@ class Flusher:
     def _look(self, entry: FlushEntry, record: FlushRecord) -> None:
         """Checks whether a rank's files are part of a checkpoint on the remote."""
         committed = self._committed_here(record)
-        if committed is None:  # on another node
-            # Look for later saves before reading the metadata: metadata of a later save does not name these files.
+        if committed is None:  # the coordinator is on another node
+            # Find later saves before reading the metadata, because that of a later save does not name these files.
             later = self._passed_over_by(entry)
             named = named_files(self._remote(record.place), metadata_file_name())
             if not named & set(record.files):
                 if later:
-                    # Only among saves of one writer the order is known. Files of another's may still be needed.
+                    # Only the saves of one writer are ordered. The files of other writers may still be needed.
                     if record.writer and any(other.writer == record.writer for other in later):
                         discard(self._remote(record.place), *record.files)
                     drop(self._queue, entry, record)
@@ -293,7 +293,7 @@ class Flusher:
         arrive(self._queue, entry, record, named)
 
     def _ends_with_its_save(self, entry: FlushEntry, record: FlushRecord) -> bool:
-        """Gives up a rank's part if its save was given up; returns whether it was."""
+        """If the save was given up, gives up this rank's part; returns whether the save was given up."""
         committed = None if record.commit is not None else self._committed_here(record)
         if committed is None or committed[0].state in (*OPEN, REMOTE):
             return False
@@ -307,9 +307,9 @@ class Flusher:
         return None
 
     def _passed_over_by(self, entry: FlushEntry) -> list[FlushRecord]:
-        """The later saves from this folder that are on the remote; none while this save is very recent.
+        """Returns the later saves from this folder that are on the remote, unless this save is very recent.
 
-        They may be of any rank, because a job may go on with fewer ranks.
+        Includes saves of any rank, because a job may resume with fewer ranks.
         """
         if time.time() - entry.changed <= self.target.timeout / 10:
             return []
@@ -317,7 +317,7 @@ class Flusher:
         return [r for e, r in arrived if e.number > entry.number]
 
     def _give_up(self, entry: FlushEntry, record: FlushRecord, reason: str) -> None:
-        """Gives up a save, or a rank's part of it, and removes its files on this node and on the remote."""
+        """Gives up a save or a rank's part, and removes the files on this node and on the remote."""
         files = record.files if record.commit is None else record.commit.files
         self._queue.give_up(entry, record, reason)
         with suppress(OSError, CheckpointError):
@@ -331,24 +331,24 @@ class Flusher:
         return below(self._root, place)
 
 
-# --- copying a file to the remote, where it appears complete ----------------------------------------------------------
+# --- copying a file to the remote -------------------------------------------------------------------------------------
 
-_AT_ONCE = 4  # parts on their way; more would take memory from training, and nothing waits for the flush
+_AT_ONCE = 4  # parts in flight; more would take memory from training, and nothing waits for the flush
 
 
 class Unreadable(WriteError):
-    """The local copy cannot be read, which is not a failure of the remote."""
+    """The local copy cannot be read. Not a failure of the remote."""
 
 
 def copy_file(source: Storage, target: Storage, name: str, nbytes: int, gate: Callable[[], None]) -> None:
-    """Copies a file of ``nbytes`` bytes, and makes it durable.
+    """Copies a file of ``nbytes`` bytes durably.
 
-    On a file system its space is reserved first, so its size proves nothing. There it has a temporary name until it is
-    complete. Other storages show a file only when it is complete. ``gate`` is called before each part, and returns when
+    On a file system, the file has a temporary name until it is complete, because the space is reserved first and the
+    size proves nothing. Other storages show only complete files. ``gate`` is called before each part, and blocks until
     the part may be sent.
 
-    Raises `Unreadable` if the local file cannot be read, perhaps for good, and `CheckpointError` or `OSError` if it
-    cannot be copied. Then nothing of it is left.
+    Raises `Unreadable` if the local file cannot be read, and `CheckpointError` or `OSError` if the copy fails. After an
+    error, no file is left.
     """
     begun = _begun_name(name) if isinstance(target, LocalStorage) else name
     try:
@@ -377,7 +377,7 @@ def copy_file(source: Storage, target: Storage, name: str, nbytes: int, gate: Ca
 
 
 def discard(target: Storage, *names: str) -> None:
-    """Removes files that a flush has copied, or has begun to copy; raises `OSError`."""
+    """Removes files that a flush has copied, completely or in part; raises `OSError`."""
     begun = [_begun_name(name) for name in names] if isinstance(target, LocalStorage) else []
     target.discard(*names, *begun)
 
@@ -417,14 +417,14 @@ def _copy_parts(read: Callable[[memoryview, int], object], sink: Sink, nbytes: i
 
 # --- removing local copies, except of the newest checkpoint -----------------------------------------------------------
 
-_FORGET_SECONDS = 60.0  # how long a record stays for processes that wait for its save
+_FORGET_SECONDS = 60.0  # the time that a record is retained for processes that wait for its save
 
 
 def arrive(queue: Queue, entry: FlushEntry, record: FlushRecord, named: set[str]) -> None:
-    """Records that a checkpoint is on the remote. First removes the local copies of all such but the newest.
+    """Records that a checkpoint is on the remote, after removing the local copies of all such but the newest.
 
-    A process that waits for the record to change then finds no copy half removed. ``named`` are the data files of the
-    checkpoint on the remote.
+    In this order, a process that waits for the record to change never finds an incomplete copy. ``named`` are the data
+    files of the checkpoint on the remote.
     """
     done = queue.records({REMOTE})
     _, kept = max([(entry.number, record.place), *((e.number, r.place) for e, r in done)])
@@ -440,7 +440,7 @@ def arrive(queue: Queue, entry: FlushEntry, record: FlushRecord, named: set[str]
 
 
 def _metadata_of(record: FlushRecord) -> tuple[str, str]:
-    """The place and the name of a save's metadata. A save replaces another one if both are equal."""
+    """Returns the folder and the name of a save's metadata. A save replaces an earlier one if both are equal."""
     return record.place, metadata_file_name() if record.commit is None else record.commit.name
 
 
@@ -449,7 +449,7 @@ def _is_old(entry: FlushEntry) -> bool:
 
 
 def free(queue: Queue) -> bool:
-    """Removes all local copies of saves that are on the remote, to free space; returns whether there were any."""
+    """Frees space: removes the local copies of all saves that are on the remote; returns whether there were any."""
 
     def is_here(record: FlushRecord) -> bool:
         return any((queue.root / record.place / name).exists() for name in record.files)
@@ -459,7 +459,7 @@ def free(queue: Queue) -> bool:
 
 
 def drop(queue: Queue, entry: FlushEntry, record: FlushRecord, *, forget: bool = True) -> bool:
-    """Removes a rank's local files, and then their record, unless they are being loaded; returns whether it did."""
+    """Unless a load is reading them, removes a rank's local files, and then their record; returns whether it did."""
     folder = queue.root / record.place
     local = LocalStorage(folder)
     if not folder.is_dir():
@@ -483,7 +483,7 @@ def drop(queue: Queue, entry: FlushEntry, record: FlushRecord, *, forget: bool =
 
 
 def clean_up(queue: Queue) -> None:
-    """Removes the files of saves whose process died while it wrote, and of saves that were given up and reported."""
+    """Removes the files of saves whose process died while writing, and of saves that were given up and reported."""
     queue.sweep()
     entries = queue.entries()
     for entry in entries:
@@ -500,17 +500,17 @@ def clean_up(queue: Queue) -> None:
 
 
 def undo(writing: Writing) -> None:
-    """Removes the local files and the record of a save that fails. Idempotent.
+    """Removes the local files and the record of a failed save. Idempotent.
 
-    A save that was handed over to the flush keeps them.
+    Does nothing if the files were handed over to the flush.
     """
     if writing.is_unfinished:
         _remove_written(writing.queue, writing.record)
-        writing.abort()  # last: if this process dies before, the record tells the next one where to look
+        writing.abort()  # last: if this process dies before, the next one finds the files by this record
 
 
 def _remove_written(queue: Queue, record: FlushRecord) -> None:
-    """Removes the files of an unfinished save, and their folder if it is empty and no other save uses it."""
+    """Removes the files of an unfinished save. If the folder is then empty and unused, removes it."""
     local = LocalStorage(queue.root / record.place)
     with suppress(CheckpointError, OSError):
         names = [file.name for file in local.listing()[0]]
@@ -519,17 +519,17 @@ def _remove_written(queue: Queue, record: FlushRecord) -> None:
 
 
 def remove_unused(storage: Storage) -> None:
-    """Removes a directory if it is empty and no save is seen to be in progress there."""
+    """Removes a directory if it is empty and no save has locked it."""
     with storage.lock_directory() as lock:
         if lock.is_exclusive or not storage.locks_are_visible:
             storage.remove_directory()
 
 
-# --- the commit on the remote, once the files of all ranks are there --------------------------------------------------
+# --- the commit on the remote -----------------------------------------------------------------------------------------
 
 
 class Superseded(WriteError):
-    """A checkpoint will never be on the remote, because a later one has taken its place."""
+    """A checkpoint will never be on the remote, because a later one is there, or its metadata is lost."""
 
 
 def missing_files(remote: Storage, names: Iterable[str], sizes: Mapping[str, int]) -> set[str]:
@@ -540,9 +540,9 @@ def missing_files(remote: Storage, names: Iterable[str], sizes: Mapping[str, int
 
 
 def named_files(remote: Storage, name: str) -> set[str]:
-    """The data files that a metadata file names; empty if there is none, or it is of another package.
+    """Returns the data files that a metadata file of this package names; raises `ReadError`.
 
-    Raises `ReadError`.
+    If the metadata file does not exist, or another package wrote it, returns an empty set.
     """
     there = _committed(remote, name)
     return set() if there is None else set(there.files)
@@ -555,45 +555,45 @@ def publish(
     earlier: Container[str],
     check: Callable[[], object] = lambda: None,
 ) -> set[str] | None:
-    """Makes a save the checkpoint at its place on the remote. All of its files must be there.
+    """Commits a save on the remote. All of its files must be there.
 
-    Repeating it is harmless, after a lost answer or the death of a process.
+    Idempotent: call it again after a lost answer or the death of a process.
 
     Args:
         remote: The checkpoint's directory.
         index: The metadata.
         commit: The save to commit.
-        earlier: Ids of saves that are known to be earlier, even if clocks say otherwise.
-        check: Called just before the metadata is put; raises if it must not be put. If another run puts metadata there
-            after that check, it is not replaced, as far as the storage can tell (`Storage.put_if`).
+        earlier: Ids of saves that are known to be earlier, whatever their times.
+        check: Called just before the metadata is put; raises if it must not be put. Metadata that another run puts
+            after the check is not replaced, if the storage can detect it (`Storage.put_if`).
 
     Returns:
-        The files of the replaced checkpoint; None if the save was committed already.
+        The files of the replaced checkpoint. If the save was committed before, None.
 
     Raises:
-        Superseded: there is a checkpoint that was saved later, or that must not be replaced.
-        CheckpointError: it cannot be put now (on a full disk, for example), or the outcome is unknown.
+        Superseded: the remote has a checkpoint that was saved later, or that must not be replaced.
+        CheckpointError: the metadata cannot be put now (for example, the disk is full), or the outcome is unknown.
     """
     own = read_head(index, commit.name)
     before = remote.read(commit.name)
     try:
         there = None if before is None else IndexFile(commit.name, read_head(before, commit.name), before)
-    except MetadataError:  # of another package: any save replaces it
+    except MetadataError:  # another package wrote it: any save replaces it
         there = None
     if there is not None and there.head.save_id == own.save_id:
         return None
     if there is not None and _is_later(there.head, own, earlier):
-        raise Superseded(f"{remote.path} holds a checkpoint that was saved later, by another job: it stays")
+        raise Superseded(f"{remote.path} already holds a later checkpoint of another job, which is not replaced")
     replaced = set() if there is None else set(there.files) - set(commit.files)
     check()
     try:
         if not commit.overwrite:
             remote.put(commit.name, index, sync=True, replace=False, save_id=str(own.save_id or ""))
         elif not remote.put_if(commit.name, before, index, save_id=str(own.save_id or "")):
-            raise Refused(f"{remote.path}: another run has saved there just now")  # the next attempt examines that one
-    except Refused as error:  # also of a full disk, which is no reason to give a save up
+            raise Refused(f"{remote.path}: another run has just saved there")  # the next attempt examines its save
+    except Refused as error:  # may also be a full disk, which is no reason to give up the save
         there = _committed(remote, commit.name)
-        if there is not None and there.head.save_id == own.save_id:  # an earlier attempt has succeeded meanwhile
+        if there is not None and there.head.save_id == own.save_id:  # an earlier attempt has taken effect
             return None
         if not commit.overwrite and remote.head(commit.name) is not None:
             raise Superseded(str(error)) from error
@@ -611,9 +611,11 @@ def is_superseded(remote: Storage, index: bytes, name: str) -> bool:
 
 
 def _is_later(there: Head, own: Head, earlier: Container[str]) -> bool:
-    """Returns whether the checkpoint on the remote was saved later: by serials and branches, or else by clocks."""
+    """Returns whether the checkpoint on the remote is later, by branches and serials, otherwise by their times."""
     branch, own_branch = (() if head.record is None else head.record.branch for head in (there, own))
-    has_left = bool(branch) and branch[-1][0] in {name for name, _ in own_branch[:-1]}  # the other's, before this save
+    has_left = bool(branch) and branch[-1][0] in {
+        name for name, _ in own_branch[:-1]
+    }  # the job left the other's branch before this save
     if there.save_id in earlier or has_left:
         return False
     serial, own_serial = (0 if head.record is None else head.record.serial for head in (there, own))
@@ -623,17 +625,17 @@ def _is_later(there: Head, own: Head, earlier: Container[str]) -> bool:
 
 
 def _committed(remote: Storage, name: str) -> IndexFile | None:
-    """`committed`, but None for an index of another package, which any save replaces; raises `ReadError`."""
+    """Like `committed`, but ignores an index of another package, which any save replaces; raises `ReadError`."""
     try:
         return committed(remote, name)
     except MetadataError:
         return None
 
 
-# --- the thread that flushes, while no save needs the writer process --------------------------------------------------
+# --- the thread that flushes while the writer process has no save -----------------------------------------------------
 #
-# It has the priority of its process. With a lower one it would never get a busy core. And it would hold the interpreter
-# while it waits for the core, so that a new save would wait, too.
+# It has the priority of its process. With a lower one, it would never run on a busy core, and while waiting for the
+# core it would hold the GIL, which a new save needs.
 
 _BUSY_SECONDS = 0.05
 _TROUBLE_SECONDS = 10.0
@@ -642,7 +644,7 @@ _TROUBLE_SECONDS = 10.0
 class FlushThread:
     """Flushes local folders, one after the other, until all saves are on the remote.
 
-    ``is_busy`` returns whether a save is in progress. Saves go first.
+    ``is_busy`` returns whether a save is in progress. The thread pauses during saves.
     """
 
     def __init__(self, is_busy: Callable[[], bool] = lambda: False) -> None:
@@ -653,7 +655,7 @@ class FlushThread:
         self._thread: threading.Thread | None = None
 
     def add(self, target: FlushTarget) -> None:
-        """Adds a folder to flush, or gives a known one new options."""
+        """Adds a folder to flush, or replaces the options of a known one."""
         with self._changed:
             self._requests += 1
             flusher = self._flushers.get((target.local, target.name))
@@ -670,7 +672,7 @@ class FlushThread:
                 requests, flushers = self._requests, dict(self._flushers)
             waits = {key: _step(flusher) for key, flusher in flushers.items()}
             with self._changed:
-                if self._requests == requests:  # otherwise a folder was added meanwhile
+                if self._requests == requests:  # otherwise `add` was called in the meantime
                     self._flushers = {key: flusher for key, flusher in flushers.items() if waits[key] is not None}
                     self._changed.wait(min((wait for wait in waits.values() if wait is not None), default=None))
 
@@ -682,5 +684,5 @@ class FlushThread:
 def _step(flusher: Flusher) -> float | None:
     try:
         return flusher.step()
-    except Exception:  # the local folder cannot be read now
+    except Exception:  # the local folder may be readable later
         return _TROUBLE_SECONDS

@@ -1,11 +1,11 @@
-"""The queue of saves that are on their way from a local folder to the remote: a record of each.
+"""The queue of saves that are flushed from a local folder to the remote, with a record for each.
 
-Every rank of a node has a record of each of its saves, in one folder beside the checkpoints. The contents of a record
+Every rank of a node has a record for each of its saves, in one folder beside the checkpoints. The contents of a record
 never change. Its state is part of the file's name, and changes by renaming. So each step is atomic, and if a process
-dies, the next one sees the last state.
+dies, the next one finds the last state.
 
 A disk may refuse changes while its checkpoints can still be read. Then new states are written to another folder
-("aside"), in the memory of this machine, which all of its processes see.
+("aside") in the memory of this machine, which all of its processes can read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FOLDER = ".flush"
 
 WRITING, UNFLUSHED, SENT, REMOTE, LOST, REPORTED = "writing", "unflushed", "sent", "remote", "lost", "told"
 OPEN = frozenset({UNFLUSHED, SENT})
-"""The states of saves that are not on the remote as a checkpoint yet."""
+"""The states of saves that are not committed on the remote yet."""
 _ORDER = (WRITING, UNFLUSHED, SENT, REMOTE, LOST, REPORTED)
 
 _ENTRY = re.compile(rf"(\d+)-(\d+)-([0-9a-f]{{32}})\.({'|'.join(_ORDER)})")
@@ -43,7 +43,7 @@ _TEMPORARY_SECONDS = 3600.0  # the age of abandoned temporary files: writing a r
 _ALIVE = ".writer"
 _TRIES = 100  # attempts to list records while others rename them
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_MEMORY = ("/dev/shm",)  # the folder of temporary files may be on the same disk
+_MEMORY = ("/dev/shm",)  # preferred, because the folder of temporary files may be on the same disk
 
 
 class _Moved(Exception):
@@ -51,7 +51,7 @@ class _Moved(Exception):
 
 
 class Commit(msgspec.Struct, frozen=True):
-    """A whole checkpoint, as the rank that commits it knows it."""
+    """A whole checkpoint, as recorded by the coordinator."""
 
     name: str  # the name of the metadata file
     files: dict[str, int]  # the files of all ranks, with their sizes
@@ -67,7 +67,7 @@ class FlushRecord(msgspec.Struct, frozen=True):
     id: str  # the id of the rank's save, which is part of its file names
     writer: str = ""  # the id of the writer, whose saves are committed in order
     files: dict[str, int] = {}  # the files in the local folder, with their sizes
-    commit: Commit | None = None  # on the rank that commits, after the local commit
+    commit: Commit | None = None  # on the coordinator, after the local commit
     reason: str = ""  # why the save was given up
 
 
@@ -75,12 +75,12 @@ class FlushEntry(NamedTuple):
     """A record, as listed in the folder."""
 
     number: int
-    """The order of the saves: later ones have larger numbers."""
+    """The position of the save: later saves have larger numbers."""
     rank: int
     id: str
     state: str
     changed: float
-    """When its flush last made progress, or when it arrived on the remote (``time.time()``)."""
+    """The time when the flush last made progress or ended (``time.time()``)."""
 
     @property
     def stem(self) -> str:
@@ -92,9 +92,9 @@ class FlushEntry(NamedTuple):
 
 
 class Queue:
-    """The records of a local folder. Several processes may use it at once.
+    """The records of a local folder, which several processes may use at once.
 
-    ``is_writable``: the disk has taken the last change of a record. A full disk still counts as writable.
+    ``is_writable`` is False if the disk refused the last change of a record, except because it was full.
     """
 
     def __init__(self, root: Path) -> None:
@@ -105,7 +105,7 @@ class Queue:
         self._records: dict[str, FlushRecord] = {}
 
     def entries(self) -> list[FlushEntry]:
-        """All records, in the order of their saves. While a record changes its state, the later state counts."""
+        """Returns all records, in the order of their saves. If a record is being renamed, uses the later state."""
         for _ in range(_TRIES):
             with suppress(_Moved):
                 return self._listed()
@@ -124,14 +124,14 @@ class Queue:
                 entry = FlushEntry(int(match[1]), int(match[2]), match[3], match[4], _changed(path))
                 other = latest.get(entry.stem)
                 if other is None and path.parent != self.folder:
-                    continue  # the record itself is gone
+                    continue  # the record itself was removed
                 if other is None or _progress(other) < _progress(entry):
                     latest[entry.stem] = entry
         return sorted(latest.values())
 
     def state(self, entry: FlushEntry) -> str | None:
-        """The current state of a record; None if it no longer exists."""
-        # Looks in the order of the states, so that a record that is being renamed is not missed.
+        """Returns the current state of a record. If the record no longer exists, None."""
+        # In the order of the states, so that a record that is being renamed is found.
         state = None
         for other in _ORDER:
             if any((folder / f"{entry.stem}.{other}").exists() for folder in self._folders()):
@@ -139,16 +139,16 @@ class Queue:
         return state
 
     def record(self, entry: FlushEntry) -> FlushRecord | None:
-        """Reads a record, even if it is renamed meanwhile.
+        """Reads a record, even if another process renames it.
 
-        None if it no longer exists, or was not written by this package.
+        If the record no longer exists, or this package did not write it, returns None.
         """
         known = self._records.get(entry.name)
         names = [f"{entry.stem}.{state}" for state in _ORDER[_ORDER.index(entry.state) :]]
         for path in [folder / name for name in names for folder in self._folders()] if known is None else ():
             with suppress(msgspec.MsgspecError, ValueError, RecursionError, OSError):
                 known = msgspec.json.decode(path.read_bytes(), type=FlushRecord)
-                if len(self._records) > 1000:  # the job has very many saves
+                if len(self._records) > 1000:  # bounds the memory of a job with very many saves
                     self._records.clear()
                 self._records[entry.name] = known
                 break
@@ -157,12 +157,12 @@ class Queue:
     def records(
         self, states: Container[str] = _ORDER, remote: str | None = None
     ) -> list[tuple[FlushEntry, FlushRecord]]:
-        """The records in some states with their contents, in the order of their saves."""
+        """Reads the records in some states, in the order of their saves."""
         found = [(entry, self.record(entry)) for entry in self.entries() if entry.state in states]
         return [(e, r) for e, r in found if r is not None and remote in (None, r.remote)]
 
     def damage(self, entry: FlushEntry) -> str:
-        """Returns why the disk cannot read a record; empty if it can, or the record no longer exists."""
+        """If the disk cannot read an existing record, returns the reason, otherwise an empty string."""
         try:
             (self.folder / entry.name).read_bytes()
         except FileNotFoundError:
@@ -172,22 +172,22 @@ class Queue:
         return ""
 
     def index(self, entry: FlushEntry) -> bytes:
-        """The metadata of a checkpoint that was committed locally; raises `MetadataError`."""
+        """Reads the metadata of a checkpoint that was committed locally; raises `MetadataError`."""
         data = self._storage.read(f"{entry.stem}.index")
         if data is None:
-            raise MetadataError(f"{self.folder}/{entry.stem}.index is missing: it was removed")
+            raise MetadataError(f"{self.folder}/{entry.stem}.index is missing")
         return data
 
     def begin(self, record: FlushRecord) -> Writing:
-        """Begins the record of a save. Call it before the first byte is written, so that leftovers are recognised.
+        """Creates the record of a save. Call it before writing the first byte, so that leftovers are recognised.
 
         Raises `CheckpointError` or `OSError` if the record cannot be written.
         """
         self._storage.make_directory()
         number = max((entry.number for entry in self.entries() if entry.id != record.id), default=0) + 1
         writing = FlushEntry(number, record.rank, record.id, WRITING, time.time())
-        while True:  # again, if a clean-up takes the record for a dead save's, and removes it before it is locked
-            # Not synced: after a failure of the machine, it matters little that files without a record are left.
+        while True:  # again, if a clean-up removes the record, as that of a dead save, before it is locked
+            # Not synced: after a failure of the machine, files without a record only take space.
             self._put(writing, record, sync=False)
             with suppress(FileNotFoundError):
                 descriptor = os.open(self.folder / writing.name, os.O_RDONLY | os.O_CLOEXEC)
@@ -199,18 +199,15 @@ class Queue:
     def admit(self, name: str, run: str) -> None:
         """Records that a run saves to this local folder. Idempotent.
 
-        ``name`` is the name of the lease's file in the remote folder.
+        ``name`` is the name of the lease file in the remote folder.
         """
         if run not in self.runs().get(name, ()):
-            with suppress(CheckpointError):  # then a save reports the error
+            with suppress(CheckpointError):  # the next save reports the error
                 self._storage.make_directory()
             self._put_optional(f"{run}{name}", b"")
 
     def runs(self) -> dict[str, set[str]]:
-        """The ids of the runs that have saved to this local folder, by the names of their leases' files.
-
-        Raises `ReadError`.
-        """
+        """Returns the ids of the runs that have saved to this local folder, by lease file; raises `ReadError`."""
         try:
             names = os.listdir(self.folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -224,7 +221,7 @@ class Queue:
         return found
 
     def move(self, entry: FlushEntry, state: str) -> FlushEntry:
-        """Moves a record to another state. If several processes try at once, one succeeds."""
+        """Moves a record to another state. If several processes do so at once, one succeeds."""
         moved = entry._replace(state=state, changed=time.time())
         if self._is_aside(entry.name):
             os.rename(self._aside / entry.name, self._aside / moved.name)
@@ -239,7 +236,7 @@ class Queue:
         return moved
 
     def progress(self, entry: FlushEntry) -> None:
-        """Records that the flush of a record makes progress."""
+        """Records that a flush has made progress."""
         with suppress(OSError):
             try:
                 os.utime((self._aside if self._is_aside(entry.name) else self.folder) / entry.name)
@@ -249,9 +246,9 @@ class Queue:
                 self._put_aside(entry.name, self._content(entry), error)
 
     def give_up(self, entry: FlushEntry, record: FlushRecord, reason: str, state: str = LOST) -> None:
-        """Records that a save will not be on the remote. Then its files can be removed.
+        """Records that a save will not be on the remote, so that its files can be removed.
 
-        ``state`` is `REPORTED` if the loss has been reported already.
+        Pass `REPORTED` as ``state`` if the loss has already been reported.
         """
         lost, record = entry._replace(state=state), msgspec.structs.replace(record, reason=reason)
         try:
@@ -266,10 +263,12 @@ class Queue:
         self._unlink(entry.name)
 
     def remove(self, entry: FlushEntry) -> None:
-        """Removes a record and the files that belong to it. Remove its data first."""
+        """Removes a record and the files that belong to it. Remove the data files before."""
         own = [f"{entry.stem}.{suffix}" for suffix in ("index", "trouble", "committed", *_ORDER)]
         self._unlink(*own)
-        if not any((self.folder / name).exists() for name in own):  # otherwise the record would be in an earlier state
+        if not any(
+            (self.folder / name).exists() for name in own
+        ):  # otherwise the record would return to an earlier state
             for name in own if self._has_aside() else ():
                 with suppress(OSError):
                     (self._aside / name).unlink(missing_ok=True)
@@ -277,7 +276,7 @@ class Queue:
                 self._aside.rmdir()
 
     def confirm(self, entry: FlushEntry) -> None:
-        """Records, on a rank that does not commit, that the save is committed. Then its loss is an error."""
+        """Records, on a rank that is not the coordinator, that the save is committed, so that its loss is an error."""
         self._put_optional(f"{entry.stem}.committed", b"")
 
     def is_confirmed(self, entry: FlushEntry) -> bool:
@@ -285,14 +284,14 @@ class Queue:
         return any((folder / f"{entry.stem}.committed").exists() for folder in self._folders())
 
     def trouble(self, entry: FlushEntry) -> str | None:
-        """The problem in flushing a record; empty while it is flushed without one, None before and after that."""
+        """Returns the last error of flushing a record: empty during a flush without errors, None before and after."""
         for folder in self._folders():
             with suppress(OSError):
                 return (folder / f"{entry.stem}.trouble").read_text(encoding="utf-8", errors="replace")
         return None
 
     def set_trouble(self, entry: FlushEntry, text: str | None) -> None:
-        """Records the problem in flushing a record."""
+        """Records the last error of flushing a record (see `trouble`)."""
         name = f"{entry.stem}.trouble"
         if text is None:
             self._unlink(name)
@@ -303,8 +302,8 @@ class Queue:
 
     @contextmanager
     def claimed(self, entry: FlushEntry) -> Iterator[bool]:
-        """Locks a record for the block. Yields whether that succeeded, and the record is still in the given state."""
-        # Even if a later state is aside, the record in the folder is locked, because all processes see that file.
+        """Locks a record for the block. Yields whether that succeeded and the record is still in the given state."""
+        # Locks the file in the folder even if a later state is aside, because all processes see that file.
         names = [f"{entry.stem}.{state}" for state in _ORDER[: _ORDER.index(entry.state) + 1]]
         name = next((name for name in reversed(names) if (self.folder / name).exists()), entry.name)
         try:
@@ -314,7 +313,7 @@ class Queue:
             return
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Before it was locked, another process may have moved it.
+            # Another process may have moved the record before it was locked.
             is_there = (self.folder / name).exists() and self.state(entry) == entry.state
         except OSError:
             is_there = False
@@ -326,7 +325,7 @@ class Queue:
             os.close(descriptor)
 
     def is_alive(self, writer: str) -> bool:
-        """Returns whether a writer that has saved here is alive, which means that its job goes on."""
+        """Returns whether a writer that has saved here is alive."""
         try:
             descriptor = os.open(self.folder / f"{writer}{_ALIVE}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -342,7 +341,7 @@ class Queue:
     def sweep(self) -> None:
         """Removes temporary files and marks of dead processes.
 
-        If the folder can be written again, states that were written aside return to it.
+        If the folder is writable again, moves the states that were written aside back to it.
         """
         with suppress(NotCommitted, OSError):
             for file in self._storage.listing()[0]:
@@ -382,7 +381,7 @@ class Queue:
 
     @property
     def _aside(self) -> Path:
-        """The folder for changes that the disk refuses; raises `OSError` if the records' folder cannot be examined."""
+        """Returns the folder for changes that the disk refuses; raises `OSError` if `folder` has no status."""
         status = os.stat(self.folder)
         named = f"{os.path.realpath(self.folder)} {status.st_dev} {status.st_ino}".encode("utf-8", "surrogatepass")
         base = next((base for base in _MEMORY if os.access(base, os.W_OK)), tempfile.gettempdir())
@@ -396,7 +395,7 @@ class Queue:
         return False
 
     def _folders(self) -> list[Path]:
-        """The folders in which to look for a record, the latest first."""
+        """Returns the folders that may contain a record, the one with later states first."""
         return [self._aside, self.folder] if self._has_aside() else [self.folder]
 
     def _files_aside(self) -> list[Path]:
@@ -409,7 +408,7 @@ class Queue:
         return self._has_aside() and (self._aside / name).exists()
 
     def _put_optional(self, name: str, content: bytes) -> None:
-        """Writes a file that helps other processes, and that they can do without."""
+        """Writes a file that helps other processes, but is not required. Ignores errors."""
         with suppress(OSError):
             try:
                 (self.folder / name).write_bytes(content)
@@ -424,7 +423,7 @@ class Queue:
         return msgspec.json.encode(record)
 
     def _put_aside(self, name: str, content: bytes, error: OSError) -> None:
-        """Writes a file aside, because the disk has refused it with ``error``. Raises that error if it fails again."""
+        """Writes a file aside that the disk has refused with ``error``. If that fails, raises ``error``."""
         self.is_writable = error.errno in _FULL
         try:
             with suppress(FileExistsError):
@@ -441,7 +440,7 @@ class Queue:
 def _changed(path: Path) -> float:
     try:
         return os.stat(path).st_mtime
-    except FileNotFoundError as error:  # it was renamed meanwhile
+    except FileNotFoundError as error:  # another process has renamed it
         raise _Moved from error
     except OSError as error:
         raise ReadError(f"cannot read {path}: {error}") from error
@@ -452,7 +451,7 @@ def _progress(entry: FlushEntry) -> tuple[int, float]:
 
 
 class AliveMark:
-    """Marks a writer as alive in a folder of records, until `end` is called or this object is freed.
+    """Marks a writer as alive in a folder of records until `end` is called or this object is freed.
 
     Raises `CheckpointError` or `OSError` if the mark cannot be written.
     """
@@ -460,7 +459,7 @@ class AliveMark:
     def __init__(self, queue: Queue, writer: str) -> None:
         queue._storage.make_directory()
         path = queue.folder / f"{writer}{_ALIVE}"
-        while True:  # again, if another process takes it for a dead writer's, and removes it before it is locked
+        while True:  # again, if another process removes the file, as that of a dead writer, before it is locked
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if path.exists():
@@ -470,13 +469,13 @@ class AliveMark:
         self._remove = Finalizer(self, queue._unlink, path.name)
 
     def end(self) -> None:
-        """Removes the mark when the writer is closed. Idempotent."""
+        """Removes the mark. Idempotent."""
         self._remove()
         self._descriptor.close()
 
 
 class Writing:
-    """The record of a save in progress, made by `Queue.begin`. It is locked until the save or this process ends."""
+    """The record of a save in progress, from `Queue.begin`. It is locked until the save or this process ends."""
 
     def __init__(self, queue: Queue, entry: FlushEntry, record: FlushRecord, descriptor: int) -> None:
         self.entry = entry
@@ -489,7 +488,7 @@ class Writing:
 
     @property
     def is_unfinished(self) -> bool:
-        """Returns whether the files are to be removed if the save ends now. False in forked children, to be safe."""
+        """Returns whether to remove the files if the save ends now. Always False in forked children."""
         return not self._is_handed_over and self._home.is_here
 
     def written(
@@ -497,7 +496,7 @@ class Writing:
     ) -> None:
         """Hands durable files over to the flush. With ``commit``, also commits the save locally.
 
-        Raises `CheckpointError` or `OSError` if the record cannot be written. Then neither has happened.
+        Raises `CheckpointError` or `OSError` if the record cannot be written. Then the save has not changed.
         """
         if self._is_aborted:
             raise WriteError(f"{self.queue.root}/{self.record.place}: the save was interrupted")
@@ -505,7 +504,7 @@ class Writing:
         entry = self.entry._replace(state=UNFLUSHED)
         if commit is not None:
             self.queue._storage.put(f"{entry.stem}.index", index, sync=sync)
-        self._is_handed_over = True  # before the record is written, so that an interruption does not remove the files
+        self._is_handed_over = True  # set before the write, so that an interruption does not remove the files
         try:
             self.queue._put(entry, record, sync=sync)
         except Exception:
@@ -516,13 +515,13 @@ class Writing:
         self._unlock()
 
     def abort(self) -> None:
-        """Removes the record of a failed save whose files are gone. Idempotent; does nothing after `written`."""
+        """Removes the record of a failed save whose files were removed. Idempotent; does nothing after `written`."""
         if self.is_unfinished:
             self._is_aborted = True
             self.queue.remove(self.entry)
             self._unlock()
 
     def _unlock(self) -> None:
-        with suppress(OSError):  # closing is not enough: a forked child's copy of the descriptor would keep the lock
+        with suppress(OSError):  # close is not enough: a forked child's copy of the descriptor would hold the lock
             fcntl.flock(self._descriptor.number, fcntl.LOCK_UN)
         self._descriptor.close()

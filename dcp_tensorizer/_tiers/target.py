@@ -1,4 +1,7 @@
-"""The pair of a local folder and the remote one to which it is flushed: LOCAL/x on a node is a copy of PATH/x."""
+"""A local folder and the remote one that it is flushed to: LOCAL/x on a node is a copy of PATH/x.
+
+``place`` is the path x of a checkpoint, relative to both folders and with slashes; empty for the folders themselves.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,17 @@ from .._storage.urls import is_in_process
 from ..errors import WriteError
 
 _LONGEST_LOOK = 20.0
-"""Seconds. A longer pause between two looks at a flush does not count as waiting. A slow disk takes less, and so does
-the time between two tries.
+"""Seconds. Only so much of the pause between two checks of a flush counts as waiting. Slow disks and the waits between
+two attempts take less.
 """
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # it contains secrets
 class FlushTarget:
-    """A local folder, and the remote one to which it is flushed.
+    """A local folder, and the remote one that it is flushed to.
 
-    The remote is a path or URL, which `open_storage` opens with ``options``. A wait for it ends after ``timeout``
-    seconds.
+    ``remote`` is a path or URL, which `open_storage` opens with ``options``. A flush without progress times out after
+    ``timeout`` seconds.
     """
 
     local: str
@@ -40,11 +43,11 @@ class FlushTarget:
         return redact(self.remote).rstrip("/")
 
     def patience(self) -> Patience:
-        """The time limit for a flush that makes no progress."""
+        """Returns a new timeout for a flush that makes no progress."""
         return Patience(self.timeout, _LONGEST_LOOK)
 
     def open(self, place: str = "") -> Storage:
-        """The remote storage of a place; raises `WriteError`."""
+        """Opens the directory of a checkpoint on the remote; raises `WriteError`."""
         root = Path(self.remote) if self.remote.startswith("/") else self.remote
         storage = open_storage(root, self.options, self.timeout)
         if storage.in_process:
@@ -52,19 +55,19 @@ class FlushTarget:
         return below(storage, place)
 
     def folder(self, place: str = "") -> Path:
-        """The local folder of a place."""
+        """Returns the local folder of a checkpoint."""
         return Path(self.local, place)
 
 
 def below(root: Storage, place: str) -> Storage:
-    """The storage of a place below a root."""
+    """Returns the storage of a path below a root."""
     for name in filter(None, place.split("/")):
         root = root.child(name)
     return root
 
 
 def place_of(root: str | os.PathLike[str], path: str | os.PathLike[str]) -> str | None:
-    """A path relative to a root, with slashes. Empty for the root itself; None for a path elsewhere."""
+    """Returns a path relative to a root, which is empty for the root itself. If it is not below the root, None."""
     above, below = (os.fspath(end).rstrip("/") for end in (root, path))
     if above == below:
         return ""
@@ -75,25 +78,26 @@ def place_of(root: str | os.PathLike[str], path: str | os.PathLike[str]) -> str 
 
 
 def _in_process(name: str) -> str:
-    return f"{name} is in the memory of one process, and another one flushes the local folder. Save without local="
+    return f"{name} is in the memory of one process, but another process flushes the local folder. Save without local="
 
 
 def target_of(
     path: str | os.PathLike[str] | None, local: object, options: Mapping[str, Any], timeout: float
 ) -> FlushTarget:
-    """The target of a writer or a reader with a local folder.
+    """Returns the target of a writer or reader with a local folder.
 
-    Raises `TypeError` unless the local folder is a path, `ValueError` if it is a URL, if there is no path to mirror, if
-    that is in memory, or if one contains the other, and `WriteError` if one is relative and there is no working
-    directory.
+    Raises:
+        TypeError: ``local`` is not a path.
+        ValueError: ``local`` is a URL, ``path`` is None or in memory, or one of them contains the other.
+        WriteError: one of them is relative, and there is no working directory.
     """
     if not isinstance(local, str | os.PathLike) or not isinstance(os.fspath(local), str):
         raise TypeError(f"local must be a str or an os.PathLike, got {type(local).__name__}")
     if path is None:
-        raise ValueError("local= needs a path to mirror. Pass path= as well")
+        raise ValueError("local= requires path=, the folder that it mirrors. Pass both")
     here, remote = absolute_path(local), os.fspath(absolute_path(path))
     if not isinstance(here, Path):
-        raise ValueError("local must be a folder on a disk of this machine, got a URL")
+        raise ValueError("local must be a local folder, got a URL")
     if is_in_process(remote):
         raise ValueError(_in_process(redact(remote)))
     if place_of(here, remote) is not None or place_of(remote, here) is not None:

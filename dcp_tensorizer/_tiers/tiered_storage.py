@@ -1,7 +1,7 @@
 """A checkpoint that is read from the nearest copy: each file from the local folder if it is complete there.
 
-A save may be committed locally, and not on the remote yet. It appears as a checkpoint if this node's local folder has
-the files of all ranks. So if each node has a folder of its own, it appears on none, and all ranks see the same.
+A save may be committed locally, but not on the remote yet. It is visible if this node's local folder has the files of
+all ranks. If each node has its own folder, the save is visible on no node, so that all ranks find the same checkpoint.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _WHOLE = OPEN | {REMOTE}
 
 class _Copies(NamedTuple):
     sizes: Mapping[str, int]  # the complete files
-    indexes: Mapping[str, bytes]  # the metadata files of checkpoints that are complete here, and not on the remote yet
+    indexes: Mapping[str, bytes]  # the metadata of checkpoints that are complete here, but not on the remote yet
 
 
 class NearestStorage(Storage):
-    """A checkpoint's directory on the remote, of which this node may have a copy. Writes go to the remote.
+    """A checkpoint's directory on the remote, of which this node may have a copy. Writes to the remote only.
 
     Args:
         target: The local folder and the remote one.
@@ -68,14 +68,14 @@ class NearestStorage(Storage):
         whole = {name: entry for name, (entry, commit) in commits.items() if commit.files.items() <= sizes.items()}
         indexes = dict[str, bytes]()
         for name, entry in whole.items():
-            with suppress(MetadataError):  # without its metadata the flush gives the save up, too
+            with suppress(MetadataError):  # the flush also gives up a save without metadata
                 index = queue.index(entry)
                 if os.access(queue.folder, os.W_OK) or not self._is_superseded(index, name):
                     indexes[name] = index
         return _Copies(sizes, indexes)
 
     def _is_superseded(self, index: bytes, name: str) -> bool:
-        """Returns whether the remote has a later checkpoint. A folder that cannot be written may not know of it."""
+        """Returns whether the remote has a later checkpoint, which a read-only folder may not have recorded."""
         with suppress(ReadError):
             return is_superseded(self.remote, index, name)
         return False
@@ -108,7 +108,7 @@ class NearestStorage(Storage):
         return files, sorted({*folders, *self._below()})
 
     def _below(self) -> set[str]:
-        """The names of the folders below this one that contain saves which are not on the remote yet."""
+        """Returns the names of the subfolders with saves that are not on the remote yet."""
         queue = Queue(self._target.folder())
         places = {record.place for _, record in queue.records(OPEN, self._target.name)}
         prefix = f"{self._place}/" if self._place else ""
@@ -123,7 +123,7 @@ class NearestStorage(Storage):
         if index is None:
             return super().read_range(name, offset, nbytes)
         if len(index) < offset + nbytes:
-            raise MetadataError(f"{self.path}/{name} ends {offset + nbytes - len(index):,} bytes too early")
+            raise MetadataError(f"{self.path}/{name} is {offset + nbytes - len(index):,} bytes too short")
         return index[offset : offset + nbytes]
 
     def head(self, name: str) -> int | None:
@@ -135,7 +135,7 @@ class NearestStorage(Storage):
         if name in self._copies.sizes:
             try:
                 return self._local.open(name)
-            except OSError:  # the copy has just been removed, because there is a newer checkpoint
+            except OSError:  # another process has removed the copy, because there is a newer checkpoint
                 return self.remote.open(name)
         return self.remote.open(name)
 
@@ -169,12 +169,12 @@ def nearest(
 ) -> Callable[[str | os.PathLike[str]], Storage]:
     """Returns a function that opens the storage of a checkpoint by its path.
 
-    The function raises `WriteError` if the storage cannot be opened, and `ReadError` if it is not below ``path``.
+    The function raises `WriteError` if the storage cannot be opened, and `ReadError` if its path is not below ``path``.
 
     Args:
-        path: The folder of which the local folder has copies.
+        path: The folder that the local folder mirrors.
         options, timeout: As for `open_storage`.
-        local: The local folder; None if there is none.
+        local: The local folder, if any.
 
     Raises:
         TypeError, ValueError, WriteError: see `target_of`.
@@ -188,8 +188,8 @@ def nearest(
         place = place_of(target.remote, absolute_path(path))
         if place is None:
             raise ReadError(
-                f"{redact(os.fspath(path))} is not below {target.name}, which {target.local} mirrors: give "
-                f"the reader that path, or no local folder"
+                f"{redact(os.fspath(path))} is not below {target.name}, which {target.local} mirrors. Give the reader "
+                f"a path below it, or no local folder."
             )
         return NearestStorage(target, target.open(place), place)
 

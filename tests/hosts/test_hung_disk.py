@@ -166,4 +166,4 @@ def test_a_local_disk_that_hangs_is_passed_by(small_disk, tmp_path, step):
     disk = small_disk(64 << 20, "ext4")
     output, errors = run_beside(disk, LOCAL_JOB, tmp_path / "remote", step, seconds=90)
     assert output == "[2.0] 2\n"
-    assert errors.count("is not used, and this save goes to") == 1
+    assert errors.count("; saving to ") == 1

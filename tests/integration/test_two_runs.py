@@ -69,7 +69,7 @@ def test_what_the_newer_run_commits_after_the_look_stays(tmp_path: Path, monkeyp
 
         assert old.restore(state_of(0), 1) == 1
         monkeypatch.setattr(Lease, "check", look_and_wait)
-        with pytest.raises(WriteError, match="step-2: another run has saved there just now"):
+        with pytest.raises(WriteError, match="step-2: another run has just saved there"):
             old.save(2, state_of(2), wait=True)
         assert (new.restore(state := state_of(0)), state["step"]) == (2, 20)
 

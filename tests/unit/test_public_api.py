@@ -219,7 +219,7 @@ def test_the_arguments_of_the_writer_are_pinned() -> None:
         ({"on_progress": "print"}, TypeError, "on_progress must be callable, or None, got str."),
         ({"limits": 600.0}, TypeError, "limits must be SaveLimits, got float."),
         ({"local": 7, "path": "/a"}, TypeError, "local must be a str or an os.PathLike, got int"),
-        ({"local": "/b"}, ValueError, "local= needs a path to mirror. Pass path= as well"),
+        ({"local": "/b"}, ValueError, "local= requires path=, the folder that it mirrors. Pass both"),
         (
             {"local": "/a/b", "path": "/a"},
             ValueError,
@@ -228,7 +228,7 @@ def test_the_arguments_of_the_writer_are_pinned() -> None:
         (
             {"local": "s3://b", "path": "/a"},
             ValueError,
-            "local must be a folder on a disk of this machine, got a URL",
+            "local must be a local folder, got a URL",
         ),
         ({"max_unflushed": 0}, ValueError, "max_unflushed must be an int of at least 1, got 0."),
     ],

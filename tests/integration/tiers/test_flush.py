@@ -292,7 +292,7 @@ def test_metadata_waits_for_the_files_of_all_ranks(tmp_path: Path) -> None:
     while flusher.step() is not None:
         assert time.monotonic() < deadline
     assert run.states() in (["lost"], ["told"])  # by the thread of the writer that has saved
-    assert "data of rank 3 has not come for 0.2 s" in run.queue.record(run.queue.entries()[0]).reason  # type: ignore[union-attr]
+    assert "data of rank 3 has not arrived for 0.2 s" in run.queue.record(run.queue.entries()[0]).reason  # type: ignore[union-attr]
     assert files_below(run.remote) == set()
 
 
@@ -523,7 +523,7 @@ def test_what_is_gone_here_holds_nothing_up(tmp_path: Path, suffix: str) -> None
     else:
         next((run.local / "step-1").iterdir()).write_bytes(b"short")
     assert Flusher(run.target).step() is None
-    assert f".{suffix} is gone, or" in run.queue.record(first).reason  # type: ignore[union-attr]
+    assert f".{suffix} is missing" in run.queue.record(first).reason  # type: ignore[union-attr]
     assert run.load("step-2") == 2
     assert files_below(run.remote / "step-1") == set()
 

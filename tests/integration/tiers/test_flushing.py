@@ -68,7 +68,7 @@ def test_a_record_that_is_gone_is_no_arrival(tmp_path: Path, commits: bool) -> N
     assert told == []
     assert flushing.future("a" * 32).exception() is not None  # type: ignore[union-attr]
     if commits:
-        with pytest.raises(WriteError, match="has not seen remote/step-1 on the remote"):
+        with pytest.raises(WriteError, match="has not found remote/step-1 on the remote"):
             flushing.check()
     flushing.check()
 

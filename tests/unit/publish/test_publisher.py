@@ -107,7 +107,7 @@ def test_another_configuration_is_published_whole(tmp_path: Path) -> None:
     state = published_versions(tmp_path, 1)[-1]
     write_model(tmp_path / "other", next_state(state, 5), config='{"rope": 2}')
     version = publish(tmp_path / "other", tmp_path / "published")
-    assert (version.is_delta, version.why_whole) == (False, "files beside the weights are not those of version 1")
+    assert (version.is_delta, version.why_whole) == (False, "files beside the weights differ from version 1")
 
 
 def test_a_model_in_one_file_without_an_index(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_the_version_before_may_be_given(tmp_path: Path) -> None:
     """Then it is read, and not put together. It is compared with what was published."""
     published_versions(tmp_path, 2)
     write_model(tmp_path / "new", next_state(loaded(tmp_path / "model-2"), 9))
-    with pytest.raises(ChecksumMismatch, match=r"'[\w.]+' in .*model-1/.* is not what was published before"):
+    with pytest.raises(ChecksumMismatch, match=r"'[\w.]+' in .*model-1/.* differs from the previous version"):
         publish(tmp_path / "new", tmp_path / "published", previous=tmp_path / "model-1")
     assert publish(tmp_path / "new", tmp_path / "published", previous=tmp_path / "model-2").version == 3
     apply_delta(tmp_path / "copy", tmp_path / "published")

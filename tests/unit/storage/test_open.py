@@ -254,5 +254,5 @@ def test_two_packages_for_one_protocol(register: Callable[..., None]) -> None:
 def test_a_folder_is_not_flushed_to_the_memory_of_one_process(register: Callable[..., None]) -> None:
     """The writer process, which flushes, has a memory of its own: what it put there would be lost."""
     register("shelves", shelf=f"{__name__}:Shelf")
-    with pytest.raises(WriteError, match="shelf://a is in the memory of one process, and another one flushes"):
+    with pytest.raises(WriteError, match="shelf://a is in the memory of one process, but another process flushes"):
         FlushTarget("/local", "shelf://a", {}).open("step-1")
