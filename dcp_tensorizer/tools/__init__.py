@@ -1,12 +1,12 @@
-"""The commands of ``dcp-tensorizer``, from Python. Each returns plain, frozen records.
+"""The commands of ``dcp-tensorizer`` as Python functions. Each returns frozen dataclasses.
 
     from dcp_tensorizer.tools import list_checkpoints, verify
 
     newest = next(found for found in list_checkpoints("run") if found.state == "committed")
     assert not verify(newest.path).damages
 
-Checkpoints are local paths or URLs that fsspec opens. No command runs code from a checkpoint. None needs a GPU, a
-process group, or memory for more than a few blocks of tensors.
+Checkpoints are local paths or URLs that fsspec opens. No command runs code from a checkpoint, and none needs a GPU or a
+process group. Commands read tensors in blocks; `convert` needs the memory of the largest tensor.
 """
 
 from importlib import import_module
@@ -70,7 +70,7 @@ __all__ = sorted(_MODULES)
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Imports torch when a command is first asked for: the command line's help takes none of that time."""
+        """Imports a command on first access, so that the help of the command line does not import torch."""
         if name in _MODULES:
             return getattr(import_module(_MODULES[name], __name__), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

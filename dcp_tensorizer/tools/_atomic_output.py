@@ -1,4 +1,4 @@
-"""Writes results under temporary names, and renames them when they are complete."""
+"""Writes results under temporary names and renames them once complete."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
 from ..errors import ConversionError, NotCommitted, WriteError
 
-_SHOWN = 50  # characters of a result's name in its temporary name, for error messages
+_SHOWN = 50  # characters of the result's name in its temporary name, which error messages show
 
 
 def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
-    """The storage of a file's directory, and the file's name there.
+    """Returns the storage of a file's directory, and the file's name in it.
 
-    Raises `ConversionError` if a URL has no such name or directory, and `WriteError` if the name cannot be a file's.
+    Raises `ConversionError` if a URL has no file name or no directory, and `WriteError` for an invalid file name.
     """
     if "://" in path or "::" in path:
         folder, _, name = path.rpartition("/")
         if not name or folder.endswith(":/"):
-            raise ConversionError(f"{redact(path)} names no file in a directory")
+            raise ConversionError(f"{redact(path)} names no file in a directory. Name one.")
         return open_storage(folder, options), name
     absolute = Path(absolute_path(path))
     return LocalStorage(absolute.parent), absolute.name
 
 
 def shown_path(path: str) -> str:
-    """The name of a result for metadata and messages: its final one, without credentials."""
+    """Returns the final path of a result for metadata and messages, without credentials."""
     return redact(str(absolute_path(path)))
 
 
 @contextmanager
 def new_directory(target: str, options: Mapping[str, Any], files: str) -> Iterator[Storage]:
-    """Makes a directory that gets its name when it is complete.
+    """Creates a directory under a temporary name and renames it once complete.
 
-    A storage without renaming removes its files after a failure instead: those that match the pattern ``files``. Others
-    are foreign. The pattern leaves out the file that completes the result. Raises `ConversionError` if there is
-    something at ``target``, or a file system is mounted there, and `WriteError` if it cannot be written.
+    On a storage without renaming, a failure removes the files that match the pattern ``files``, which must not match
+    the file that completes the result. Raises `ConversionError` if ``target`` exists and is not an empty directory, is
+    the working directory, or is a mount point, and `WriteError` if it cannot be written.
     """
     storage = open_storage(target, options)
     with suppress(NotCommitted):
@@ -55,7 +55,7 @@ def new_directory(target: str, options: Mapping[str, Any], files: str) -> Iterat
         real, is_here = Path(os.path.realpath(storage.location)), False
         if real.exists() and not real.is_dir():
             raise ConversionError(f"{storage.path} exists and is not a directory. Choose another destination.")
-        with suppress(OSError):  # one of them does not exist
+        with suppress(OSError):  # the target or the working directory does not exist
             is_here = real.samefile(os.curdir)
         if is_here:
             raise ConversionError(f"{storage.path} is the working directory and would be replaced. Name another one.")
@@ -63,13 +63,13 @@ def new_directory(target: str, options: Mapping[str, Any], files: str) -> Iterat
             raise ConversionError(f"{storage.path} is a mount point and cannot be replaced. Name a directory in it.")
         with _renamed(real) as temporary:
             temporary.mkdir()
-            if real.exists():  # its owner, mode and extended attributes may be there to protect it
+            if real.exists():  # preserve the access control of the empty directory that the rename replaces
                 state = real.stat()
                 with suppress(OSError):
                     os.chown(temporary, state.st_uid, state.st_gid)
                 shutil.copystat(real, temporary)
             yield LocalStorage(temporary)
-            for path in (*temporary.iterdir(), temporary):  # torch's own writer does not make them durable
+            for path in (*temporary.iterdir(), temporary):  # torch's own writer does not fsync
                 descriptor = os.open(path, os.O_RDONLY)
                 try:
                     os.fsync(descriptor)
@@ -88,9 +88,9 @@ def new_directory(target: str, options: Mapping[str, Any], files: str) -> Iterat
 
 @contextmanager
 def new_file(path: str, options: Mapping[str, Any]) -> Iterator[tuple[Storage, str]]:
-    """Makes a file that gets its name when it is complete. On storages without renaming, files appear only then anyway.
+    """Creates a file under a temporary name and renames it once complete. Other storages show only complete files.
 
-    Raises `ConversionError` if there is something at the path, and `WriteError` if it cannot be written.
+    Raises `ConversionError` if the path exists, and `WriteError` if the file cannot be written.
     """
     storage, name = beside(path, options)
     if storage.head(name) is not None:
@@ -105,11 +105,11 @@ def new_file(path: str, options: Mapping[str, Any]) -> Iterator[tuple[Storage, s
 
 @contextmanager
 def _renamed(path: Path) -> Iterator[Path]:
-    """Yields a temporary name beside ``path``. In the end it is renamed to ``path``, or after a failure removed.
+    """Yields a temporary path beside ``path``, then renames it to ``path``; after a failure, removes it.
 
-    Missing parent directories are made. After a failure they are removed, unless there are files of others in them.
+    Creates missing parent directories. After a failure, removes those that are still empty.
     """
-    # A name has at most 255 bytes, and a character up to four. So only the beginning of a long name is used.
+    # A file name has at most 255 bytes, and a character up to four: truncate long names.
     temporary = path.parent / f".{path.name[:_SHOWN]}.{uuid.uuid4().hex}.tmp"
     made: list[Path] = []
     try:
@@ -121,11 +121,11 @@ def _renamed(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise WriteError(f"cannot write {path}: {error}") from error
     finally:
-        with suppress(OSError):  # it does not exist
+        with suppress(OSError):  # already renamed or never created
             if temporary.is_dir():
                 shutil.rmtree(temporary, ignore_errors=True)
             else:
                 temporary.unlink(missing_ok=True)
         for folder in made:
-            with suppress(OSError):  # not empty: the result, or files of others
+            with suppress(OSError):  # not empty: it holds the result or unrelated files
                 folder.rmdir()

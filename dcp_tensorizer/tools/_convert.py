@@ -1,6 +1,6 @@
 """Converts checkpoints to other formats and back.
 
-Shards are put together into whole tensors. Each tensor is read when it is to be written, so that a conversion needs the
+Shards are assembled into whole tensors. Each tensor is read right before it is written, so that a conversion needs the
 memory of the largest tensor, not of the checkpoint.
 """
 
@@ -37,10 +37,10 @@ class Converted:
 
     Attributes:
         source_format: One of `FORMATS`.
-        tensors: How many tensors were converted.
-        objects: How many other values were converted.
+        tensors: Number of converted tensors.
+        objects: Number of converted objects.
         nbytes: Bytes of the tensors in the new file or files.
-        seconds: How long it took.
+        seconds: The time taken.
     """
 
     source_format: str
@@ -60,34 +60,35 @@ def convert(
     encryption: DecryptionParams | None = None,
     on_progress: _Progress = lambda done, total: None,
 ) -> Converted:
-    """Converts a checkpoint of any of the `FORMATS` into any other. The target appears as a whole, or not at all.
+    """Converts a checkpoint between any two of the `FORMATS`. A failed conversion leaves nothing at the target.
 
     Args:
         source: A checkpoint of this package or of torch's DCP, a tensorizer file, a safetensors file or a directory of
             them, or a ``torch.save`` file; a local path, or any URL that fsspec opens.
-        target: A path or URL where there is nothing yet; links are followed. ``dcp_tensorizer``, ``dcp`` and
-            tensor-parallel tensorizer files take a directory, ``tensorizer`` and ``torch`` a file, and ``safetensors``
-            a file if the name ends in ``.safetensors``, otherwise a directory in Hugging Face's layout.
-        to: The format.
+        target: A path or URL that does not exist yet, or an empty directory; links are followed. ``dcp_tensorizer``,
+            ``dcp`` and tensor-parallel tensorizer files take a directory, ``tensorizer`` and ``torch`` a file. For
+            ``safetensors``, a name that ends in ``.safetensors`` is a file, any other a directory in Hugging Face's
+            layout.
+        to: The target's format.
         options: What to convert, and how.
         storage_options: Passed to the fsspec filesystems of source and target.
         encryption: The key of an encrypted source (`tensorizer.DecryptionParams`). The target is not encrypted.
         on_progress: Called with the bytes that were read and the bytes in all; by several threads, one at a time.
 
     Raises:
-        ConversionError: the format cannot hold a value, or does not take an option, which the message names, or there
-            is something at ``target``; nothing was written.
+        ConversionError: the format cannot hold a value or does not take an option (the message names it), or
+            ``target`` exists. Nothing was written.
         NotCommitted: there is no checkpoint at ``source``.
         DecryptionError: the key is missing or wrong, or ``source`` is not encrypted.
-        UntrustedObject: an object would need code to run.
-        CheckpointError: ``source`` is damaged, or ``target`` cannot be written; nothing is left there.
+        UntrustedObject: loading an object would run code.
+        CheckpointError: ``source`` is damaged, or ``target`` cannot be written. Nothing is left at ``target``.
     """
     started = time.monotonic()
     options = options or ConvertOptions()
     for name in filter(None, (to, options.source_format)):
         if name not in FORMATS:
             raise ConversionError(
-                f"{name!r} is not one of the formats {', '.join(FORMATS)}{did_you_mean([name], FORMATS)}"
+                f"the format must be one of {', '.join(FORMATS)}, got {name!r}{did_you_mean([name], FORMATS)}"
             )
     check_options(options, to, os.fspath(target))
     view = open_checkpoint(source, storage_options or {}, options.source_format, encryption)
@@ -98,14 +99,14 @@ def convert(
     try:
         write(_with_progress(view, on_progress), os.fspath(target), storage_options or {}, options)
     except WriteError as error:
-        if isinstance(error.__cause__, ReadError):  # the error is the source's
+        if isinstance(error.__cause__, ReadError):  # raised by reading the source
             raise error.__cause__ from error.__cause__.__cause__
         raise
     return Converted(source_format, len(view.tensors), len(view.objects), view.nbytes, time.monotonic() - started)
 
 
 def _select(view: CheckpointView, options: ConvertOptions) -> CheckpointView:
-    """Selects the values to convert, with their new names and dtypes."""
+    """Selects the values to convert, and gives them their new keys and dtypes."""
 
     def is_in(key: str, patterns: Sequence[str]) -> bool:
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)

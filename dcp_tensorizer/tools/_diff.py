@@ -1,4 +1,4 @@
-"""Compares two checkpoints by key and by value, block by block. Their shardings and formats may differ."""
+"""Compares two checkpoints by key and by value, block by block, across shardings and formats."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Pair = tuple[StoredTensor, StoredTensor]
 
 _BLOCK = 8 << 20
 _THREADS = 4
-_ELEMENTS = 1 << 17  # elements at a time, eight bytes each as float64
+_ELEMENTS = 1 << 17  # elements per comparison: 1 MiB as float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,10 @@ class Change:
     Attributes:
         key: The key in the flattened state dict.
         what: ``shape``, ``dtype``, ``kind`` (a tensor in one and an object in the other), or ``value``.
-        before, after: Short descriptions; empty for the values of tensors.
-        elements: The number of elements; ``differing`` of them differ in at least one bit.
-        largest: The largest difference of two elements; NaN if one of the two is; None if the dtype has no arithmetic.
+        before, after: Short descriptions; empty if ``what`` is the value of a tensor.
+        elements: The number of elements.
+        differing: The number of elements that differ in at least one bit.
+        largest: The largest difference of two elements; NaN if either is NaN. None if the dtype has no arithmetic.
         relative: The largest difference relative to the larger element.
     """
 
@@ -55,14 +56,14 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The differences of two checkpoints; false if there are none.
+    """The differences of two checkpoints. Without differences, it is false.
 
     Attributes:
-        added: Keys that only the second one has.
-        removed: Keys that only the first one has.
+        added: Keys that only the second checkpoint has.
+        removed: Keys that only the first checkpoint has.
         changed: Differences of keys that both have.
-        same: How many keys are the same.
-        nbytes: Bytes of tensors that were read in both. The digests of the others are equal.
+        same: Number of keys with equal values.
+        nbytes: Bytes read from both checkpoints. Tensors with equal digests are not read.
     """
 
     added: tuple[str, ...]
@@ -95,22 +96,22 @@ def diff(
     encryption: DecryptionParams | None = None,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Difference:
-    """Compares two checkpoints, of any of the formats that `convert` reads and however they are sharded.
+    """Compares two checkpoints of any formats that `convert` reads, with any sharding.
 
-    Tensors with the same chunks and the same stored digests are not read, and count as the same. `verify` finds damage.
-    64-bit digests of different blocks are equal in one of 10^19 cases.
+    Tensors with the same chunks and the same stored digests count as equal without being read, so that `diff` does not
+    find damage; `verify` does. 64-bit digests of different blocks are equal in one of 10^19 cases.
 
     Args:
-        before: A checkpoint.
-        after: Another one.
+        before: The first checkpoint.
+        after: The second checkpoint.
         storage_options: Passed to the fsspec filesystems of URLs.
-        encryption: The key, if one of them is encrypted.
-        on_progress: Called with the bytes that were compared and the bytes in all.
+        encryption: The key, if a checkpoint is encrypted.
+        on_progress: Called with the bytes compared so far and the total.
 
     Raises:
         NotCommitted: there is no checkpoint.
         DecryptionError: a key is missing or wrong, or neither checkpoint is encrypted.
-        CheckpointError: one of them is damaged, or cannot be read.
+        CheckpointError: a checkpoint is damaged or cannot be read.
     """
     old, new = open_all((before, after), storage_options or {}, encryption, look_at_files=True)
     return diff_views(old, new, on_progress)
@@ -124,9 +125,9 @@ def diff_views(
     block_bytes: int = _BLOCK,
     elements_at_once: int = _ELEMENTS,
 ) -> Difference:
-    """Compares two checkpoints as `diff` does.
+    """Compares two opened checkpoints (see `diff`).
 
-    It reads ``block_bytes`` of a tensor per thread at a time, and compares ``elements_at_once`` elements at a time.
+    Each thread reads ``block_bytes`` of a tensor at a time, and compares ``elements_at_once`` elements at a time.
     """
     old, new = before.paths, after.paths
     changes: dict[str, Change] = {}
@@ -178,12 +179,12 @@ def _object_change(a: StoredObject, b: StoredObject) -> Change | None:
     contents = a.read(), b.read()
     if contents[0] == contents[1]:
         return None
-    with suppress(Exception):  # equal values have other pickles if one has the same string twice, and the other two
+    with suppress(Exception):  # pickles of equal values differ if one shares a string object and the other has two
         x, y = map(load_object, contents)
         if is_small(x) and is_small(y) and (x == y) is True and repr(x) == repr(y):  # 1 == 1.0 == True
             return None
     (old_type, old, _), (new_type, new, _) = map(shown_value, contents)
-    if (old, old_type) == (new, new_type):  # the descriptions are cut off
+    if (old, old_type) == (new, new_type):  # the descriptions are truncated
         old, new = f"{old} ({a.nbytes:,} bytes)", f"{new} ({b.nbytes:,} bytes)"
     return Change(a.key, "value", old, new)
 
@@ -226,7 +227,7 @@ def _compare(a: torch.Tensor, b: torch.Tensor) -> _Stats:
 
 
 def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """The distances of elements, and the larger absolute value of each pair. Two NaNs, or equal infinities, have 0."""
+    """Returns the distance of each pair of elements (0 for two NaNs or equal infinities), and its larger magnitude."""
     with np.errstate(all="ignore"):
         if a.dtype.is_floating_point or a.dtype.is_complex:
             wide = torch.complex128 if a.dtype.is_complex else torch.float64
@@ -237,7 +238,7 @@ def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[np.ndarray, np.ndarray
         unsigned = np.dtype(f"u{x.itemsize}")
         distance = np.maximum(x, y).view(unsigned) - np.minimum(x, y).view(
             unsigned
-        )  # also right if the difference does not fit into the signed type
+        )  # unsigned, because the difference may overflow the signed type
         return distance.astype(np.float64), np.maximum(np.abs(x.astype(np.float64)), np.abs(y.astype(np.float64)))
 
 

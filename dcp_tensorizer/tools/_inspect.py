@@ -1,4 +1,4 @@
-"""Lists the contents of a checkpoint: the locations of its tensors, and its objects."""
+"""Lists the contents of a checkpoint: its tensors with their locations, and its objects."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ if TYPE_CHECKING:
     from .._tensor_file.encryption import DecryptionParams
 
 _MAX_SHOWN = 80  # characters of a value
-_MAX_READ = 1 << 20  # bytes: larger objects are not read to be shown
+_MAX_READ = 1 << 20  # bytes; the values of larger objects are not shown
 _MAX_NAMED = 8  # prefixes of keys in a message
 _THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkInfo:
-    """A part of a tensor that is stored by itself.
+    """A stored chunk of a tensor.
 
     Attributes:
-        offset, shape: The part of the tensor.
+        offset, shape: The region of the tensor.
         nbytes: Stored bytes.
-        rank: The rank that wrote it; None if it has no bytes, or its format has no ranks.
-        file, file_offset: The location of its first byte; None if it has no bytes.
+        rank: The rank that wrote the chunk; None for an empty chunk, or if the format has no ranks.
+        file, file_offset: The location of the first byte; None for an empty chunk.
     """
 
     offset: tuple[int, ...]
@@ -71,7 +71,7 @@ class ChunkInfo:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor; ``dtype`` is torch's name of it: ``bfloat16``."""
+    """A tensor. ``dtype`` is torch's name, such as ``bfloat16``."""
 
     key: str
     shape: tuple[int, ...]
@@ -85,9 +85,9 @@ class ObjectInfo:
     """A value that is not a tensor.
 
     Attributes:
-        type: The name of its type; ``?`` if that is not known without running code, or without a key.
-        text: Its value, shown in 80 characters at most.
-        value: Its value, if that is a bool, a number or a str; otherwise None.
+        type: The name of the type; ``?`` if finding it would need to run code or a decryption key.
+        text: The value in at most 80 characters.
+        value: The value, if it is a bool, a number or a str; otherwise None.
         nbytes: Stored bytes.
         rank, file, file_offset: As in `ChunkInfo`.
     """
@@ -104,7 +104,7 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True)
 class DataFileInfo:
-    """A data file of a checkpoint; ``rank`` is None if its format has no ranks."""
+    """A data file of a checkpoint. If the format has no ranks, ``rank`` is None."""
 
     file: str
     rank: int | None
@@ -126,11 +126,11 @@ class Inspection:
 
     Attributes:
         path: The path, without credentials.
-        ranks: How many ranks wrote it; None if its format has no ranks.
-        files: Its data files.
+        ranks: The number of ranks that wrote the checkpoint; None if the format has no ranks.
+        files: The data files.
         tensors, objects: The values whose keys match, in the order of the state dict.
-        by_dtype, by_key: Totals of these tensors; ``by_key`` by the first part of the keys that differs.
-        step, metrics: Those that a manager has recorded.
+        by_dtype, by_key: Totals of ``tensors``, by dtype and by the first component in which their keys differ.
+        step, metrics: The step and the metrics that a manager recorded.
         best: As in `CheckpointInfo`.
     """
 
@@ -153,19 +153,19 @@ def inspect(
     storage_options: Mapping[str, Any] | None = None,
     encryption: DecryptionParams | None = None,
 ) -> Inspection:
-    """Lists the contents of a checkpoint: its tensors, where each chunk of them is, its objects, its files.
+    """Lists the contents of a checkpoint: tensors, the location of each chunk, objects, and files.
 
     Args:
         checkpoint: The checkpoint, of any format that `convert` reads.
-        pattern: A pattern of the keys to list, as in a shell: ``model.*.weight``.
+        pattern: A shell-style pattern of the keys to list, such as ``model.*.weight``.
         storage_options: Passed to the fsspec filesystem of a URL.
-        encryption: The key of an encrypted checkpoint; without it, the values of objects are not shown.
+        encryption: The key of an encrypted checkpoint. Without the key, the values of objects are not shown.
 
     Raises:
         NotCommitted: there is no checkpoint.
-        UnsupportedFormat: it is of a newer version.
+        UnsupportedFormat: the checkpoint was written by a newer version.
         DecryptionError: the key is wrong, or the checkpoint is not encrypted.
-        CheckpointError: it is damaged, or cannot be read; or no key matches.
+        CheckpointError: the checkpoint is damaged or cannot be read, or no key matches.
     """
     storage = open_storage(checkpoint, storage_options)
     try:
@@ -184,12 +184,12 @@ def inspect(
 
 
 def _metric_of_best(storage: Storage, record: SaveRecord, options: Mapping[str, Any] | None) -> str | None:
-    """The metric by which a checkpoint is the best of its manager's, which lie beside it; None if it is not."""
+    """Returns the metric by which a checkpoint is the best in its manager's folder. For any other, returns None."""
     folder, _, name = storage.location.rstrip("/").rpartition("/")
     numbers = [number for number in re.finditer(r"\d+", name) if int(number[0]) == record.step]
     if not numbers:
         return None
-    with suppress(CheckpointError, ValueError):  # what lies beside it cannot be read, or is not the manager's folder
+    with suppress(CheckpointError, ValueError):  # the folder cannot be read, or is not a manager's
         names = StepNames(f"{name[: numbers[-1].start()]}{{}}{name[numbers[-1].end() :]}")
         rules, steps = of_manager(sound(read_steps(open_storage(folder, options), names)))
         best = rules.best(steps)
@@ -198,9 +198,9 @@ def _metric_of_best(storage: Storage, record: SaveRecord, options: Mapping[str, 
 
 
 def inspect_view(view: CheckpointView, files: Mapping[str, int], pattern: str = "*") -> Inspection:
-    """Lists the values whose keys match a pattern, as in a shell; ``*`` also matches dots.
+    """Lists the values whose keys match a shell-style pattern, in which ``*`` also matches dots.
 
-    ``files`` are the sizes of the data files by name. Raises `CheckpointError` if no key matches.
+    ``files`` maps the names of the data files to their sizes. Raises `CheckpointError` if no key matches.
     """
     tensors = [t for t in view.tensors.values() if fnmatch.fnmatchcase(t.key, pattern)]
     objects = [o for o in view.objects.values() if fnmatch.fnmatchcase(o.key, pattern)]
@@ -233,7 +233,7 @@ def inspect_view(view: CheckpointView, files: Mapping[str, int], pattern: str = 
 
 
 def shown_value(content: bytes) -> tuple[str, str, bool | int | float | str | None]:
-    """Describes an object by its ``torch.save`` bytes, as far as possible without running code.
+    """Describes an object from its ``torch.save`` bytes, without running code from them.
 
     Returns ``type``, ``text`` and ``value`` of `ObjectInfo`.
     """
@@ -257,13 +257,13 @@ def _object(stored: StoredObject) -> ObjectInfo:
         shown = ("?", "too large to be shown", None) if too_large else shown_value(stored.read())
     except DecryptionError:
         shown = "?", "encrypted", None
-    except ConversionError as error:  # values of other formats that are not read here
+    except ConversionError as error:  # a value of another format that cannot be read
         shown = "?", str(error), None
     return ObjectInfo(stored.key, *shown, stored.nbytes, *_location(stored.item))
 
 
 def _location(item: StoredItem | None) -> tuple[int | None, str | None, int | None]:
-    """The rank, the file, and the offset of the first byte in the file."""
+    """Returns the rank, the file, and the offset of the first byte in the file."""
     return (_rank(item.file), item.file, item.offset) if item is not None and item.file else (None, None, None)
 
 
@@ -282,7 +282,7 @@ def _totals(named: Iterable[tuple[str, StoredTensor]]) -> dict[str, Total]:
 
 
 def _groups(paths: list[Path]) -> list[str]:
-    """The top-level key of each path; if all have the same one, the keys down to the first that differs."""
+    """Returns the prefix of each path, down to the first level at which the paths differ."""
     depth = 1
     while len({path[:depth] for path in paths}) == 1 and all(len(path) > depth + 1 for path in paths):
         depth += 1

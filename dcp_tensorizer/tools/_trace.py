@@ -1,4 +1,4 @@
-"""Puts the spans of all ranks and processes on one clock, as a trace that Perfetto and ``chrome://tracing`` open."""
+"""Merges the spans of all ranks and processes into one trace for Perfetto or ``chrome://tracing``."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _TRACK_OF = {
     "read": "load",
     "read file": "read",
 }
-"""The row of each span's name; the others are in that of the save."""
-_ROWS = 1000  # the most rows of one track
+"""The track of each span, by its name. Other spans are on the track ``save``."""
+_ROWS = 1000  # maximum number of rows per track
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
-    """A written trace.
+    """The result of `trace`.
 
     Attributes:
-        path: The file.
+        path: The trace file.
         saves: Number of saves, counted by rank: a save of four ranks counts as four.
         loads: Number of loads, counted by rank.
         ranks: Number of ranks.
@@ -58,18 +58,18 @@ class Traced:
 
 
 def trace(sources: Sequence[_Path], output: _Path = "trace.json") -> Traced:
-    """Makes a trace from what `dcp_tensorizer.trace.TraceFile` has written, for https://ui.perfetto.dev.
+    """Merges the files of `dcp_tensorizer.trace.TraceFile` into a trace for https://ui.perfetto.dev.
 
-    The processes of a host share a clock. The clocks of different hosts are compared by their time of day.
+    The processes of a host share a clock. The clocks of different hosts are aligned by their wall-clock time.
 
     Args:
-        sources: Folders of trace files, or single ones.
+        sources: Trace files, or folders of trace files.
         output: The trace: a local path, or a URL. An older file is replaced.
 
     Raises:
         ValueError: there are no sources.
-        NotCommitted: there is no trace file at one of them, or the files hold no save and no load.
-        ReadError: a file cannot be read, or is no trace file.
+        NotCommitted: a source has no trace file, or the files hold neither a save nor a load.
+        ReadError: a file cannot be read, or is not a trace file.
         WriteError: the trace cannot be written.
     """
     if not sources:
@@ -120,7 +120,7 @@ def _files(source: Path) -> list[Path]:
 
 
 def _records(file: Path) -> Iterator[_Record]:
-    """The lines of a file. The last one may be cut off, if its process was killed."""
+    """Yields the lines of a file. If its process was killed, skips a truncated last line."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, UnicodeError) as error:
@@ -134,14 +134,14 @@ def _records(file: Path) -> Iterator[_Record]:
             if number == len(lines) and not line.endswith("\n"):
                 return
             raise ReadError(f"line {number} of {file} is not a report of spans: {error}") from None
-        # A save that was flushed is reported twice: only its last span is new then.
+        # The flush of a save reports all spans again. Only the last one is new.
         yield record._replace(spans=spans[-1:]) if record.kind == "flush" else record
 
 
 def _on_one_clock(records: Sequence[_Record]) -> list[_Record]:
-    """Puts the spans of all records on the clock of the first one's host. Those of a host are moved by the same time.
+    """Moves all spans to the clock of the first record's host, by the same offset for all records of a host.
 
-    As seconds since the epoch, times would be rounded to a quarter of a microsecond.
+    Seconds since the epoch would round times to a quarter of a microsecond.
     """
     offsets: dict[str, float] = {}
     moved = []
@@ -157,9 +157,9 @@ def _began(records: Iterable[_Record]) -> float:
 
 
 def _events(records: Sequence[_Record]) -> Iterator[dict[str, Any]]:
-    """The events of the trace: one process for each rank, and rows in it, in which spans only nest."""
+    """Yields the events of the trace: a process per rank, with rows in which spans nest and never overlap."""
     zero = _began(records)
-    free: dict[tuple[int, str], list[float]] = {}  # the times from which the rows of a track are free
+    free: dict[tuple[int, str], list[float]] = {}  # the time at which each row of a track becomes free
     for rank, host in sorted({(record.rank, record.host) for record in records}):
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank} on {host}"}}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
@@ -201,7 +201,7 @@ def _arguments(record: _Record, span: Span) -> dict[str, Any]:
 
 
 def _bundles(spans: Iterable[Span]) -> Iterator[tuple[str, list[Span]]]:
-    """Groups spans that nest, and so share a row: those of a track, or of each file of a track."""
+    """Groups spans that nest, and so share a row: those of the same track and file."""
     bundles: dict[tuple[str, str], list[Span]] = {}
     for span in spans:
         bundles.setdefault((_TRACK_OF.get(span.name, "save"), span.file), []).append(span)

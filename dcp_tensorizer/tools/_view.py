@@ -1,7 +1,7 @@
 """A view of a checkpoint of any format: its tensors, the locations of their chunks, and its objects.
 
-Tensors appear whole, however they were sharded: `read_region` assembles a region from the chunks that it touches, so
-that reading takes memory for one region, not for a tensor or a checkpoint.
+Tensors appear unsharded. `read_region` assembles a region from the chunks that overlap it, and needs memory only for
+that region.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 
 
 BLOCK = 32 << 20
-"""Bytes of a tensor to read at once: several reads of a disk's or an object store's best size."""
+"""Bytes of a tensor to read at once: several reads of the size at which disks and object stores are fastest."""
 
 Path = tuple[str | int, ...]
-"""The path of a value in the nested state dict: keys of dicts, and indices of lists."""
+"""The path of a value in the nested state dict: dict keys and list indices."""
 
 
 def key_of(path: Path) -> str:
@@ -68,14 +68,14 @@ class NonStringKey(str):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor."""
+    """A tensor of a checkpoint, and how to read it."""
 
     key: str
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    read: Callable[[Region], torch.Tensor]  # reads a region in C order, on the CPU; raises `ReadError`
-    chunks: tuple[Piece, ...] = ()  # those of the whole tensor; empty if the stored bytes are not its elements
+    read: Callable[[Region], torch.Tensor]  # reads a region in C order to the CPU; raises `ReadError`
+    chunks: tuple[Piece, ...] = ()  # cover the whole tensor; empty if the stored bytes are not its elements
 
     @property
     def nbytes(self) -> int:
@@ -88,15 +88,15 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """A value that is not a tensor, or a tensor subclass that only its own class can take apart."""
+    """A value that is not a tensor, or a tensor of a subclass that only its own class can flatten."""
 
     key: str
     path: Path
     nbytes: int
-    # the bytes of ``torch.save``; for a tensor in several chunks, those of each, joined; raises `ReadError`
+    # the ``torch.save`` bytes; for a tensor in several chunks, those of all chunks joined; raises `ReadError`
     read: Callable[[], bytes]
     item: StoredItem | None = None  # the location of the bytes, or of the first chunk; None in other formats
-    fault: str = ""  # why it cannot be converted, to follow the key in a sentence; empty if it can
+    fault: str = ""  # why it cannot be converted, as the end of a sentence that begins with the key; otherwise empty
 
 
 StoredValue = StoredTensor | StoredObject
@@ -109,7 +109,7 @@ class CheckpointView:
     path: str
     format: str
     values: Mapping[str, StoredValue]  # in the checkpoint's order
-    saved: float | None = None  # seconds since the epoch, by its own record; None if it has none
+    saved: float | None = None  # seconds since the epoch, if the checkpoint records it
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -131,7 +131,7 @@ class CheckpointView:
 
 
 def blocks_of(tensor: StoredTensor, nbytes: int = BLOCK) -> Iterator[Region]:
-    """Cuts a tensor into regions of at most ``nbytes`` bytes, in C order. Each is one run of elements."""
+    """Splits a tensor into regions of at most ``nbytes`` bytes, in C order. Each region is one run of elements."""
     count = math.prod(tensor.shape)
     row = math.prod(tensor.shape[1:])
     step = max(1, nbytes // tensor.dtype.itemsize)
@@ -141,10 +141,10 @@ def blocks_of(tensor: StoredTensor, nbytes: int = BLOCK) -> Iterator[Region]:
 
 
 def read_parts(storage: Storage) -> dict[int | None, Metadata]:
-    """Reads a checkpoint's metadata: that of all ranks under the key None, or by rank if each saved for itself.
+    """Reads a checkpoint's metadata. The key is None, or the rank if each rank saved on its own.
 
-    Raises `NotCommitted` if there is none, `MetadataError` if it is damaged or, as far as a listing shows, that of a
-    rank is missing, and `CheckpointError` if it cannot be read.
+    Raises `NotCommitted` if there is no metadata, `MetadataError` if it is damaged or if the listing shows files of a
+    rank without metadata, and `CheckpointError` if it cannot be read.
     """
     metadata = read_metadata(storage)
     if metadata is not None:
@@ -154,41 +154,41 @@ def read_parts(storage: Storage) -> dict[int | None, Metadata]:
         parts[len(parts)] = part
     if not parts:
         raise nothing_committed(storage)
-    # Files of further ranks belong to metadata that is lost, or not committed yet.
+    # Files of higher ranks belong to metadata that is lost or not committed yet.
     count = len(parts)
     known = {metadata_file_name(rank) for rank in range(count)}
     for name in (file.name for file in storage.listing()[0]):
         is_further = data_file_rank(name) >= count if is_data_file_name(name) else is_metadata_file_name(name)
         if is_further and name not in known:
             raise MetadataError(
-                f"{storage.path} lacks {metadata_file_name(count)}, the metadata of rank {count}, although there is "
-                f"{name}: the save never finished, or files were lost"
+                f"{storage.path} has {name}, but lacks {metadata_file_name(count)}, the metadata of rank {count}: the "
+                f"save never finished, or files were lost."
             )
     return parts
 
 
 def data_files(parts: Mapping[int | None, Metadata]) -> dict[str, int]:
-    """Returns the sizes of a checkpoint's data files, by their names (see `read_parts`)."""
+    """Returns the sizes of a checkpoint's data files by name (``parts`` as from `read_parts`)."""
     return {name: nbytes for part in parts.values() for name, nbytes in part.storage_data["files"].items()}
 
 
 def saved_at(parts: Mapping[int | None, Metadata]) -> float:
-    """Returns the time of a save by the checkpoint's own record, in seconds since the epoch (see `read_parts`)."""
+    """Returns the recorded time of a save, in seconds since the epoch (``parts`` as from `read_parts`)."""
     return float(max(part.storage_data["saved_at"] for part in parts.values())) / 1e9
 
 
 def record_of(parts: Mapping[int | None, Metadata]) -> SaveRecord | None:
-    """Returns the manager's record of a save (see `read_parts`). Without a manager, it is None."""
+    """Returns the manager's record of a save. Without a manager, returns None."""
     return next((part.storage_data["record"] for part in parts.values()), None)
 
 
 def unlock_parts(
     storage: Storage, parts: Mapping[int | None, Metadata], key: DecryptionParams | None
 ) -> dict[str, Cipher | None]:
-    """Derives the cipher of each data file (see `read_parts`) from the user's key.
+    """Derives the cipher of each data file from the user's key.
 
-    Raises `DecryptionError` if the key is missing or wrong, or if nothing is encrypted, and `TypeError` if ``key`` is
-    not a key.
+    Raises `DecryptionError` if the key is missing, wrong, or given for an unencrypted checkpoint, and `TypeError` if
+    ``key`` is of another type.
     """
     if key is not None:
         check_decryption(key)
@@ -203,7 +203,7 @@ def unlock_parts(
 def plain_tensor(
     storage: Storage, path: Path, dtype: torch.dtype, shape: tuple[int, ...], file: str, offset: int
 ) -> StoredTensor:
-    """Makes a tensor whose elements another format stores in C order, without digests. Its key is that of ``path``."""
+    """Makes a tensor of a format that stores elements in C order, without digests. The key is that of ``path``."""
     key, own = key_of(path), whole(shape)
     nbytes = math.prod(shape) * dtype.itemsize
     piece = Piece(StoredItem(file, key, offset, nbytes, dtype_name(dtype), "tensor", b""), shape, own, own)
@@ -212,7 +212,7 @@ def plain_tensor(
 
 
 def view_of(storage: Storage, path: str, format_name: str, catalog: Catalog) -> CheckpointView:
-    """Opens a view of a checkpoint of tensors, by the catalog that loads use."""
+    """Opens a view of a checkpoint without objects, from the catalog that loads use."""
     values: dict[str, StoredValue] = {}
     for key, entry in catalog.metadata().state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
@@ -226,9 +226,9 @@ def view_of(storage: Storage, path: str, format_name: str, catalog: Catalog) -> 
 
 
 def refused(source: str, path: Path, fault: str) -> StoredObject:
-    """Makes a value that cannot be read: the other values can be converted without it.
+    """Makes a value that cannot be read, so that the other values can be converted.
 
-    ``source`` is the file, for messages; ``fault`` as in `StoredObject`.
+    ``source`` is the file, for messages; ``fault`` is as in `StoredObject`.
     """
     key = key_of(path)
 
@@ -239,9 +239,9 @@ def refused(source: str, path: Path, fault: str) -> StoredObject:
 
 
 def named_paths(keys: Mapping[Any, Any]) -> dict[Any, tuple[str, Path]]:
-    """Returns the name of each key, and its path in the nested state dict, as DCP's planner recorded it.
+    """Returns the name of each key, and the path that DCP's planner recorded for it.
 
-    ``keys`` has the ``planner_data`` of each key's metadata.
+    ``keys`` maps each key to the ``planner_data`` of its metadata.
     """
     taken = {key for key in keys if isinstance(key, str)}
     named: dict[Any, tuple[str, Path]] = {}
@@ -258,7 +258,7 @@ def named_paths(keys: Mapping[Any, Any]) -> dict[Any, tuple[str, Path]]:
 
 
 def recorded_path(planner_data: Any, key: str) -> Path:
-    """Returns the path of a key's value in the nested state dict, as DCP's planner recorded it."""
+    """Returns the path that DCP's planner recorded for a key; the key itself, if the record is invalid."""
     path = planner_data.get(key) if isinstance(planner_data, dict) else None
     if not isinstance(path, tuple) or any(
         type(part) is not str and not (type(part) is int and 0 <= part < 2**63) for part in path
@@ -273,12 +273,12 @@ _KEPT_BY_MALLOC = 1 << 20  # bytes
 
 
 def whole(shape: Sequence[int]) -> Region:
-    """All of a tensor."""
+    """Returns the region of a whole tensor."""
     return Region((0,) * len(shape), tuple(shape))
 
 
 def run_of(item: StoredItem) -> Piece:
-    """All elements of an item, as one run in the order in which they are stored."""
+    """Returns all elements of an item as one run, in stored order."""
     run = Region((0,), (item.length // named_dtype(item.dtype).itemsize,))
     return Piece(item, run.size, run, run)
 
@@ -293,10 +293,10 @@ def read_region(
     verify: bool,
     ciphers: Mapping[str, Cipher | None] = MappingProxyType({}),
 ) -> torch.Tensor:
-    """Assembles a region of a tensor from the pieces of the whole tensor. ``ciphers`` has the cipher of each file.
+    """Assembles a region of a tensor from the pieces of the whole tensor. ``ciphers`` maps files to ciphers.
 
-    Raises `ReadError` if bytes cannot be read, or with ``verify`` if they do not match their digests, and
-    `DecryptionError` if they are encrypted and their file has no cipher.
+    Raises `ReadError` if bytes cannot be read, or with ``verify`` do not match their digests, and `DecryptionError` if
+    they are encrypted and their file has no cipher.
     """
     target = empty(region.size, dtype)
     targets: dict[Cipher | None, list[ReadTarget]] = defaultdict(list)
@@ -306,7 +306,7 @@ def read_region(
             continue
         cipher = ciphers.get(item.file)
         if item.nonce_and_macs and cipher is None:
-            raise DecryptionError(f"{storage.path}: {key!r} is encrypted: give its key (--key-file)")
+            raise DecryptionError(f"{storage.path}: {key!r} is encrypted. Pass the key (--key-file).")
         here, part = common.within(own).moved(stored.start), part_of(target, common, region)
         targets[cipher].append(ReadTarget.of(key, item, shape, here, part))
     for cipher, of_cipher in targets.items():
@@ -315,7 +315,7 @@ def read_region(
 
 
 def empty(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Makes a tensor whose memory returns to the system when it is freed. malloc would retain some for each thread."""
+    """Allocates a tensor whose memory returns to the system when freed. malloc would retain some per thread."""
     nbytes = math.prod(size) * dtype.itemsize
     if nbytes < _KEPT_BY_MALLOC:
         return torch.empty(size, dtype=dtype, device="cpu")
@@ -324,11 +324,10 @@ def empty(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 # --- values of this package's checkpoints -----------------------------------------------------------------------------
 #
-# With ``use_collectives=False`` no rank knows what the other ranks save. If they have saved different chunks of a
-# tensor, these make up the tensor. Equal values become one value. If the values of a key differ, all of them appear,
-# under keys that begin with the rank, such as ``rank1.generator``.
+# With ``use_collectives=False``, no rank knows what the other ranks save. Chunks of a tensor are combined, and equal
+# values are merged. If the values of a key differ, each appears under a key with its rank: ``rank1.generator``.
 
-_OF_SUBCLASS = "is a tensor of a subclass, which only its own class can take apart"
+_OF_SUBCLASS = "is a tensor of a subclass, which only its own class can flatten"
 
 
 def view_checkpoint(
@@ -338,8 +337,8 @@ def view_checkpoint(
 ) -> CheckpointView:
     """Opens a view of a checkpoint of this package, with ``parts`` of `read_parts` and ``ciphers`` of `unlock_parts`.
 
-    Raises `MetadataError`, naming the key, if the stored chunks of a tensor do not make it up. Without ciphers, reading
-    encrypted values raises `DecryptionError`.
+    Raises `MetadataError`, naming the key, if the chunks of a tensor do not cover it exactly. Without ciphers, reading
+    an encrypted value raises `DecryptionError`.
     """
     stored = _values_of_ranks(storage, parts, ciphers)
     values: dict[str, StoredValue] = {}
@@ -365,11 +364,11 @@ def view_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """A value, as one rank or all ranks together have stored it."""
+    """A value as stored by one rank, or merged from several."""
 
     planner_data: Any  # DCP's, with the key's path
     entry: Any  # the value's entry in DCP's metadata
-    pieces: dict[torch.Size | None, Piece]  # its chunks, by their offset in the value
+    pieces: dict[torch.Size | None, Piece]  # its chunks, by offset in the value
     conflict: str = ""  # why it cannot be read
 
     @property
@@ -392,7 +391,7 @@ def _values_of_ranks(
         of_one_size = [value for value in own.values() if value.size == first.size]
         pieces = {}
         for value in of_one_size:
-            pieces = value.pieces | pieces  # the first rank's, if several have a chunk
+            pieces = value.pieces | pieces  # if several ranks have a chunk, the lowest rank's
         together = replace(first, pieces=pieces)
         if len(of_one_size) == len(own) and all(
             _are_same(storage, str(key), pieces[offset], piece, ciphers)
@@ -404,7 +403,7 @@ def _values_of_ranks(
             apart[key] = own
         else:
             ranks = ", ".join(map(str, own))
-            conflict = f"of {key!r}, ranks {ranks} saved for themselves (use_collectives=False) parts that differ"
+            conflict = f"of {key!r}, ranks {ranks} saved for themselves (use_collectives=False) parts that differ."
             values[key] = replace(together, conflict=conflict)
     for key, own in apart.items():
         for rank, value in own.items():
@@ -430,7 +429,7 @@ def _are_same(storage: Storage, key: str, a: Piece, b: Piece, ciphers: Mapping[s
     if not a.item.nonce_and_macs and not b.item.nonce_and_macs:
         return a.item.digests == b.item.digests
     if ciphers.get(a.item.file) is None or ciphers.get(b.item.file) is None:
-        return True  # digests are of encrypted bytes, so that equality shows only with the key
+        return True  # digests are of encrypted bytes: comparing the values needs the key
     return _read_bytes(storage, key, [a], ciphers) == _read_bytes(storage, key, [b], ciphers)
 
 
@@ -439,7 +438,7 @@ def _refuse(error: str, region: Region) -> torch.Tensor:
 
 
 def _pieces(path: str, metadata: Metadata, key: Any, entry: Any) -> dict[torch.Size | None, Piece]:
-    """Locates the stored chunks of a value, by their offset in it."""
+    """Returns the stored chunks of a value, by offset in the value."""
     sizes: dict[torch.Size | None, tuple[int, ...]] = {None: ()}
     if isinstance(entry, TensorStorageMetadata):
         sizes = {chunk.offsets: tuple(chunk.sizes) for chunk in entry.chunks}
@@ -455,7 +454,7 @@ def _pieces(path: str, metadata: Metadata, key: Any, entry: Any) -> dict[torch.S
 
 
 def _read_bytes(storage: Storage, key: str, pieces: Sequence[Piece], ciphers: Mapping[str, Cipher | None]) -> bytes:
-    """Reads the stored bytes of some chunks, joined."""
+    """Reads and joins the stored bytes of chunks."""
     content = bytearray()
     for run in (run_of(piece.item) for piece in pieces):
         dtype = named_dtype(run.item.dtype)
