@@ -165,7 +165,7 @@ def commit(
         if not is_owned or not overwrite:
             storage.put(name, index, sync=sync, replace=overwrite, save_id=save_id)
         elif not storage.put_if(name, before, index, sync=sync, save_id=save_id):
-            raise Refused(f"{storage.path}: another run has saved there just now. Give each run its own path.")
+            raise Refused(f"{storage.path}: another run has just saved there. Give each run its own path.")
     except Exception as error:  # not KeyboardInterrupt, after which the save may be committed
         if isinstance(error, Refused):
             remove_with_records(storage, files)
