@@ -84,7 +84,7 @@ def test_a_local_disk_that_turns_read_only(tmp_path: Path, small_disk: Callable[
         ["restored 1", "there ['step-1', 'step-2']", "there ['step-1', 'step-2', 'step-3']"],
         ["restored 3", "there ['step-2', 'step-3', 'step-4']", "there ['step-3', 'step-4', 'step-5']"],
     ]
-    assert all(run.stderr.count("this save goes to") == 2 and "ERROR" not in run.stderr for run in done)
+    assert all(run.stderr.count("saving to") == 2 and "ERROR" not in run.stderr for run in done)
     assert len(list((tmp_path / "remote").rglob("*.tensors"))) == 3
 
 
@@ -119,7 +119,7 @@ def test_a_local_disk_that_breaks(tmp_path: Path, small_disk: Callable[..., Disk
     disk = small_disk(64 * MEBI, "ext4")
     done = run_python(_BROKEN, disk.path, tmp_path, timeout=150.0)
     assert done.stdout.splitlines()[-1] == "there ['step-2', 'step-3']"
-    assert done.stderr.count("this save goes to") == 2
+    assert done.stderr.count("saving to") == 2
     errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
     assert len(errors) == 1, errors
     assert "cannot be read: [Errno 5]" in errors[0]
