@@ -161,7 +161,7 @@ def test_a_shortage_of_memory_for_slots_is_a_read_error(
     (item,) = write_file(storage, "f", {"t": stored}).values()
     target = device.declare(torch.zeros(100_000, dtype=torch.int64))
     monkeypatch.setattr("dcp_tensorizer._runtime.memory_limit.available_memory", lambda: 1 << 16)
-    with pytest.raises(ReadError, match=r"on their way to a GPU.*bytes of memory are available"):
+    with pytest.raises(ReadError, match=r"pinned memory for reads to a GPU.*bytes of memory are available"):
         fetch(storage, [landing("t", item, stored, target)], threads=2, verify=True, pools=pools)
 
 
