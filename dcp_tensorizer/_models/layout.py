@@ -152,7 +152,7 @@ def plan_model(
         if len(dtypes) > 1:
             raise WriteError(
                 f"{path}: {placed.boxes[0].source!r} and others become {key!r}, and "
-                f"differ in their dtypes. Pass dtype=."
+                f"differ in their dtypes. Convert them to one dtype."
             )
         (stored,) = dtypes
         if (fault := fault_of(key, stored, placed.shape)) is not None:
@@ -211,7 +211,7 @@ def _placed(shapes: Mapping[str, tuple[int, ...]], rules: Rules, path: str) -> d
         raise WriteError(f"{path}: {error}") from None
     if renaming.unused:
         unused = listed(list(map(str, renaming.unused)))
-        raise WriteError(f"{path}: no tensor matches {unused}, which rename= has. Remove it from rename=.")
+        raise WriteError(f"{path}: no tensor matches {unused}, which rename= has. Remove these rules.")
     if wrong is not None:
         raise WriteError(
             f"{path}: {wrong[0]!r} would be {wrong[1]!r}, and a load with the same rename= would take that for "
