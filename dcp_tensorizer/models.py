@@ -1,8 +1,8 @@
-"""Models for inference: all ranks write one together, as Hugging Face has it, by `SafetensorsStorageWriter`.
+"""Models for inference: all ranks write one in Hugging Face's format, with `SafetensorsStorageWriter`.
 
 state dict --stage()--> SharedBuffer                        training thread
-           --DCP planner--> SavePlan --prepare_global_plan()--> which tensor is where in which file: coordinator
-           pieces (offsets only) --> writer process            each rank's bytes to their places in the files
+           --DCP planner--> SavePlan --prepare_global_plan()--> coordinator: file and offset of each tensor
+           pieces (offsets only) --> writer process            each rank's bytes to their offsets in the files
            --finish()--> model.safetensors.index.json          coordinator: the commit, last
 """
 
@@ -36,11 +36,11 @@ __all__ = ["Export", "Parts", "SafetensorsStorageWriter"]
 
 @dataclass(frozen=True, slots=True)
 class Export(ModelOptions):
-    """The models that `CheckpointManager` exports, and when: ``CheckpointManager(..., export=Export("models/{}"))``.
+    """Exports of models by `CheckpointManager`: ``CheckpointManager(..., export=Export("models/{}"))``.
 
-    An export is written when a save is committed, from the copy that the save has made. Training does not wait for a
-    second copy. Where it would wait for the save, it also waits for the export. A failure is logged, and raised by
-    ``wait`` and ``close``. It does not affect the checkpoint of that step.
+    An export is written when a save is committed, from the save's staged copy, so training does not wait for a second
+    copy. Calls that wait for the save also wait for the export. A failed export is logged, and raised by ``wait`` and
+    ``close``. It does not affect the checkpoint of that step.
 
     Attributes:
         path: Where to write the model; ``{}`` stands for the step. Without ``{}``, and with ``overwrite=True``, every
@@ -49,7 +49,7 @@ class Export(ModelOptions):
         at_end: Export the last save of the job when the manager is closed, unless an error or a signal ends the job.
         include: Patterns of the keys to export, in the flattened state dict.
         dtype, rename, max_shard_bytes, files, overwrite, publish, storage_options: As for
-            `SafetensorsStorageWriter`. By default the prefix ``model.`` is cut from the keys.
+            `SafetensorsStorageWriter`. By default the prefix ``model.`` is removed from the keys.
 
     Raises:
         TypeError: an option is of a wrong type.
@@ -85,42 +85,43 @@ class Export(ModelOptions):
 
 
 class SafetensorsStorageWriter(TensorizerStorageWriter):
-    """Writes models as Hugging Face has them: safetensors files with whole tensors, and an index.
+    """Writer of models in Hugging Face's format: safetensors files with whole tensors, and an index.
 
-    Pass it as ``storage_writer`` to ``dcp.async_save`` or ``dcp.save``, with the state dict of a model::
+    Pass the writer as ``storage_writer`` to ``dcp.async_save`` or ``dcp.save``, with the state dict of a model::
 
         writer = SafetensorsStorageWriter("models/final", dtype=torch.bfloat16, files=["config.json", "tokenizer.json"])
         dcp.async_save(model.state_dict(), storage_writer=writer, process_group=gloo_group)
 
-    Every rank writes its own part of each tensor to its place in the files. Nothing is gathered, and nothing is written
-    twice. Each file has the same bytes as if ``safetensors.torch.save_file`` had written it. Training only waits for
-    the copy to the staging buffer, as with `TensorizerStorageWriter`, whose buffers and process it shares.
+    Every rank writes its part of each tensor to the tensor's offset in the files. No rank gathers tensors, and each
+    byte is written once. Each file has the same bytes as if ``safetensors.torch.save_file`` had written it. Training
+    only waits for the copy to the staging buffer, as with `TensorizerStorageWriter`; both writers share buffers and
+    process.
 
     ``model.safetensors.index.json`` is the commit: it is written last, and atomically. A model of one file has no
-    index, and is committed when the file gets its name. If a save fails, or is killed, the path holds the old model, or
-    none.
+    index, and is committed when the file gets its final name. If a save fails or is killed, the path holds the old
+    model, or no model.
 
-    Tied tensors are written once, under the name that comes first in the state dict. A state dict with values that are
-    no tensors is refused.
+    Tied tensors are written once, under the name that comes first in the state dict. A state dict with other values
+    than tensors is an error.
 
     Args:
         path: Where to save: a local directory or a mount that all ranks share, or a URL of S3. A save's
             ``checkpoint_id`` overrides it for that save.
-        dtype: What floating-point tensors are cast to, bit for bit as ``tensor.to(dtype)`` does it.
+        dtype: The dtype that floating-point tensors are cast to, bit for bit as by ``tensor.to(dtype)``.
         rename: New names, by patterns of the keys of the flattened state dict. Only ``*`` is special: the n-th ``*`` of
-            a new name stands for the same text as the n-th of its pattern. The first pattern that matches counts. One
-            side of a rule may be `Parts`: experts one by one, or queries, keys and values. The rules must be
-            reversible, so that ``open_reader(path, rename=...)`` loads the model with them.
-        max_shard_bytes: The most bytes in a file. A larger tensor gets a file of its own.
-        files: Files to copy along, such as ``config.json`` and those of the tokenizer. Of a directory, all files are
-            copied that hold no weights. The coordinator reads them when the save begins, and replaces old ones right
-            after the commit. With ``dtype``, the dtype that ``config.json`` names is the new one.
-        overwrite: Replace a model at the path. Files then have names of their save, and those that the old index
-            names are removed after the new one is in place. If False, a model at the path is an error.
-        publish: Where each model is published as the next version for inference servers, whole or as what changed. A
-            process on the coordinator does so after the save. Neither training nor the next save waits for it. If
+            a new name stands for the same text as the n-th of its pattern. The first matching pattern applies. One side
+            of a rule may be `Parts`: experts one by one, or queries, keys and values. The rules must be reversible, so
+            that ``open_reader(path, rename=...)`` loads the model with them.
+        max_shard_bytes: Maximum size of a file. A larger tensor gets a separate file.
+        files: Files to copy to the model, such as ``config.json`` and those of the tokenizer. Of a directory, all files
+            without weights are copied. The coordinator reads the files when the save begins, and replaces old ones
+            right after the commit. With ``dtype``, the copied ``config.json`` names the new dtype.
+        overwrite: Replace a model at the path. File names then contain the save's id, and the files that the old index
+            names are removed after the new index is in place. If False, a model at the path is an error.
+        publish: Where to publish each model as the next version for inference servers, as a whole or as a delta. A
+            process on the coordinator publishes after the save. Neither training nor the next save waits for it. If
             models are saved faster than they are published, some are skipped: see `wait_published`. With ``overwrite``,
-            a model of one file also has an index, so that its file stays while it is being published.
+            a model of one file also has an index, so that the file stays while it is being published.
 
     The other arguments are those of `TensorizerStorageWriter`.
 
@@ -130,9 +131,9 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         WriteError: the path is relative, and there is no working directory; or its URL is of a storage where ranks
             cannot write one file together, of an unknown protocol, or needs a library that is missing.
 
-    The save then raises, on each rank:
-        WriteError: the path holds a model, or what would hide one; safetensors cannot hold a value or a dtype; two
-            tensors would have one name; it cannot be written; or the model before could not be published.
+    A save raises, on each rank:
+        WriteError: the path holds a model, or a file that would hide one; safetensors cannot hold a value or a dtype;
+            two tensors would have one name; the model cannot be written; or an earlier model could not be published.
     """
 
     def __init__(
@@ -177,20 +178,20 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         self._begin(options, SaveCallbacks(on_report, on_progress))
 
     def __repr__(self) -> str:
-        """The path and the options, without secrets."""
+        """Returns the path and the options, without secrets."""
         return shown(self, self._path, self._options.storage_options, self._model.arguments())
 
     def wait_published(self, timeout: float | None = None) -> PublishedVersion | None:
         """Waits until the last saved model is published; returns its version.
 
-        Only the coordinator publishes. Elsewhere, and without ``publish``, it returns None.
+        Only the coordinator publishes. On other ranks, and without ``publish``, returns None.
 
         Args:
-            timeout: Timeout in seconds; after that it returns None. None: as long as it takes.
+            timeout: Timeout in seconds, after which the call returns None. If None, there is no timeout.
 
         Raises:
             TypeError, ValueError: the timeout is not a number of seconds.
-            WriteError: a model could not be published, and no save has raised that yet. It is saved.
+            WriteError: a saved model could not be published, and no save has raised that error yet.
         """
         if timeout is not None:
             check_timeout(timeout, least=0)

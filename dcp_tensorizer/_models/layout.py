@@ -1,6 +1,6 @@
 """The layout of a model's files: the location of each tensor, and the rank that writes each block of a file.
 
-Coordinator: the plans of all ranks -> `plan_model` -> `ModelPlan`, of which each rank gets a `RankLayout`.
+Coordinator: the plans of all ranks -> `plan_model` -> `ModelPlan` -> `rank_layout` -> `RankLayout`, for all ranks.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _ADAPTER_CONFIG = "adapter_config.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """How a model is written: see `SafetensorsStorageWriter`. Raises `TypeError` or `ValueError`."""
+    """The options of a model: see `SafetensorsStorageWriter`. Raises `TypeError` or `ValueError`."""
 
     dtype: torch.dtype | None = None
     rename: Rules = field(default_factory=dict)
     max_shard_bytes: int = MAX_SHARD_BYTES
-    files: Sequence[str | os.PathLike[str]] = ()  # afterwards absolute paths
+    files: Sequence[str | os.PathLike[str]] = ()  # becomes absolute paths
     overwrite: bool = False
     publish: Publish | None = None
 
@@ -52,9 +52,7 @@ class ModelOptions:
         if self.publish is not None:
             check_type("publish", self.publish, Publish)
             if self.is_adapter:
-                raise ValueError(
-                    "publish= takes whole models, and files= has the configuration of an adapter. Omit publish=."
-                )
+                raise ValueError(f"publish= takes whole models, and files= contains {_ADAPTER_CONFIG}. Omit publish=.")
             zstd()
         if self.dtype is not None:
             check_type("dtype", self.dtype, torch.dtype)
@@ -68,7 +66,7 @@ class ModelOptions:
 
     @property
     def is_adapter(self) -> bool:
-        """Returns whether it is an adapter of PEFT: its configuration comes along."""
+        """Returns whether the model is a PEFT adapter: whether ``files`` contains an adapter's configuration."""
         names = (os.path.join(file, _ADAPTER_CONFIG) if os.path.isdir(file) else file for file in self.files)
         return any(os.path.basename(name) == _ADAPTER_CONFIG and os.path.exists(name) for name in names)
 
@@ -77,12 +75,12 @@ class ModelOptions:
         return {field.name: getattr(self, field.name) for field in fields(ModelOptions)}
 
     def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype as which tensors of a dtype are written."""
+        """Returns the dtype in which tensors of ``dtype`` are written."""
         return self.dtype if self.dtype is not None and dtype.is_floating_point and dtype != PAIRS else dtype
 
 
 class _Chunk(NamedTuple):
-    """A part of a tensor, and the rank that has it."""
+    """A part of a tensor, and the rank that holds it."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
@@ -102,7 +100,7 @@ class ModelTensor:
     key: str  # in the files
     dtype: torch.dtype  # as written
     shape: tuple[int, ...]
-    boxes: tuple[Box, ...]  # of the tensors in the state dict
+    boxes: tuple[Box, ...]  # of the tensors in the state dict that it is made of
     chunks: tuple[_Chunk, ...]
 
 
@@ -112,7 +110,7 @@ class ModelPlan:
 
     files: tuple[SafetensorsLayout[ModelTensor], ...]
     dropped: frozenset[str]  # names, in the state dict, of tensors that are tied to others
-    ranks: int  # how many write
+    ranks: int  # number of ranks that write
 
 
 def plan_model(
@@ -125,9 +123,9 @@ def plan_model(
 ) -> ModelPlan:
     """Lays out the model of the ranks' plans.
 
-    ``order`` has the number of each name in the coordinator's state dict. ``ties`` has, for each rank, the tensors that
-    are tied to others: the other's name by their own. Raises `WriteError`, naming keys, if the format cannot hold the
-    model, or two tensors would have the same name.
+    ``order`` has the number of each name in the coordinator's state dict. ``ties`` maps, for each rank, the name of
+    each tied tensor to the name of the tensor that it is tied to. Raises `WriteError`, naming keys, if the format
+    cannot hold the model, or two tensors would have the same name.
     """
     tensors: dict[str, _Saved] = {}
     objects: dict[str, None] = {}
@@ -153,7 +151,8 @@ def plan_model(
         dtypes = {options.stored_dtype(source.dtype) for source in sources}
         if len(dtypes) > 1:
             raise WriteError(
-                f"{path}: {placed.boxes[0].source!r} and others become {key!r}, and differ in their dtypes"
+                f"{path}: {placed.boxes[0].source!r} and others become {key!r}, and "
+                f"differ in their dtypes. Convert them to one dtype."
             )
         (stored,) = dtypes
         if (fault := fault_of(key, stored, placed.shape)) is not None:
@@ -166,9 +165,9 @@ def plan_model(
 
 
 def _carried(box: Box, saved: _Saved, layouts: dict[int, ChunkLayout]) -> list[_Chunk]:
-    """Returns the chunks of a saved tensor in a box, by their position in the file's tensor.
+    """Returns the chunks of a saved tensor in a box, with their offsets in the file's tensor.
 
-    ``layouts`` caches the layout of each saved tensor by its id, because each of its parts needs it.
+    ``layouts`` caches the layout of each saved tensor by its `id`, because every box of the tensor needs the layout.
     """
     if box.is_same:
         return saved.chunks
@@ -184,9 +183,10 @@ def _carried(box: Box, saved: _Saved, layouts: dict[int, ChunkLayout]) -> list[_
 
 
 def _dropped(ties: Sequence[Mapping[str, str]], tensors: Mapping[str, object]) -> frozenset[str]:
-    """Returns the tensors that are tied to others. Ranks that have elements of one check again that it is tied there.
+    """Returns the names of tensors that are tied to others, and are not written.
 
-    Each has a name that stays, also if ranks have the names in another order.
+    Ranks that hold elements of such a tensor check that it is tied on that rank. For each dropped name, a name that it
+    is tied to stays, even if ranks list the names in different orders.
     """
     dropped: dict[str, str] = {}
     for fqn, first in (tie for of_rank in ties for tie in of_rank.items()):
@@ -198,8 +198,10 @@ def _dropped(ties: Sequence[Mapping[str, str]], tensors: Mapping[str, object]) -
 
 
 def _placed(shapes: Mapping[str, tuple[int, ...]], rules: Rules, path: str) -> dict[str, Placed]:
-    """Returns the tensors of the files. Raises `WriteError` if two would have one name, a rule fits no tensor, or a
-    load could not reverse a rule.
+    """Returns the tensors of the files.
+
+    Raises `WriteError` if two tensors would have one name, a rule matches no tensor, or a load could not reverse a
+    rule.
     """
     renaming = Renaming(rules)
     try:
@@ -208,7 +210,8 @@ def _placed(shapes: Mapping[str, tuple[int, ...]], rules: Rules, path: str) -> d
     except ValueError as error:
         raise WriteError(f"{path}: {error}") from None
     if renaming.unused:
-        raise WriteError(f"{path}: no tensor matches {listed(list(map(str, renaming.unused)))}, which rename= has")
+        unused = listed(list(map(str, renaming.unused)))
+        raise WriteError(f"{path}: no tensor matches {unused}, which rename= has. Remove these rules.")
     if wrong is not None:
         raise WriteError(
             f"{path}: {wrong[0]!r} would be {wrong[1]!r}, and a load with the same rename= would take that for "
@@ -219,63 +222,62 @@ def _placed(shapes: Mapping[str, tuple[int, ...]], rules: Rules, path: str) -> d
 
 # --- the layout for the ranks -----------------------------------------------------------------------------------------
 #
-# Names are sent as hashes, and shardings as rules, so that it is small for any number of ranks.
+# Names are sent as hashes, and shardings as rules, so that the layout is small for any number of ranks.
 
 
 class ChunkOwners(NamedTuple):
-    """A sharding: the chunks of tensors of one shape, and the rank of each."""
+    """A sharding: the chunks of tensors of one shape, and the rank of each chunk."""
 
     chunks: Layout
     ranks: list[Run]
 
 
 class TensorPlace(NamedTuple):
-    """The place of some elements of a tensor of the state dict in a tensor of a file, where the two are not equal as a
-    whole.
-    """
+    """The location of a tensor of the state dict, or of a part of it, inside a larger or reshaped tensor of a file."""
 
     shape: tuple[int, ...]  # of the tensor in the file
-    box: Box  # its source is not named
+    box: Box  # without the name of its source
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankLayout:
     """The layout of all files, the same for all ranks.
 
-    Columns are in the order of ``hashes``, which are ascending. A tensor that goes to several others has several rows.
+    Columns have one row per tensor, in ascending order of ``hashes``. A tensor that goes to several tensors of the
+    files has several rows.
     """
 
     save_id: str  # the coordinator's
-    ranks: int  # how many write
+    ranks: int  # number of ranks that write
     files: tuple[SharedFilePart, ...]
     headers: tuple[int, ...]  # the size of each file's header
-    hashes: np.ndarray  # of the names of all tensors
-    file: Integers  # of each tensor; -1 if it is not written
-    start: Integers  # its offset there
-    dtype: Integers  # the number of its dtype
+    hashes: np.ndarray  # column: hash of the tensor's name
+    file: Integers  # column: number of the tensor's file; -1 if the tensor is not written
+    start: Integers  # column: offset in the file
+    dtype: Integers  # column: index into ``dtypes``
     dtypes: tuple[torch.dtype, ...]
-    owner: Integers  # the number of its sharding; -1 if it has no elements, or is not written
+    owner: Integers  # column: index into ``owners``; -1 if the tensor has no elements, or is not written
     owners: tuple[ChunkOwners, ...]  # the shardings; empty if no block of a file has a single writer
-    place: Integers  # the number of its place; -1 if the file has it as it is
+    place: Integers  # column: index into ``places``; -1 if the file has the tensor unchanged
     places: tuple[TensorPlace, ...]
 
     @property
     def nbytes(self) -> int:
-        """The size of all files."""
+        """Total size of the files."""
         return sum(part.file.nbytes for part in self.files)
 
     @property
     def has_granules(self) -> bool:
-        """Returns whether each block of a file has one writer."""
+        """Returns whether some file is written in blocks of one writer each."""
         return self.ranks > 1 and any(part.granule > 1 for part in self.files)
 
     def dropped(self, fqns: Iterable[str]) -> list[str]:
-        """Returns those of some names that are not written, because their tensors are tied to others."""
+        """Returns the names among ``fqns`` that are not written, because their tensors are tied to others."""
         hashes = set(self.hashes[self.file < 0].tolist())
         return [fqn for fqn in fqns if _hash(fqn) in hashes] if hashes else []
 
     def find(self, fqns: Sequence[str]) -> list[range]:
-        """Returns the rows of tensors; raises `KeyError` for unknown ones."""
+        """Returns the rows of each tensor. Raises `KeyError` if a name is unknown."""
         wanted = np.array([_hash(fqn) for fqn in fqns], dtype=np.uint64)
         first, stop = (np.searchsorted(self.hashes, wanted, side).tolist() for side in ("left", "right"))
         for fqn, a, b in zip(fqns, first, stop, strict=True):
@@ -285,7 +287,7 @@ class RankLayout:
 
 
 def rank_layout(plan: ModelPlan, files: Sequence[SharedFilePart], save_id: str) -> RankLayout:
-    """Returns the layout for the ranks, when the files have been begun."""
+    """Returns the layout for the ranks. The files must have been begun."""
     with_owners = plan.ranks > 1 and any(part.granule > 1 for part in files)
     owners: dict[object, int] = {}
     rows: list[ChunkOwners] = []
@@ -337,10 +339,10 @@ def _hash(fqn: str) -> int:
 
 
 class GranuleOwners:
-    """Finds the rank that writes a block of a file that has bytes of several ranks.
+    """The assignment of the blocks of files to the ranks that write them.
 
-    Every rank computes the same without communication: the ranks that have bytes of the block's first tensor in it take
-    turns from block to block. Blocks that begin in the header are the coordinator's.
+    Every rank computes the same assignment without communication: the ranks that hold bytes of a block's first tensor
+    take turns from block to block. The coordinator writes the blocks that begin in the header.
     """
 
     def __init__(self, layout: RankLayout) -> None:
@@ -355,7 +357,7 @@ class GranuleOwners:
         self._known: dict[tuple[int, int], int] = {}
 
     def owner(self, file: int, granule: int) -> int:
-        """Returns the rank that writes a block, by its number in a file."""
+        """Returns the rank that writes the block number ``granule`` of a file."""
         if (known := self._known.get((file, granule))) is None:
             known = self._known[file, granule] = self._find(file, granule)
         return known
@@ -368,7 +370,7 @@ class GranuleOwners:
             return 0
         rows, starts = self._of_file[file]
         position = int(np.searchsorted(starts, begin, side="right")) - 1
-        row = int(rows[position])  # others that begin there are of the same tensor in the file, or have no elements
+        row = int(rows[position])  # other rows with this start are of the same tensor of the file, or have no elements
         number = int(layout.owner[row])
         if number not in self._shardings:
             sharding = layout.owners[number]

@@ -1,6 +1,4 @@
-"""The pieces of a model's files that a rank writes by itself, and those that it sends to the rank that writes their
-block.
-"""
+"""The pieces of a model's files that a rank writes, and those that it sends to the rank that writes their block."""
 
 from __future__ import annotations
 
@@ -27,33 +25,33 @@ from .layout import GranuleOwners, RankLayout
 
 _WINDOW = 64 << 20  # bytes of the files per rank in one exchange
 _FIELDS = 3  # sent with each piece: file, offset, bytes
-_CONVERTED = 4  # tensors to keep: threads go through them in the order of the files
+_CONVERTED = 4  # converted tensors to cache: threads read tensors in the order of the files
 
 _T = TypeVar("_T")
 
 
 class TensorPart(NamedTuple):
-    """A part of a tensor of the model, and the source that has its bytes."""
+    """A part of a tensor of the model, and the source of its bytes."""
 
     file: int
     start: int
     """The offset of the whole tensor in the file."""
     itemsize: int
     shape: tuple[int, ...]
-    """The whole tensor's."""
+    """The shape of the whole tensor."""
     region: Region
     source: int
     chunk: tuple[tuple[int, ...], Region] | None = None
-    """The shape of the source, and the part's region there; None if the source has nothing else."""
+    """The shape of the source, and the part's region in it; None if the part is the whole source."""
 
 
 def part_of_row(
     layout: RankLayout, row: int, shape: tuple[int, ...], chunk: Region, source: int
 ) -> Iterator[TensorPart]:
-    """Returns the part of a tensor in a file that a source has: a chunk of a tensor of the state dict, which has
-    ``shape``.
+    """Yields the part of a file's tensor that a source contains; nothing if the two have no elements in common.
 
-    ``row`` is one of that tensor's in the layout. There is none if the chunk has no elements of it.
+    The source is a chunk of a tensor of the state dict with ``shape``; ``row`` is one of that tensor's rows in the
+    layout.
     """
     file, start = int(layout.file[row]), int(layout.start[row])
     itemsize = layout.dtypes[int(layout.dtype[row])].itemsize
@@ -76,7 +74,7 @@ def pieces_of(parts: Sequence[TensorPart]) -> Pieces:
         else:
             shape, region = part.chunk
             starts, of_run = runs_of_region(shape, *region, part.itemsize)
-            # Both are products of the same last sizes, so that the smaller one divides the larger one.
+            # Both run lengths are products of the same last sizes, so the smaller one divides the larger one.
             offsets, starts = _cut(offsets, nbytes, min(nbytes, of_run)), _cut(starts, of_run, min(nbytes, of_run))
             nbytes = min(nbytes, of_run)
         count = len(offsets)
@@ -86,7 +84,7 @@ def pieces_of(parts: Sequence[TensorPart]) -> Pieces:
 
 
 def _cut(firsts: Integers, nbytes: int, size: int) -> Integers:
-    """Returns the offsets of runs, when each is cut into runs of ``size`` bytes."""
+    """Cuts runs into runs of ``size`` bytes; returns their offsets."""
     if size == nbytes:
         return firsts
     return (firsts[:, None] + np.arange(0, nbytes, size, dtype=np.int64)).reshape(-1)
@@ -95,7 +93,7 @@ def _cut(firsts: Integers, nbytes: int, size: int) -> Integers:
 def split(pieces: Pieces, layout: RankLayout) -> tuple[Pieces, Pieces]:
     """Divides a rank's pieces into those in blocks that it writes alone, and those in blocks that ranks share.
 
-    Each of the latter lies within one block.
+    Each shared piece lies within one block.
     """
     pieces = pieces.select(pieces.nbytes > 0).sorted()
     if not layout.has_granules or not len(pieces):
@@ -127,15 +125,14 @@ def _clipped(pieces: Pieces, begin: Integers, end: Integers) -> Pieces:
 
 
 def round_count(layout: RankLayout) -> int:
-    """Returns the number of exchanges. Each covers one window of the files, so that an exchange takes little memory."""
+    """Returns the number of exchanges. Each covers one window of the files, which bounds the memory of an exchange."""
     return -(-layout.nbytes // (_WINDOW * layout.ranks)) if layout.has_granules else 0
 
 
 def fill_of(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> Fill:
-    """Returns a function for the bytes of tensors by their numbers, converted to ``dtypes``, that several threads may
-    call.
+    """Returns a thread-safe function that fills memory with bytes of numbered tensors, converted to ``dtypes``.
 
-    Converted tensors, and copies from a GPU, are only kept for a moment, so that they are never all in memory.
+    The function caches only the last few converted tensors and copies from a GPU, to save memory.
     """
     converted: OrderedDict[int, memoryview] = OrderedDict()
     converting = free_in_child(threading.Lock())
@@ -161,8 +158,8 @@ def fill_of(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> F
 class SharedFiles(NamedTuple):
     """Pieces of the files that all ranks write, as `WriterClient.write` takes them.
 
-    ``pieces`` names the sources by their numbers among the items, all of which have bytes. They are written as
-    ``dtypes``.
+    ``pieces`` refers to sources by their numbers among the items, all of which have bytes. ``dtypes`` are the dtypes in
+    which the items are written.
     """
 
     storage: Storage
@@ -173,26 +170,27 @@ class SharedFiles(NamedTuple):
     dtypes: Sequence[torch.dtype]
 
     def request(self, sources: Sequence[TensorSource], digest: object) -> SharedWriteRequest:
-        """Returns the request to write them in the writer process."""
+        """Returns the request to write the pieces in the writer process."""
         names = tuple(map(dtype_name, self.dtypes))
         return SharedWriteRequest(self.storage.location, self.options, self.files, self.pieces, tuple(sources), names)
 
     def job(self, items: Sequence[Item], contents: object, digest: object) -> SharedWriteJob:
-        """Returns the job of writing them in this process."""
+        """Returns a job that writes the pieces in this process."""
         fill = fill_of([item.tensor for item in items], self.dtypes)
         return SharedWriteJob(self.storage, self.files, self.pieces, fill, self.options)
 
     def finish(self, done: WriteDone, digest: object) -> WriteDone:
-        """Returns the result as it is."""
+        """Returns the result unchanged."""
         return done
 
     def remove(self) -> None:
-        """Leaves the files: the coordinator drops them."""
+        """Does nothing: the coordinator removes the files."""
 
 
 class RankGroup:
-    """The ranks of one save; ``group`` is None for a rank that saves alone. Methods raise `WriteError` if a rank is
-    gone.
+    """The ranks of one save; ``group`` is None for a rank that saves alone.
+
+    If a rank has died, methods raise `WriteError`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, path: str) -> None:
@@ -213,7 +211,7 @@ class RankGroup:
         return torch.stack(rows).cpu().numpy()
 
     def swap(self, content: np.ndarray, sent: Sequence[int], received: Sequence[int]) -> np.ndarray:
-        """Sends bytes to each rank, and returns the bytes received from all, one after the other.
+        """Sends bytes to each rank; returns the bytes received from all ranks, concatenated by rank.
 
         ``content`` is in the order of the receiving ranks; ``sent`` and ``received`` are the sizes by rank.
         """
@@ -227,15 +225,15 @@ class RankGroup:
             return collective()
         except RuntimeError as error:
             raise WriteError(
-                f"{self._path}: rank {self.rank} of {self.size} could not exchange what it writes. Another rank has "
-                f"ended, or saves something else: {error}"
+                f"{self._path}: rank {self.rank} of {self.size} could not exchange its data: another rank has ended, "
+                f"or saves another state: {error}"
             ) from error
 
 
 class PieceExchange:
-    """Sends the pieces of shared blocks to the ranks that write these, window by window.
+    """An exchange of the pieces of shared blocks with the ranks that write these blocks, window by window.
 
-    ``shared`` are this rank's pieces (see `split`), and ``fill`` returns the bytes of the sources.
+    ``shared`` are this rank's pieces (see `split`); ``fill`` reads the bytes of the sources.
     """
 
     def __init__(self, shared: Pieces, layout: RankLayout, group: RankGroup, fill: Fill) -> None:
@@ -247,13 +245,13 @@ class PieceExchange:
         granule = shared.offset // sizes[shared.file] if len(shared) else shared.offset
         pairs = zip(shared.file.tolist(), granule.tolist(), strict=True)
         self._owner = np.array([owners.owner(*pair) for pair in pairs], dtype=np.int64)
-        # By the block's beginning, so that all of a block is in one window.
+        # By the start of the block, so that a block is in one window.
         begins = bases[shared.file] + granule * sizes[shared.file] if len(shared) else shared.offset
         self._window = begins // (_WINDOW * layout.ranks)
         self._shared = shared
 
     def counts(self, number: int) -> list[int]:
-        """Returns how many pieces this rank sends each rank in a window, followed by how many bytes."""
+        """Returns the numbers of pieces that this rank sends to each rank in a window, then the numbers of bytes."""
         chosen = self._of_window(number)
         owner, nbytes = self._owner[chosen], self._shared.nbytes[chosen]
         is_sent = owner != self._group.rank
@@ -265,7 +263,7 @@ class PieceExchange:
         """Sends the pieces for other ranks, and receives those for this rank.
 
         ``counts`` has a row for each rank: the result of its `counts`. Returns the pieces that this rank writes from
-        its own sources, those that it has received, and their bytes.
+        its sources, the received pieces, and the bytes of the received pieces.
         """
         chosen = self._of_window(number)
         pieces, owner = self._shared.select(chosen), self._owner[chosen]

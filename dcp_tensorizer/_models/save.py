@@ -1,7 +1,7 @@
-"""The save of a model, as one rank sees it: a directory as Hugging Face has it.
+"""One rank's part in the save of a model: a directory in Hugging Face's format.
 
-The coordinator lays the files out and begins them under other names, which no reader takes for a model's. All ranks
-write them. The coordinator completes them, and puts the index last: the index, or the only file, is the commit.
+The coordinator lays the files out and begins them under temporary names, which readers ignore. All ranks write the
+files. The coordinator completes them, and puts the index last: the index, or a single file, is the commit.
 """
 
 from __future__ import annotations
@@ -74,22 +74,22 @@ _WEIGHTS = re.compile(
     r"|\.ckpt(\.|$)",
     re.IGNORECASE,
 )
-"""The ends of the names of files that hold weights in some format, or list them."""
+"""Endings of the names of files that hold weights in some format, or list such files."""
 
 _CONFIG = "config.json"
-_DTYPES = ("torch_dtype", "dtype")  # transformers' name of the weights' dtype in it, until release 4.56 and since then
+_DTYPES = ("torch_dtype", "dtype")  # transformers' key for the weights' dtype: before release 4.56, and since then
 
 
 class _OtherFile(NamedTuple):
-    """A file of the user's that is complete, and has a temporary name."""
+    """A complete file of the user's under a temporary name."""
 
     file: SharedFile
     parts: Mapping[int, Mapping[str, str]]
-    replaces: bool  # whether it would change what is there already: a model, or another file of its name
+    replaces: bool  # whether the directory has a model already, or another file of this name
 
 
 class ModelSave(Save):
-    """One save of a model, as one rank sees it.
+    """One rank's part in the save of a model.
 
     Attributes:
         model: The options of the model.
@@ -101,11 +101,11 @@ class ModelSave(Save):
         super().__init__(saver, save_id, where, staged)
         self.model = saver.model
         self._ties: Mapping[str, str] = {} if staged is None else staged.ties
-        self._untied: list[str] = []  # names of tensors that have elements here, and are tied to nothing
+        self._untied: list[str] = []  # names of tensors that have elements on this rank, and are not tied
         self._order: dict[str, int] = {}
         self._plan: ModelPlan | None = None
         self._index_before: bytes | None = None
-        self._index: bytes | None = None  # what the commit has put into it; None if the model is one file
+        self._index: bytes | None = None  # the index that the commit has put; None if the model is one file
         self._is_adapter = self.model.is_adapter
         self._single = ADAPTER if self._is_adapter else SINGLE
         self._has_single = False
@@ -149,7 +149,7 @@ class ModelSave(Save):
             return [plan_with(plan, layout) for plan in plans]
 
     def _complete(self, metadata: Metadata, results: list[list[WriteResult]]) -> set[str]:
-        """Makes the save the model at its path; returns the files of the one that it replaces."""
+        """Commits the save as the model at its path; returns the files of the model that it replaces."""
         plan = self._plan
         assert plan is not None
         parts: dict[int, dict[int, Mapping[str, str]]] = {}  # by the number of the file
@@ -160,9 +160,9 @@ class ModelSave(Save):
         return self._in_time(lambda: self._commit_files(plan, parts))
 
     def _committed(self) -> None:
-        """Publishes the model as the next version, in the background, if the writer does that.
+        """If the writer publishes, publishes the model as the next version, in the background.
 
-        If it raises `WriteError`, the model is saved, and the one before could not be published.
+        If it raises `WriteError`, this model is saved, and an earlier one could not be published.
         """
         if (versions := self._saver.versions) is not None:
             context = None if self._staged is None else self._staged.context
@@ -170,7 +170,7 @@ class ModelSave(Save):
             versions.add(SavedModel(self.storage, self._index, context, self.hold(), step))
 
     def end(self) -> None:
-        """Drops the files unless they are a model by now, and releases the directory. Idempotent."""
+        """Removes the files of an uncommitted save, and releases the directory. Idempotent."""
         if self._plan is not None:
             self._drop_files()
         super().end()
@@ -187,12 +187,15 @@ class ModelSave(Save):
         layout = plan.storage_data
         if not isinstance(layout, RankLayout):
             raise WriteError(
-                f"{self.path}: the plan has no layout. Give the save a planner that keeps the plans' storage_data."
+                f"{self.path}: the plan has no layout. Use a planner that does not change the plans' storage_data."
             )
         self.id = layout.save_id
         ranks = RankGroup(group_of_save() if layout.ranks > 1 else None, self.path)
         if ranks.size != layout.ranks:
-            raise WriteError(f"{self.path}: {layout.ranks} ranks have planned the save, and its group has {ranks.size}")
+            raise WriteError(
+                f"{self.path}: {layout.ranks} ranks have planned the save, and its process group has {ranks.size}. "
+                f"Pass the same process_group on all ranks."
+            )
         job = _RankJob(self, layout)
         with ExitStack() as shown:
             progress = self._saver.callbacks.progress
@@ -214,7 +217,10 @@ class ModelSave(Save):
         try:
             rows = layout.find([item.fqn for item in items])
         except KeyError as error:
-            raise WriteError(f"{self.path}: {error.args[0]!r} was not planned") from None
+            raise WriteError(
+                f"{self.path}: {error.args[0]!r} is not in the coordinator's plan. Use a planner that keeps the items "
+                f"of all ranks' plans."
+            ) from None
         if untied := layout.dropped(self._untied):
             raise WriteError(
                 f"{listed(untied)} {'is' if len(untied) == 1 else 'are'} tied to another tensor on some rank, and not "
@@ -223,15 +229,15 @@ class ModelSave(Save):
         for item in items:
             if item.kind != "tensor":
                 raise WriteError(
-                    f"{item.fqn!r} is a tensor of a class of its own, which safetensors cannot hold. Save what "
-                    f"it is made of, or leave it out."
+                    f"{item.fqn!r} is a tensor subclass, which safetensors cannot hold. Save the tensors that it is "
+                    f"made of, or leave it out of the state dict."
                 )
         return [
             item for item, of_item in zip(items, rows, strict=True) if layout.file[of_item[0]] >= 0 and item.has_bytes
         ]
 
     def headers(self) -> list[torch.Tensor]:
-        """Returns the headers of the files on the coordinator, which writes them; none on other ranks."""
+        """On the coordinator, which writes them: returns the headers of the files. On other ranks: an empty list."""
         files = () if self._plan is None else self._plan.files
         return [torch.frombuffer(bytearray(file.header), dtype=torch.uint8) for file in files]
 
@@ -260,9 +266,9 @@ class ModelSave(Save):
         self._index_before = None if self._is_adapter else storage.read(INDEX)
         self._has_single = storage.head(self._single) is not None
         names: list[str] = []
-        with suppress(NotCommitted):  # there is no such directory
+        with suppress(NotCommitted):  # the directory does not exist
             names = [file.name for file in storage.listing()[0]]
-        recorded = recorded_uploads(storage, names)  # elsewhere `begin` has removed what dead saves have left
+        recorded = recorded_uploads(storage, names)  # on other storages `begin` has removed leftovers
         needed = set() if self._saver.versions is None else self._saver.versions.files_needed(storage.location)
         uploads = {save_id: files for save_id, files in recorded.items() if needed.isdisjoint(files)}
         self._left = set(files_of_models(storage, names, marks_of_uploads(uploads)))
@@ -274,14 +280,14 @@ class ModelSave(Save):
             raise WriteError(f"{storage.path} holds {what}. Save to another path, or pass overwrite=True.")
         self._is_fresh = not has_model and not weights
         dead = list(uploads) if abort_uploads(storage, uploads) else []
-        if self._left:  # they stay until there is a model, and with them the records that prove whose they are
+        if self._left:  # leftovers stay until the commit, and so do the records that prove whose they are
             self._dead = dead
         else:
             with suppress(OSError):
                 remove_uploads(storage, *dead)
 
     def _begin_files(self, plan: ModelPlan) -> list[SharedFilePart]:
-        """Begins the files of a model, on the coordinator; raises `WriteError`, and then none of them is left."""
+        """On the coordinator: begins the files of a model. On failure, removes them and raises `WriteError`."""
         storage, count = self.storage, len(plan.files)
         if self._is_adapter and count > 1:
             raise WriteError(
@@ -292,12 +298,12 @@ class ModelSave(Save):
                 f"{storage.path} holds {self._single}, which readers prefer to the index of several files, and this "
                 f"model has {count}. Save to another path."
             )
-        # What is being published must stay as it is, while the next save replaces it.
+        # A model that is being published must stay unchanged while the next save replaces it.
         has_readers = self.model.publish is not None and self.model.overwrite
         if self._has_single and has_readers:
             raise WriteError(
                 f"{storage.path} holds {self._single}, which a save would replace while it is still being published. "
-                f"Save to another path, whose models get an index then."
+                f"Save to another path."
             )
         is_alone = self._is_fresh or self._has_single or self._is_adapter
         is_lone = count == 1 and self._index_before is None and is_alone and not has_readers
@@ -308,7 +314,7 @@ class ModelSave(Save):
         others = self._other_files()
         put_records(storage, [self.id])
         try:
-            # before they begin: this process may be killed
+            # before the uploads begin, because this process may be killed
             put_uploads(storage, self.id, dict.fromkeys([*names, *others], ""))
             for name, layout in zip(names, plan.files, strict=True):
                 with storage.writing(f"create {storage.path}/{name}"):
@@ -325,7 +331,7 @@ class ModelSave(Save):
         return [SharedFilePart(file, granule) for file, granule in zip(self._begun, granules, strict=True)]
 
     def _write_other(self, name: str, content: bytes, *, replaces: bool) -> None:
-        """Writes a file of the user's under a temporary name; raises `OSError`."""
+        """Writes a file of the user's under a temporary name. Raises `OSError` if it cannot be written."""
         storage, nbytes = self.storage, len(content)
         file = storage.begin_shared(name, nbytes, save_id=self.id)
         self._others += (_OtherFile(file, {}, replaces),)
@@ -343,7 +349,7 @@ class ModelSave(Save):
         self._others = (*self._others[:-1], _OtherFile(file, sink.parts, replaces))
 
     def _drop_files(self) -> None:
-        """Drops the files that were begun, if they are not a model by now. Idempotent."""
+        """Removes the files that were begun and are not committed. Idempotent."""
         if self._begun or self._completed or self._others:
             self._clean_up(self._drop)
 
@@ -355,7 +361,7 @@ class ModelSave(Save):
             with suppress(Exception):
                 self.storage.remove(*completed)
         for file, _, _ in others:
-            with suppress(Exception):  # another save may have replaced it
+            with suppress(Exception):  # another save may have replaced the file
                 if self.storage.is_marked(file.name, temporary_file_name(file.name, self.id)):
                     self.storage.remove(file.name)
         for file in (*begun, *(file for file, _, _ in others)):
@@ -374,11 +380,10 @@ class ModelSave(Save):
             remove_records(self.storage, [self.id])
 
     def _commit_files(self, plan: ModelPlan, parts: Mapping[int, Mapping[int, Mapping[str, str]]]) -> set[str]:
-        """Makes the files the model at the path, on the coordinator, when all ranks have written their parts.
+        """On the coordinator: commits the files as the model at the path, when all ranks have written their parts.
 
-        ``parts`` is what the ranks have written, by the number of the file. Returns the files of the model that it
-        replaces, which can be removed. Raises `WriteError` if it is not the model there; then the one before is
-        untouched.
+        ``parts`` are the ranks' parts by the number of the file. Returns the files of the replaced model, for removal.
+        If the save is not committed, raises `WriteError`, and the previous model is untouched.
         """
         storage, sync = self.storage, self._saver.options.sync_files
         is_lone = self._begun[0].name == self._single
@@ -408,9 +413,9 @@ class ModelSave(Save):
             self._index = index_of({file.name: of.tensors for file, of in zip(self._begun, plan.files, strict=True)})
             try:
                 self._check_commit()
-                # Another save may have removed these files as a dead one's. If so, its index is here by now.
+                # Another save may have removed these files as a dead save's. If so, that save's index is in place.
                 if not storage.put_if(INDEX, self._index_before, self._index, sync=sync, save_id=self.id):
-                    raise Refused(f"{storage.path}: another save has put a model there just now; this one is dropped")
+                    raise Refused(f"{storage.path}: another save has put a model there just now. Save to another path.")
             except (Refused, ReadError):
                 storage.unmark(self.id, *replaced)
                 raise
@@ -429,14 +434,15 @@ class ModelSave(Save):
         if replaced:
             with suppress(OSError):
                 storage.unmark(self.id, *names)
-                remove_uploads(storage, self.id)  # the index names them: they must not count as a dead save's
+                remove_uploads(storage, self.id)  # else the files that the index names would count as a dead save's
         else:
             self._forget(*names)
         return replaced
 
     def _other_files(self) -> dict[str, bytes]:
-        """Returns the user's other files, by name; raises `Refused` if one is unreadable or named like a file of the
-        model.
+        """Returns the contents of the user's other files by name.
+
+        Raises `Refused` if a file is unreadable, or named like a file of the model.
         """
         found: dict[str, bytes] = {}
         for given in self.model.files:
@@ -451,17 +457,17 @@ class ModelSave(Save):
                     if file.name == _CONFIG and self.model.dtype is not None:
                         found[_CONFIG] = _with_dtype(found[_CONFIG], dtype_name(self.model.dtype))
             except OSError as error:
-                raise Refused(f"{given}, which files= has, cannot be read: {error}") from error
+                raise Refused(f"{given}, which files= has, cannot be read: {error}. Fix or remove it.") from error
         return found
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes the files of a model that was replaced, and then the records that prove whose they were."""
+        """Removes the files of a replaced model, and then the records that prove whose they are."""
 
         def clean_up() -> None:
             if remove(self.storage, names):
                 with suppress(Exception):
                     remove_uploads(self.storage, *self._dead)
-                self._unmark(*names)  # the uploads of this save may be recorded again by now, by one that replaces it
+                self._unmark(*names)  # a save that replaces this one may have recorded this save's uploads again
 
         names = tuple(names)
         self._after_held(lambda: self._clean_up(clean_up))
@@ -472,7 +478,7 @@ class ModelSave(Save):
     def hold(self) -> Callable[[], None]:
         """Delays the removal of files, and the release of the directory, until the returned function is called.
 
-        It may be called on any thread.
+        The function may be called on any thread.
         """
         self._held = deque()
 
@@ -488,12 +494,12 @@ class ModelSave(Save):
             operation()
             return
         held.append(operation)
-        if self._held is None:  # another thread, or a signal's handler, has released it: a lock would not let that in
+        if self._held is None:  # another thread or a signal handler has released; a lock would block the handler
             _run_all(held)
 
 
 class ModelSaver(Saver):
-    """Begins the saves of a writer of models."""
+    """The saver of a writer of models."""
 
     source: StagedSave | None = None
 
@@ -509,7 +515,7 @@ class ModelSaver(Saver):
         self.kind = ModelSave
         self.model = model
         if model.dtype is not None:
-            self.stager.dtype_of = model.stored_dtype  # nothing else needs what this writer stages
+            self.stager.dtype_of = model.stored_dtype  # no other writer uses this writer's staged copies
         self.versions = None if model.publish is None else VersionsOfWriter(model.publish, options)
 
     def stage(
@@ -517,7 +523,7 @@ class ModelSaver(Saver):
     ) -> StagedStateDict:
         """Copies a state dict into the staging buffer, and records its tied tensors; see `Saver.stage`."""
         ties: Mapping[str, str] = {}
-        with suppress(Exception):  # for a value that cannot be saved, staging or the planner reports more
+        with suppress(Exception):  # for a value that cannot be saved, staging or the planner raises a better error
             ties = ties_of(state_dict)
         staged = super().stage(state_dict, save, path)
         staged.staged_save.ties = ties
@@ -530,20 +536,20 @@ class ModelSaver(Saver):
         context: ProcessContext | None = None,
         error: StagingError | None = None,
     ) -> Save:
-        """Begins a save of what was staged for it, or of `source`: see `Saver.begin`."""
+        """Begins a save of its staged state, or else of `source`: see `Saver.begin`."""
         return super().begin(path, staged_save or self.source, context, error)
 
     def close(self, deadline: Deadline) -> None:
-        """Waits for the saves of this writer, and for what is being published: see `Saver.close`."""
+        """Waits for the saves of this writer and for publishing: see `Saver.close`."""
         super().close(deadline)
         if self.versions is not None:
             self.versions.end(deadline)
 
 
 class _RankJob:
-    """The part of a rank in writing a model: first its own blocks, then in rounds those that it shares with others.
+    """A rank's work in writing a model: first the blocks of its own, then, in rounds, those shared with other ranks.
 
-    A rank that fails still takes part in the next collective, to report it, so that no rank waits for it in vain.
+    A rank that fails still takes part in the next collective, to report the failure, so that no rank hangs.
     """
 
     def __init__(self, save: ModelSave, layout: RankLayout) -> None:
@@ -563,10 +569,10 @@ class _RankJob:
         ranks: RankGroup,
         begin: Callable[[Pieces], Callable[[int], object]],
     ) -> bool:
-        """Resolves the items, and writes everything; returns whether another rank has failed.
+        """Resolves and writes the items; returns whether any rank has failed.
 
-        ``begin`` takes the pieces that this rank has, and returns a function for the bytes written so far. Both call
-        the user.
+        ``begin`` takes this rank's pieces, and returns a function that reports the bytes written so far. Both call the
+        user's ``on_progress``.
         """
         exchange: PieceExchange | None = None
         try:
@@ -605,12 +611,12 @@ class _RankJob:
         return pieces_of(parts)
 
     def _add(self, name: str, content: torch.Tensor) -> None:
-        """Adds a source that is not a tensor of the state dict."""
+        """Adds a source of bytes that is no item of the state dict."""
         self._sources.append(Item((name, None), f"\0{name}", "tensor", content, True))
         self._dtypes.append(torch.uint8)
 
     def _write(self, pieces: Pieces) -> None:
-        """Writes pieces of the sources. Only sources that are used are passed on."""
+        """Writes pieces. Passes only the sources that the pieces use."""
         if not len(pieces):
             return
         used, number = np.unique(pieces.source, return_inverse=True)
@@ -623,7 +629,7 @@ class _RankJob:
         )
 
     def _round(self, number: int, exchange: PieceExchange | None, ranks: RankGroup) -> bool:
-        """Exchanges one window, and writes what has arrived; returns whether a rank has failed."""
+        """Exchanges one window, and writes its pieces; returns whether a rank had failed before."""
         counts = [0] * (2 * ranks.size)
         if self.error is None and exchange is not None:
             try:
@@ -651,9 +657,9 @@ class _RankJob:
 
 
 def _with_dtype(content: bytes, dtype: str) -> bytes:
-    """Replaces the dtype that a configuration of transformers names for the weights, also in nested ones.
+    """Replaces the dtype of the weights in a configuration of transformers and its nested configurations.
 
-    Anything else stays as it is.
+    Other content is returned unchanged.
     """
     try:
         config = json.loads(content)
@@ -671,7 +677,7 @@ def _with_dtype(content: bytes, dtype: str) -> bytes:
 
 
 def _run_all(operations: deque[Callable[[], None]] | None) -> None:
-    """Runs operations, each once, even if another thread runs them too."""
+    """Runs operations, each once, even if another thread runs the same queue."""
     while operations:
         try:
             operation = operations.popleft()
@@ -681,7 +687,7 @@ def _run_all(operations: deque[Callable[[], None]] | None) -> None:
 
 
 def _named_files(index: bytes | None) -> set[str]:
-    """Returns the files that an index lists, unless it is unreadable, or they are in another directory."""
+    """Returns the files that an index lists. If the index is unreadable or lists other directories, an empty set."""
     with suppress(ValueError):
         return files_named(index)
     return set()

@@ -11,10 +11,10 @@ from .._runtime.torch_compat import DTensor, flatten_state_dict, part_described,
 
 
 def ties_of(state_dict: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the tied tensors, by their names: each with the name of the earlier tensor that it is tied to.
+    """Returns the tied tensors: for the name of each, the name of the earlier tensor that it is tied to.
 
-    Tied tensors have the same elements of the same memory, read in the same way, and the same sharding. Names are those
-    of the flattened state dict.
+    Tied tensors view the same memory with the same dtype, shape and strides, and have the same sharding. Names are
+    those of the flattened state dict.
     """
     first: dict[object, str] = {}
     ties: dict[str, str] = {}
@@ -27,7 +27,7 @@ def ties_of(state_dict: Mapping[str, Any]) -> dict[str, str]:
 
 
 def identity_of(value: object) -> object:
-    """Returns a value that is equal for tied tensors, unless they have no memory here."""
+    """Returns a value that is equal for tied tensors. For values without memory on this rank, returns None."""
     if not isinstance(value, torch.Tensor):
         return None
     sharding: object = None

@@ -1,4 +1,4 @@
-"""The models that a writer saves are published as versions, by a process of its own, while training and saves go on."""
+"""Publishing of a writer's models as versions, in a separate process, while training and saves continue."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ logger = logging.getLogger("dcp_tensorizer")
 
 
 class NotPublished(WriteError):
-    """A model is saved, but could not be published. The save of a later model may raise this."""
+    """A model is saved, but could not be published. The save of a later model may raise this error."""
 
 
 @dataclass(slots=True, eq=False)
 class SavedModel:
-    """A model that is committed.
+    """A committed model.
 
-    ``release`` removes the files of the model that it has replaced, ``before``, if there was one.
+    ``before`` is the model that it has replaced; ``release`` removes the files of ``before``.
     """
 
     storage: Storage
@@ -44,16 +44,15 @@ class SavedModel:
 
     @property
     def files(self) -> set[str]:
-        """The names of its files."""
+        """The names of the model's files."""
         return {SINGLE} if self.index is None else files_named(self.index)
 
 
 class VersionsOfWriter:
-    """Publishes the models of one writer, one after the other. Of the models that wait meanwhile, only the newest is
-    published.
+    """The publisher of one writer's models, one after the other. Of several waiting models, publishes only the newest.
 
-    A model is compared with the last one that was published, as long as that is there. The files of a model that
-    another one replaces stay until they are no longer needed here.
+    A model is compared with the last published model, if the files of that one still exist. The files of a replaced
+    model stay until publishing no longer needs them.
 
     Attributes:
         is_busy: A model is being published, or waits.
@@ -74,7 +73,7 @@ class VersionsOfWriter:
         self._error: NotPublished | None = None
 
     def add(self, model: SavedModel) -> None:
-        """Publishes a model in the background. Raises `WriteError` if the one before could not be published."""
+        """Publishes a model in the background. Raises `WriteError` if an earlier model could not be published."""
         with self._changed:
             error, self._error = self._error, None
             location = model.storage.location
@@ -82,7 +81,7 @@ class VersionsOfWriter:
             self._newest[location] = model
             self._unreleased.append(model)
             if self._waiting is not None:
-                logger.info("%s: not published, because another model has followed", self._waiting.storage.path)
+                logger.info("%s: not published, because a newer model was saved", self._waiting.storage.path)
             self._waiting = model
             starts, self.is_busy = not self.is_busy, True
         if starts:
@@ -92,15 +91,15 @@ class VersionsOfWriter:
             raise error
 
     def files_needed(self, location: str) -> set[str]:
-        """Returns the files in a directory that are still needed here, also of models that were replaced."""
+        """Returns the files in a directory that publishing still needs, including those of replaced models."""
         with self._changed:
             return {name for model in self._needed() if model.storage.location == location for name in model.files}
 
     def wait(self, deadline: Deadline) -> PublishedVersion | None:
-        """Waits until nothing is being published; returns the last version.
+        """Waits until all models are published; returns the last version, or None if no model was published.
 
-        None if there is none, or something is still being published at the deadline. Raises `WriteError` if a model
-        could not be published, and no call has raised that yet.
+        At the deadline, returns None. Raises `WriteError` if a model could not be published, and no call has raised
+        that error yet.
         """
         with self._changed:
             is_over = self._changed.wait_for(lambda: not self.is_busy, deadline.left)
@@ -110,8 +109,8 @@ class VersionsOfWriter:
         return self._version if is_over else None
 
     def end(self, deadline: Deadline) -> None:
-        """Waits for what is being published, and ends the process; after the deadline it is killed."""
-        with suppress(WriteError):  # it has been logged
+        """Waits for publishing, and ends the process. At the deadline, kills the process."""
+        with suppress(WriteError):  # the error has been logged
             self.wait(deadline)
         with self._changed:
             if (left := self._waiting) is not None:
@@ -120,7 +119,7 @@ class VersionsOfWriter:
         self._client.end_process(deadline)
         with suppress(WriteError):
             self.wait(Deadline(_END_SECONDS))
-        self._client.end_process(Deadline(0))  # if the thread has started one since
+        self._client.end_process(Deadline(0))  # if the thread has started a process since
         self._release()
 
     def _work(self) -> None:
@@ -169,13 +168,13 @@ class VersionsOfWriter:
         return version
 
     def _is_there(self, model: SavedModel) -> bool:
-        """Returns whether the files of a model can be read; raises `WriteError` if its storage hangs."""
+        """Returns whether the files of a model still exist. Raises `WriteError` if the storage hangs."""
         storage, timeout = model.storage, self._write.limits.timeout
         try:
             return in_time(lambda: any(storage.head(name) is not None for name in sorted(model.files)[:1]), timeout)
         except Hung:
             raise WriteError(
-                f"{storage.path} has not answered for {timeout:g} s: its disk or its server hangs"
+                f"{storage.path} has not answered for {timeout:g} s: its disk or its server hangs. Check the storage."
             ) from None
 
     def _needed(self) -> list[SavedModel]:
@@ -196,4 +195,4 @@ class VersionsOfWriter:
                 logger.warning("%s: files of the model before may be left over: %s", path, describe(error))
 
 
-_END_SECONDS = 5.0  # for the thread to see that its process has ended
+_END_SECONDS = 5.0  # for the thread to detect that its process has ended

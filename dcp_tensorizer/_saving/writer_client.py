@@ -36,13 +36,13 @@ logger = logging.getLogger("dcp_tensorizer")
 
 
 class WriterClient:
-    """Writes one rank's items, and owns the writer process, for all writers of a process.
+    """The owner of the writer process, for all writers of a process. Writes one rank's items through it.
 
-    With ``devices`` the process sees the trainer's GPUs. ``device`` is the accelerator that unstaged tensors may be on.
+    With ``devices`` the writer process sees the trainer's GPUs. ``device`` is the accelerator of unstaged tensors.
 
     Attributes:
-        copies_from_gpus: The process has refused no copy from a GPU, and has not died of one too often.
-        deaths: How often the process has died while it copied from GPUs.
+        copies_from_gpus: The writer process has refused no copy from a GPU, and has not died too often in one.
+        deaths: Number of times that the writer process has died while it copied from GPUs.
     """
 
     copies_from_gpus = True
@@ -55,20 +55,20 @@ class WriterClient:
         self._start = start
         self._device = device
         self._process: WriterProcess | None = None
-        self._identity = identity_of_process()  # of the process when it was started
+        self._identity = identity_of_process()  # when the writer process was started
         self._extra: SharedBuffer | None = None  # for tensors that the planner has made
-        self._ends = 0  # how often `end_process` was called
-        # Not held to end the process. Reentrant, because a signal handler that saves may interrupt its holder.
+        self._ends = 0  # number of calls of `end_process`
+        # Not taken by `end_process`. Reentrant, because a signal handler that saves may interrupt the lock's holder.
         self._starting = free_in_child(threading.RLock())
 
     def ensure_process(self, context: ProcessContext | None = None) -> WriterProcess:
         """Returns the writer process.
 
-        Starts one if there is none, if it has died, or if its user or group is not that of ``context``. Raises
-        `WriterProcessDied` if it cannot be started, or was ended meanwhile.
+        Starts a process if none runs, or if the running one has another user or group than ``context``. Raises
+        `WriterProcessDied` if the process cannot be started, or if `end_process` was called during the start.
         """
         if self._process is not None and self._is_fit(self._process, context):
-            return self._process  # without the lock: a signal handler's save must not wait for its holder
+            return self._process  # without the lock: a signal handler's save must not wait for the lock's holder
         with self._starting:
             before, ends = self._process, self._ends
             if before is not None:
@@ -89,7 +89,10 @@ class WriterClient:
             return self._process
 
     def _is_fit(self, process: WriterProcess, context: ProcessContext | None) -> bool:
-        """Returns whether a process is alive, and has the user and groups of a save, if a new one would have them."""
+        """Returns whether a process is alive, and has the user and groups of a save.
+
+        If a new process would not have them either, the old one is fit.
+        """
         if not process.alive:
             return False
         return context is None or context.identity == self._identity or context.identity != identity_of_process()
@@ -102,14 +105,14 @@ class WriterClient:
         is_closed: Callable[[], bool] = lambda: False,
         progress: Callable[[int], object] = lambda nbytes: None,
     ) -> WriteDone:
-        """Writes the items, in the writer process if they were staged and it can reach the storage.
+        """Writes the items, in the writer process if they were staged and the process can reach the storage.
 
-        Otherwise this process writes them: if nothing was staged, if the storage is this process's own memory, if the
-        buffer's descriptor was closed, or if no process can be started. If the writer process dies, a fresh one writes
-        everything again from the staged buffer. When ``is_closed`` returns true, nothing is tried again. ``progress``
-        is called with the bytes written so far, about once a second.
+        Otherwise this process writes them: if nothing was staged, if the storage is this process's memory, if the
+        buffer's descriptor was closed, or if the writer process cannot be started. If the writer process dies, a fresh
+        one writes everything again from the staged buffer, unless ``is_closed`` returns true. ``progress`` is called
+        with the bytes written so far, about once a second.
 
-        Raises `WriteError`, and then no file is left; shared ones are of no use.
+        On failure, removes the files, except shared ones, and raises `WriteError`.
         """
         if staged_save is None or staged_save.buffer is None or self._process is None or files.storage.in_process:
             return self._write_here(files, items, progress)
@@ -154,8 +157,8 @@ class WriterClient:
     def _check_again(
         self, error: WriterProcessDied, files: FilesOfSave | SharedFiles, attempt: int, is_closed: Callable[[], bool]
     ) -> None:
-        """Cleans up after a process that has died; raises `WriteError` unless the files are to be written again."""
-        if isinstance(error, WriterProcessHung):  # another process would hang as well, and so would this one
+        """Cleans up after a writer process that has died. If the save must not be retried, raises `WriteError`."""
+        if isinstance(error, WriterProcessHung):  # a new writer process would also hang, and so would this process
             hung = self._process
 
             def clean() -> None:
@@ -168,7 +171,7 @@ class WriterClient:
         files.remove()
         path = files.storage.path
         if is_closed():
-            raise WriteError(f"the writer was closed before the save to {path} was over") from error
+            raise WriteError(f"the writer was closed during the save to {path}, which is not committed") from error
         if isinstance(error, NotStarted):
             logger.warning("rank %d: %s; the trainer writes this save itself", files.rank, str(error))
             return
@@ -177,12 +180,12 @@ class WriterClient:
         logger.warning("rank %d: %s; writing once more with a fresh process", files.rank, str(error))
 
     def flush(self, target: FlushTarget, context: ProcessContext) -> None:
-        """Requests the flush of a local folder from the writer process, and starts one if there is none.
+        """Requests the flush of a local folder from the writer process, which is started if necessary.
 
-        Raises `WriterProcessDied` if it cannot be started, or has ended.
+        Raises `WriterProcessDied` if the process cannot be started, or has ended.
         """
         process = self.ensure_process()
-        # On another thread, because a signal handler that interrupts the caller may save, and needs the process.
+        # On another thread: a signal handler that interrupts the caller may save, which needs the writer process.
         in_background(lambda: process.ask(target, None, target.timeout, context), daemon=True).result()
 
     def publish(
@@ -192,11 +195,10 @@ class WriterClient:
         context: ProcessContext | None = None,
         is_closed: Callable[[], bool] = lambda: False,
     ) -> tuple[PublishedVersion, LeaseRecord]:
-        """Publishes a version in the writer process. If it dies, a fresh one tries once more, unless ``is_closed``
-        returns true.
+        """Publishes a version in the writer process. If that process dies, retries once with a fresh one.
 
-        Raises `WriteError` if the version cannot be published, and `WriterProcessDied` if the second process has died
-        as well, or one was killed because it made no progress.
+        If ``is_closed`` returns true, does not retry. Raises `WriteError` if the version cannot be published, and
+        `WriterProcessDied` if the second process has also died, or if a process was killed because it made no progress.
         """
         done: tuple[PublishedVersion, LeaseRecord]
         try:
@@ -212,13 +214,13 @@ class WriterClient:
 
     @property
     def is_running(self) -> bool:
-        """Returns whether there is a writer process now."""
+        """Returns whether the writer process runs now."""
         return self._process is not None and self._process.alive
 
     def end_process(self, deadline: Deadline = NEVER) -> None:
-        """Ends the writer process. It finishes its current work, but not after the deadline.
+        """Ends the writer process, after its current work or at the deadline.
 
-        Work for a writer that is still open is done by a fresh process, which is started when needed.
+        Later work, for a writer that is still open, starts a fresh process.
         """
         self._ends += 1
         process = self._process
@@ -226,14 +228,14 @@ class WriterClient:
             process.close(deadline.within(END_SECONDS))
 
     def free(self) -> None:
-        """Frees the memory when no save uses it any more."""
+        """Frees the buffer for tensors that the planner has made."""
         self._keep(None)
 
     def _write_here(
         self, files: FilesOfSave | SharedFiles, items: Sequence[Item], progress: Callable[[int], object]
     ) -> WriteDone:
         tensors = {item.name: item.tensor for item in items}
-        # Several threads read them, with current streams of their own.
+        # Several threads read the tensors, each with its own current stream.
         self._device.side_streams.synchronize(tensors.values())
 
         def contents(source: TensorSource) -> memoryview:
@@ -250,9 +252,9 @@ class WriterClient:
     def _locate(
         self, items: Sequence[Item], buffer: SharedBuffer, shared: SharedTensors | None
     ) -> tuple[list[TensorSource], SharedBuffer | None]:
-        """Finds each item's bytes in shared memory. Tensors that the planner has made are copied there."""
+        """Finds each item's bytes in shared memory. Copies tensors that the planner has made to an extra buffer."""
         sources: list[TensorSource] = []
-        made: dict[int, Item] = {}  # by their numbers in ``sources``
+        made: dict[int, Item] = {}  # by the numbers of their sources
         for item in items:
             if not item.has_bytes:
                 sources.append(item.source(buffer.id))
@@ -272,7 +274,7 @@ class WriterClient:
         return sources, extra
 
     def _extra_buffer(self, nbytes: int) -> SharedBuffer | None:
-        """Returns a buffer for ``nbytes`` bytes, unless that is 0: the cached one if it fits."""
+        """Returns a buffer for ``nbytes`` bytes, cached if it fits. If ``nbytes`` is 0, returns None."""
         extra, self._extra = self._extra, None
         if extra is not None and (not nbytes or not extra.fits(nbytes)):
             extra.close()

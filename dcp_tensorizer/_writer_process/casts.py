@@ -1,6 +1,6 @@
-"""Converts tensors on their way to a file, by torch, so that NaNs and rounding are torch's.
+"""Conversion of tensors for a file with torch, so that NaNs and rounding are torch's.
 
-It runs in the writer process, and is imported when a request needs it.
+The module runs in the writer process, which imports it when a request needs it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .._tensor_file.dtypes import named_dtype
 from .protocol import TensorSource
 from .shared_job import Fill
 
-# The trainer's memory is mapped read-only. Nothing is written to it here.
+# The trainer's memory is mapped read-only, and this module only reads it.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 torch.set_num_threads(1)
 
@@ -23,8 +23,9 @@ torch.set_num_threads(1)
 def filling(
     sources: Sequence[TensorSource], dtypes: Sequence[str], contents: Callable[[TensorSource], memoryview]
 ) -> Fill:
-    """Returns a function that returns the bytes of tensors, converted to ``dtypes``; ``contents`` returns a tensor's
-    own bytes.
+    """Returns a function that fills memory with bytes of tensors, converted to ``dtypes``.
+
+    ``contents`` returns a tensor's unconverted bytes.
     """
 
     def fill(number: int, start: int, memory: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""`WriterProcess`: the trainer's side of its writer process: start, request, liveness, end."""
+"""The trainer's side of its writer process, `WriterProcess`: start, requests, liveness, end."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .protocol import Call, Request
 if TYPE_CHECKING:
     from .._staging.shared_memory import SharedBuffer
 
-_DETACH_SECONDS = 5.0  # an idle process takes a millisecond
+_DETACH_SECONDS = 5.0  # an idle process takes 1 ms
 
 
 class WriterProcessHung(WriterProcessDied):
-    """The process made no progress for too long, and was killed. Its destination may hang for other processes, too."""
+    """The process made no progress for too long, and was killed. Its destination may also hang for other processes."""
 
     cleaning: Future[None] | None = None
-    """Done when the process has ended, which may be late, and its files are removed."""
+    """Done when the process has ended, which may take long, and its files are removed."""
 
 
 class Unsendable(WriteError):
-    """A request cannot be pickled. Nothing of it was sent, and the writer process takes the next one."""
+    """A request cannot be pickled. Nothing was sent, and the writer process can take other requests."""
 
 
 class NotStarted(WriterProcessDied):
@@ -40,9 +40,9 @@ class NotStarted(WriterProcessDied):
 
 
 class WriterProcess(ChildProcess):
-    """A process that writes files from shared memory. It ends with `close`, or when this object is dropped.
+    """A process that writes files from shared memory. It ends with `close`, or when this object is freed.
 
-    With ``devices`` it sees the trainer's GPUs. It makes a context there for its first snapshot.
+    With ``devices`` the process sees the trainer's GPUs, and makes a CUDA context for its first snapshot.
 
     Raises:
         NotStarted: memory, processes or descriptors are short.
@@ -54,7 +54,7 @@ class WriterProcess(ChildProcess):
         except OSError as error:
             raise NotStarted(str(error.strerror)) from error
         self._attached: set[int] = set()
-        self._sent: set[int] = set()  # buffers that it may have mapped, also for a request that failed
+        self._sent: set[int] = set()  # buffers that the process may have mapped, including those of failed requests
         self._end = Finalizer(self, _end, self._popen, self._channel)
 
     def ask(
@@ -65,14 +65,15 @@ class WriterProcess(ChildProcess):
         context: ProcessContext | None = None,
         progress: Callable[[int], object] = lambda nbytes: None,
     ) -> Any:
-        """Waits until a request is fulfilled, and returns the answer that `protocol` describes.
+        """Sends a request, waits for the answer, and returns it as `protocol` describes.
 
         Args:
             request: The request.
-            buffers: The shared memory that it refers to; the process releases all others. None: it keeps what it has.
+            buffers: The shared memory that the request refers to; the process releases all other buffers. If None, it
+                retains its buffers.
             timeout: Seconds without progress after which the process is killed.
             context: The process context that the process takes on.
-            progress: Called about once a second with the bytes that are done.
+            progress: Called about once a second with the number of bytes done.
 
         Raises:
             WriterProcessDied: the process ended, or was killed because it made no progress.
@@ -102,18 +103,18 @@ class WriterProcess(ChildProcess):
             if not isinstance(answer, Failed):
                 self._sent = set(self._attached)
             elif buffers is not None:
-                self._attached = set()  # it may have failed before it attached them
+                self._attached = set()  # the request may have failed before the buffers were attached
         if isinstance(answer, Failed):
             raise WriteError(answer.message) from _RemoteTraceback(answer.details)
         return answer
 
     def detach(self, number: int) -> None:
-        """Unmaps a shared buffer in the process, so that closing it here frees its memory.
+        """Unmaps a shared buffer in the process, so that closing the buffer in the trainer frees its memory.
 
-        While a request is in progress it does nothing: the next request says which buffers stay.
+        While a request is in progress, does nothing: the next request names the buffers that stay.
         """
         if self._lock.acquire(blocking=False):
-            with suppress(WriterProcessDied), self._conversation():  # if it died, so has its mapping
+            with suppress(WriterProcessDied), self._conversation():  # a dead process has no mappings
                 if self.alive and number in self._sent:
                     self._attached -= {number}
                     answer = self._exchange(pickled(Call(None, tuple(self._attached))), [], _DETACH_SECONDS)
@@ -121,14 +122,14 @@ class WriterProcess(ChildProcess):
                         self._sent = set(self._attached)
 
     def close(self, timeout: float = END_SECONDS) -> None:
-        """Ends the process: it finishes its request, but is killed after ``timeout`` seconds. Idempotent.
+        """Ends the process after its current request; kills it after ``timeout`` seconds. Idempotent.
 
-        Waiting for the lock counts: a signal handler may have interrupted its holder.
+        The timeout includes the wait for the lock, because a signal handler may have interrupted the lock's holder.
         """
         if self._end.detach():
             self._disown()
             deadline = Deadline(timeout)
-            idle = self._lock.acquire(blocking=False)  # nothing to finish; it may still be importing
+            idle = self._lock.acquire(blocking=False)  # no request to finish, though the process may still import
             _stop(self._popen, self._channel, 0.0 if idle else timeout)
             if idle or self._lock.acquire(timeout=deadline.within(timeout)):
                 self._close_files()
@@ -136,15 +137,16 @@ class WriterProcess(ChildProcess):
 
     @contextmanager
     def _conversation(self) -> Iterator[None]:
-        """Translates the errors of a request, and frees the lock after it.
+        """Translates the errors of a request, and releases the lock after the request.
 
-        Closes the files if `close` was called meanwhile, and did not wait.
+        If `close` was called during the request and did not wait, closes the files.
         """
         try:
             yield
         except TimeoutError as error:
             raise WriterProcessHung(
-                f"{error}: the destination hangs, or is slower than the writer's timeout allows"
+                f"{error}: the destination hangs, or is slower than the writer's timeout allows. Check it, or raise "
+                f"SaveLimits(timeout=)."
             ) from None
         except EOFError as error:
             raise WriterProcessDied(str(error)) from None
@@ -154,13 +156,13 @@ class WriterProcess(ChildProcess):
             self._lock.release()
 
     def wait_dead(self) -> None:
-        """Waits until a killed process has ended: one that hangs in the kernel may still create a file."""
+        """Waits until a killed process has ended: a process that hangs in the kernel may still create a file."""
         while self._popen.poll() is None:
             time.sleep(LOOK_SECONDS)
 
 
 class _RemoteTraceback(Exception):
-    """A traceback of the writer process as text, as the cause of an error here."""
+    """A traceback of the writer process as text, as the cause of an error in the trainer."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"

@@ -1,7 +1,7 @@
-"""Tensors on a GPU for another process: handles to their memory, and the copies that it makes.
+"""Tensors on a GPU for another process: handles to their memory, and the copies that the process makes.
 
-Handles are torch's own, which count the receivers of each storage. But torch changes the storage at each export. So it
-gets an alias of the storage, which lives until the copies are made.
+Handles are torch's own, which count the receivers of each storage. torch changes a storage when it exports it, so this
+module exports an alias of the storage, which lives until the copies are made.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_MAX_DEATHS = 2  # while copying from GPUs: after each a process must be started
+_MAX_DEATHS = 2  # of writer processes while copying from GPUs: each death costs the start of a process
 
 
 class DeviceWay(BufferWay):
-    """``staging="device"``: the writer process copies from GPUs. If it cannot, this process does.
+    """The way of ``staging="device"``: the writer process copies from GPUs. If it cannot, this process copies.
 
-    If it makes no progress for ``timeout`` seconds, it is killed.
+    If the writer process makes no progress for ``timeout`` seconds, it is killed.
     """
 
     copies_from_devices = False
@@ -58,14 +58,14 @@ class DeviceWay(BufferWay):
                 withdraw(request.storages)
                 raise
         except WriteError as error:
-            # A refusal would be repeated, so it is not asked again. A single death may not be repeated.
+            # A refusal would be repeated, so no later copy is requested. A single death may not be repeated.
             client.deaths += isinstance(error, WriterProcessDied)
             client.copies_from_gpus = isinstance(error, WriterProcessDied) and client.deaths < _MAX_DEATHS
             logger.warning("the writer process could not copy from the GPU, the trainer does: %s", str(error))
             if client.deaths == _MAX_DEATHS:
                 logger.error(
                     "staging='device': the writer process died %d times while it copied from the GPU. From now on the "
-                    "trainer copies, as with staging='buffer': pass that.",
+                    "trainer copies. Use staging='buffer'.",
                     client.deaths,
                 )
             return False
@@ -78,12 +78,12 @@ def export(
     """Makes handles to tensors on GPUs.
 
     ``offsets`` are those of the copies in the buffer with the number ``buffer``. ``streams`` has, for each GPU, a
-    stream whose next work comes after everything that the tensors wait for; this waits for it. Returns the request
-    for the other process, and tensors to keep until it has answered. Raises `WriteError` if memory is of a kind that
-    another process cannot open.
+    stream that is ordered after all pending work on the tensors; the function synchronizes with it. Returns the request
+    for the other process, and tensors to hold until that process has answered. Raises `WriteError` if another process
+    cannot open memory of this kind.
     """
     for stream in streams.values():
-        stream.mark().synchronize()  # so that no storage needs its own event, of which torch keeps only a thousand
+        stream.mark().synchronize()  # so that storages need no events, of which torch holds only 1000
     # by address and size, because storages of other sizes may begin at the same address
     numbers: dict[tuple[int, int], int] = {}
     aliases: list[torch.Tensor] = []
@@ -117,13 +117,13 @@ def export(
 
 
 def withdraw(storages: Sequence[tuple[Any, ...]]) -> None:
-    """Releases handles instead of a process that never will. Otherwise torch would keep their memory for good."""
+    """Releases handles on behalf of a process that never will. Otherwise torch would never free their memory."""
     for arguments in storages:
         release_ipc_counter(arguments)
 
 
 class Snapshots:
-    """Copies tensors on GPUs, or on a simulated device, in the other process."""
+    """The copies of tensors on GPUs, or on a simulated device, in the writer process."""
 
     def __init__(self, device: Device = CUDA) -> None:
         self._streams = device.side_streams
@@ -134,7 +134,7 @@ class Snapshots:
         if request.buffer not in self._unpin:
             address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
             self._unpin[request.buffer] = lambda: None
-            with suppress(StagingError):  # then copies are slower
+            with suppress(StagingError):  # copies to unpinned memory are slower
                 self._unpin[request.buffer] = self._streams.device.pin(address, len(memory), request.device)
         storages = [rebuild_cuda_tensor(*arguments).untyped_storage() for arguments in request.storages]
         staged = [_copy_in(tensor, memory) for tensor in request.tensors]
@@ -146,7 +146,7 @@ class Snapshots:
                 copies.add(staged)
                 copies.start()
             finally:
-                copies.wait()  # no copy may arrive after the trainer has gone on
+                copies.wait()  # no copy may run after the trainer has resumed
 
     def keep(self, buffers: Set[int]) -> None:
         """Unregisters all other buffers, which are about to be unmapped."""
@@ -162,9 +162,9 @@ def _export_storage(storage: torch.UntypedStorage, stream: SideStream) -> tuple[
             _, (*arguments, _has_to_wait) = reduce_tensor(alias)
     except RuntimeError as error:
         raise WriteError(
-            f"a tensor on {storage.device} cannot be handed to the writer process: {error}. Only memory of torch's own "
-            f"allocator can be, and on some systems none that PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True makes. "
-            f"Use staging='buffer'."
+            f"a tensor on {storage.device} cannot be shared with the writer process: {error}. Only memory of torch's "
+            f"allocator can be shared, and on some systems not with "
+            f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. Use staging='buffer'."
         ) from error
     return alias, (*arguments, False)
 
