@@ -22,7 +22,9 @@ def check_path(value: object) -> None:
     if not isinstance(value, str | os.PathLike):
         raise TypeError(f"path must be a str or an os.PathLike, got {_type(value)}.")
     if not isinstance(os.fspath(value), str):
-        raise TypeError(f"path must be a str or an os.PathLike of a str, got {_type(os.fspath(value))} from {_type(value)}.")
+        raise TypeError(
+            f"path must be a str or an os.PathLike of a str, got {_type(os.fspath(value))} from {_type(value)}."
+        )
 
 
 def check_timeout(value: object, *, least: float | None = None, name: str = "timeout") -> None:
