@@ -1,18 +1,18 @@
-"""The package's version, also in a tree that is not installed. It is written into every index."""
+"""The version of the package, also for a tree that is not installed. Every index records it."""
 
 from __future__ import annotations
 
 __version__ = "0.1.0"
 INDEX_VERSION = 1
-"""The version of `.metadata` that this release writes and reads."""
+"""The version of ``.metadata`` that this release writes and reads."""
 
 
 def environment() -> str:
-    """Describes what a bug report needs: the package and its format, Python, torch, tensorizer, the installed extras.
+    """Describes the environment for bug reports: the package and its format, Python, torch, tensorizer and extras.
 
-    It imports none of them.
+    Does not import them.
     """
-    import platform  # not at the top: these take longer than the package itself, and few imports need them
+    import platform  # on use: importing these takes longer than importing the package
     import re
     from importlib import metadata
 

@@ -3,18 +3,18 @@
     CheckpointError
     ├── StagingError              a state dict could not be copied into the staging buffer
     ├── WriteError                data or metadata could not be made durable
-    │   └── WriterProcessDied     the process that writes went away in the middle of a save
-    ├── ReadError                 stored bytes could not be brought back
-    │   ├── ChecksumMismatch      stored bytes are not the ones that were saved
-    │   └── DecryptionError       there is no key, or not the right one
+    │   └── WriterProcessDied     the writer process ended during a save
+    ├── ReadError                 stored bytes could not be read
+    │   ├── ChecksumMismatch      stored bytes differ from those that were saved
+    │   └── DecryptionError       the key is missing or wrong
     ├── MetadataError             a checkpoint's ``.metadata`` is unusable
-    │   ├── NotCommitted          there is no committed checkpoint (also a ``FileNotFoundError``)
-    │   ├── StateMismatch         the state is not of the checkpoint's keys or shapes, or takes no such values
-    │   ├── UnsupportedFormat     it is of a format or version that this release does not read
+    │   ├── NotCommitted          the path has no committed checkpoint (also a ``FileNotFoundError``)
+    │   ├── StateMismatch         the state has other keys or shapes than the checkpoint, or cannot take its values
+    │   ├── UnsupportedFormat     this release does not read the checkpoint's format or version
     │   └── UntrustedObject       loading would run code that is not allowed
-    └── ConversionError           a checkpoint cannot be brought into another format as asked
+    └── ConversionError           a checkpoint cannot be converted as requested
 
-Each is built from one message, so that it survives pickling: DCP sends errors from rank to rank, wrapped in
+Each is made from a single message, so that it can be pickled: DCP sends errors from rank to rank, wrapped in
 ``torch.distributed.checkpoint.api.CheckpointException``.
 """
 
@@ -42,35 +42,35 @@ _RANKS_SHOWN = 8
 
 
 class CheckpointError(Exception):
-    """Base of all errors of this package."""
+    """The base class of all errors of this package."""
 
 
 class StagingError(CheckpointError):
-    """A state dict could not be copied into the staging buffer; the message names the key."""
+    """A state dict could not be copied into the staging buffer. The message names the key."""
 
 
 class WriteError(CheckpointError):
-    """Data or metadata could not be made durable; the message names path, rank and, where known, key."""
+    """Data or metadata could not be made durable. The message names path, rank and, if known, key."""
 
 
 class WriterProcessDied(WriteError):
-    """The writer process ended in the middle of a save; the message carries its exit and the end of its output."""
+    """The writer process ended during a save. The message has its exit code or signal and its last output."""
 
 
 class ReadError(CheckpointError):
-    """Stored bytes could not be brought back; the message names file, key and offset."""
+    """Stored bytes could not be read. The message names file, key and offset."""
 
 
 class ChecksumMismatch(ReadError):
-    """Stored bytes differ from what was saved; the message names key, file and offset."""
+    """Stored bytes differ from those that were saved. The message names key, file and offset."""
 
 
 class DecryptionError(ReadError):
-    """A reader's key does not fit the checkpoint; no target has changed."""
+    """A reader's key is missing, wrong, or given for an unencrypted checkpoint. No target has changed."""
 
 
 class MetadataError(CheckpointError):
-    """A checkpoint's ``.metadata`` is unusable: it is damaged, unless a subclass says otherwise."""
+    """A checkpoint's ``.metadata`` is unusable: damaged, or as a subclass describes."""
 
 
 class NotCommitted(MetadataError, FileNotFoundError):
@@ -78,27 +78,27 @@ class NotCommitted(MetadataError, FileNotFoundError):
 
 
 class StateMismatch(MetadataError):
-    """A checkpoint and the state that it is loaded into do not match; the message has the error that was raised."""
+    """A checkpoint does not match the state that it is loaded into. The message has the original error."""
 
 
 class UnsupportedFormat(MetadataError):
-    """A checkpoint is of a format or version that this release does not read; it may be whole."""
+    """A checkpoint has a format or version that this release does not read. It may be undamaged."""
 
 
 class UntrustedObject(MetadataError):
-    """A stored object would need code to run on load; the message names key and type, and how to allow it."""
+    """A stored object would run code on load. The message names key and type, and how to allow it."""
 
 
 class ConversionError(CheckpointError):
-    """A checkpoint cannot be brought into another format as asked; the message names the key, and what to do."""
+    """A checkpoint cannot be converted as requested. The message names the key, and what to do."""
 
 
 def unwrap(error: BaseException) -> BaseException:
-    """Returns the error of the rank that failed, without the wrapper in which DCP raises it.
+    """Returns the error of a failed rank, without the wrapper in which DCP raises it.
 
-    DCP raises a ``CheckpointException``, which derives from ``BaseException``, so that ``except Exception`` does not
-    catch it. It holds the error of each rank that failed. The one of the lowest rank is returned, with preference for
-    errors of this package::
+    DCP raises a ``CheckpointException``, which holds the error of each failed rank. It derives from ``BaseException``,
+    so ``except Exception`` does not catch it. Of these errors, returns the one of the lowest rank, and prefers errors
+    of this package::
 
         try:
             dcp.load(state, storage_reader=reader)
@@ -106,7 +106,7 @@ def unwrap(error: BaseException) -> BaseException:
             raise dcp_tensorizer.unwrap(error) from None
 
     Args:
-        error: What was raised. Anything but a ``CheckpointException`` is returned as it is.
+        error: The raised exception. If it is no ``CheckpointException``, it is returned unchanged.
     """
     failures: Mapping[int, tuple[BaseException, object]] | None = getattr(error, "failures", None)
     if not isinstance(failures, Mapping) or not failures:
@@ -116,16 +116,16 @@ def unwrap(error: BaseException) -> BaseException:
 
 
 def describe(error: BaseException) -> str:
-    """An error as a part of another one's message: this package's errors without their type, others with it."""
+    """Formats an error for the message of another one: errors of this package without their type, others with it."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def listed_ranks(ranks: Sequence[int]) -> str:
-    """The first of some ranks, as a part of a message."""
+    """Formats the first ranks of a list for a message."""
     return ", ".join(map(str, ranks[:_RANKS_SHOWN])) + (", ..." if len(ranks) > _RANKS_SHOWN else "")
 
 
 def listed(keys: Sequence[object]) -> str:
-    """The first of some keys, and how many more there are, as a part of a message."""
+    """Formats the first keys of a list, and the number of the others, for a message."""
     more = len(keys) - _KEYS_SHOWN
     return ", ".join(map(repr, keys[:_KEYS_SHOWN])) + (f", and {more} more" if more > 0 else "")

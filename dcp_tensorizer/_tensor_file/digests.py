@@ -11,14 +11,14 @@ from isal.isal_zlib import crc32  # ten times as fast as zlib's
 from ..errors import ChecksumMismatch
 from .names import StoredItem, block_size
 
-# Bytes whose hashing is worth a release of the interpreter lock: it takes some 20 microseconds, as long as eight
-# threads on 16 cores take to get the lock again. xxhash's one-shot functions never release it in release 3, and above
-# 64 KiB in release 4. Its objects release it in both.
+# The size from which hashing is worth a release of the GIL: hashing takes about 20 microseconds, as long as eight
+# threads on 16 cores take to reacquire the GIL. xxhash's one-shot functions never release it in release 3, and above 64
+# KiB in release 4. Its objects release it in both.
 _WORTH_UNLOCKING = 512 << 10
 
 
 class Digester:
-    """`StoredItem.digests` of data that arrives in pieces of any size; ``block`` as in `StoredItem.block`."""
+    """A computation of `StoredItem.digests` for data in pieces of any size. ``block`` is `StoredItem.block`."""
 
     def __init__(self, block: int) -> None:
         self._step = self._left = block
@@ -27,7 +27,7 @@ class Digester:
         self._digests: list[bytes] = []
 
     def update(self, data: memoryview) -> None:
-        """Takes the next piece."""
+        """Hashes the next piece."""
         self._whole.update(data)
         while data.nbytes:
             part = data[: self._left]
@@ -38,7 +38,7 @@ class Digester:
                 self._close_block()
 
     def digests(self) -> bytes:
-        """Returns the digests; called after all data."""
+        """Returns the digests. Call it after the last piece."""
         if self._left < self._step:
             self._close_block()
         several = len(self._digests) > 1
@@ -51,10 +51,10 @@ class Digester:
 
 
 class TensorHashes:
-    """All hashes of a tensor that arrives in pieces: CRC-32 and SHA-256 of header and data, and the data's digests.
+    """The hashes of a tensor in pieces: CRC-32 and SHA-256 of header and data, and the data's digests.
 
-    SHA-256 must not come right after CRC-32: isal's CRC-32 leaves the upper halves of the vector registers in use,
-    which slows SHA-256 down by 1.4 (0.79 s/GB for 0.56 on Zen 4). XXH3 clears them, so it goes between the two.
+    SHA-256 must not directly follow CRC-32: isal's CRC-32 leaves the upper halves of the vector registers in use, which
+    slows SHA-256 down by 1.4 (0.79 s/GB instead of 0.56 on Zen 4). XXH3 clears them, so it runs between the two.
     """
 
     def __init__(self, header: bytes, digester: Digester, *, sha256: bool = False) -> None:
@@ -63,19 +63,19 @@ class TensorHashes:
         self._digester = digester
 
     def update(self, piece: memoryview, *, sha256: bool = True) -> None:
-        """Takes a piece. Without ``sha256`` the caller computes SHA-256 itself."""
+        """Hashes the next piece. Without ``sha256``, the caller computes SHA-256."""
         self.crc32 = crc32(piece, self.crc32)
         self._digester.update(piece)
         if sha256 and self.sha256 is not None:
             self.sha256.update(piece)
 
     def values(self) -> tuple[int, bytes]:
-        """Returns CRC-32, and SHA-256 if it was asked for, after all pieces."""
+        """Returns CRC-32 and SHA-256, which is empty unless requested. Call it after the last piece."""
         return self.crc32, b"" if self.sha256 is None else self.sha256.digest()
 
 
 def digests_of(data: bytes | memoryview) -> bytes:
-    """`StoredItem.digests` of data in one piece."""
+    """Returns `StoredItem.digests` of data in one piece."""
     whole, block = xxhash.xxh3_64_digest(data), block_size(len(data))
     if len(data) <= block:
         return whole
@@ -85,10 +85,10 @@ def digests_of(data: bytes | memoryview) -> bytes:
 
 
 class DigestCheck:
-    """Checks blocks of an item against their digests, as `check_digests` does, when they arrive in pieces.
+    """A check of blocks of an item against their digests, as in `check_digests`, for data in pieces.
 
-    All pieces but the last are of whole blocks, so that each block is hashed by one call. After each call a thread may
-    have to wait for the interpreter lock.
+    All pieces but the last consist of whole blocks, so that one call hashes each block: after each call a thread may
+    have to wait for the GIL.
     """
 
     def __init__(self, item: StoredItem, start: int, nbytes: int) -> None:
@@ -109,7 +109,7 @@ class DigestCheck:
             self._digests += [_digest(data[start : start + step]) for start in range(0, data.nbytes, step)]
 
     def matches(self) -> bool:
-        """Returns whether all blocks match; called after all data."""
+        """Returns whether all blocks match. Call it after the last piece."""
         found = b"".join(self._digests) if self._whole is None else self._whole.digest()
         return found == self._expected
 
@@ -118,14 +118,15 @@ def _digest(data: memoryview) -> bytes:
     if data.nbytes < _WORTH_UNLOCKING:
         return xxhash.xxh3_64_digest(data)
     state = xxhash.xxh3_64()
-    state.update(data)  # releases the lock in every release, so that other threads begin their next reads
+    state.update(data)  # releases the GIL in every release, so that other threads start their next reads
     return state.digest()
 
 
 def all_match(items: Sequence[StoredItem], contents: Sequence[memoryview]) -> bool:
-    """Returns whether whole items match their digests of all; False also for parts of items, and items without one.
+    """Returns whether all items match the digests of their whole data.
 
-    One comparison of all takes a third of the time of one for each.
+    Also returns False for parts of items, and for items without such a digest. A single comparison takes a third of the
+    time of one for each item.
     """
     wholes = [item.digests if len(item.digests) == 8 else _digest_of_all(item) for item in items]
     if not all(wholes) or any(data.nbytes != item.length for item, data in zip(items, contents, strict=True)):
@@ -134,13 +135,12 @@ def all_match(items: Sequence[StoredItem], contents: Sequence[memoryview]) -> bo
 
 
 def check_digests(item: StoredItem, start: int, data: memoryview) -> None:
-    """Compares blocks of an item with their digests; raises `ChecksumMismatch`, which names the bytes of the first
-    damaged one.
+    """Checks blocks of an item. Raises `ChecksumMismatch`, which names the bytes of the first damaged block.
 
-    ``data`` begins at byte ``start`` of the item. Its blocks are whole, except the item's last one, which may be
+    ``data`` starts at byte ``start`` of the item, and consists of whole blocks. Only the item's last block may be
     shorter.
     """
-    whole = item.digests if len(item.digests) == 8 else _digest_of_all(item)  # most items are of one block
+    whole = item.digests if len(item.digests) == 8 else _digest_of_all(item)  # most items have one block
     if whole and data.nbytes == item.length and _digest(data) == whole:
         return
     step = item.block
@@ -150,5 +150,5 @@ def check_digests(item: StoredItem, start: int, data: memoryview) -> None:
 
 
 def _digest_of_all(item: StoredItem) -> bytes:
-    """The digest of the whole item, stored behind those of its blocks; empty if there is none."""
+    """Returns the digest of the whole item, which follows those of its blocks, or empty bytes."""
     return item.digests[-(-item.length // item.block) * 8 :]

@@ -1,4 +1,4 @@
-"""Tensors as bytes: which tensors can be saved as their bytes, what those bytes are, and the names of dtypes."""
+"""Converts tensors to bytes: checks that they can be saved, returns their bytes, and names dtypes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from .._runtime.torch_compat import describes_part
 from ..errors import StagingError
 
-# Integers of less than a byte each. DCP's planner fails on them without naming the key.
+# Integers of less than a byte. DCP's planner fails on them without naming the key.
 _SUB_BYTE = {
     dtype
     for bits in range(1, 8)
@@ -22,25 +22,22 @@ _SUB_BYTE = {
 
 _QUANTISED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
-_PLAIN = (
-    torch.Tensor,
-    torch.nn.Parameter,
-)  # nearly all tensors are of these classes, which have a storage of their own
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # nearly all tensors: classes whose instances have their own storage
 
 _STRIDED = torch.strided
 _ORDINARY = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)} - _SUB_BYTE - _QUANTISED
 UNCOPYABLE = {torch.float4_e2m1fn_x2}
-"""Dtypes of pairs of numbers, which torch does not copy in any layout: see `copyable`."""
+"""Dtypes of packed pairs, which torch cannot copy in every layout: see `copyable`."""
 
 
 def check_supported(key: str, tensor: torch.Tensor) -> None:
-    """Raises `StagingError`, naming the key and the kind of tensor, unless the elements of a tensor are plain bytes."""
+    """Raises `StagingError`, which names the key and the kind of tensor, unless the elements are plain bytes."""
     if (fault := _fault(tensor)) is not None:
         raise StagingError(f"{key!r} is a tensor {fault}, or leave it out of the state dict.")
 
 
 def _fault(tensor: torch.Tensor) -> str | None:
-    """The reason why a tensor cannot be saved, and what to do instead, to end a sentence; None if it can be saved."""
+    """Returns why a tensor cannot be saved, and what to do instead, as the end of a sentence, or None."""
     if tensor.is_nested:
         return f"of nested tensors (layout {tensor.layout}), which cannot be saved. Save the result of its unbind()"
     if tensor.layout is not torch.strided:
@@ -63,7 +60,7 @@ def _fault(tensor: torch.Tensor) -> str | None:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor has elements in a memory of its own, which wrappers of other tensors do not."""
+    """Returns whether a tensor has its own memory. Wrappers of other tensors have none."""
     try:
         return tensor.untyped_storage().nbytes() > 0 and tensor.data_ptr() != 0
     except Exception:  # a subclass may raise anything here
@@ -71,15 +68,15 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def is_plain_class(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is of torch's own class, and not of one that may behave in any way."""
+    """Returns whether a tensor is a `torch.Tensor` or a `Parameter`, not of a subclass."""
     return type(tensor) in _PLAIN
 
 
 def is_ordinary(value: Any) -> TypeGuard[torch.Tensor]:
     """Returns whether a value is a tensor of torch's own class that `check_supported` accepts, in half of its time.
 
-    False if it describes a part (`describes_part`): DCP has to be asked what it holds. Nearly all
-    values of large state dicts are ordinary: every check counts.
+    Returns False if the tensor describes a part (`describes_part`), which only DCP can plan. Nearly all values of large
+    state dicts are ordinary, so this is called thousands of times.
     """
     return (
         type(value) in _PLAIN
@@ -87,40 +84,39 @@ def is_ordinary(value: Any) -> TypeGuard[torch.Tensor]:
         and value.dtype in _ORDINARY
         and not value.is_meta
         and not value.is_nested
-        and not (value.__dict__ and describes_part(value))  # an empty dict costs half of a call
+        and not (value.__dict__ and describes_part(value))  # checking for an empty dict takes half the time of the call
     )
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its history. Skipped if it has none, because `Tensor.detach` releases the interpreter."""
+    """Returns a tensor without autograd history. Avoids `Tensor.detach`, which releases the GIL, if possible."""
     return tensor if type(tensor) is torch.Tensor and not tensor.requires_grad else tensor.detach()
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is of a subclass without a storage of its own, which wraps other tensors."""
+    """Returns whether a tensor is of a subclass that wraps other tensors and has no storage."""
     return type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__")
 
 
 def copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of a tensor in a dtype that torch copies in any layout. It does not copy pairs of 4-bit floats."""
+    """Returns a view in a dtype that torch copies in any layout, which excludes pairs of 4-bit floats."""
     return tensor.view(torch.uint8) if tensor.dtype in UNCOPYABLE else tensor
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor in C order, in host memory: its own memory if they lie there in that order, otherwise a
-    copy.
-    """
+    """Returns the bytes of a tensor in C order, in host memory. Copies unless the tensor's own memory holds them."""
     plain = copyable(tensor.detach())
     if not plain.is_cpu or plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg().cpu()
     plain = plain.contiguous()
-    # A dimension of one element may have any stride: the tensor is contiguous, but torch does not view it as bytes.
+    # A dimension of one element may have any stride: the tensor is contiguous, but torch refuses to view it as bytes.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host. Five times as fast as `host_bytes`; it does not keep the tensor
-    alive.
+    """Returns the memory of a contiguous host tensor, five times as fast as `host_bytes`.
+
+    The view holds no reference to the tensor.
     """
     if type(tensor) is not torch.Tensor or not tensor.nbytes:
         return host_bytes(tensor)
@@ -128,7 +124,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def memories_of(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
-    """The `memory_of` each tensor. Parts of one view over all tensors are made five times as fast as views of each."""
+    """Returns `memory_of` each tensor. Slices of a view over all tensors are five times as fast as separate views."""
     if not tensors or not all(type(tensor) is torch.Tensor and tensor.nbytes for tensor in tensors):
         return list(map(memory_of, tensors))
     spans = [(start := tensor.data_ptr(), start + tensor.nbytes) for tensor in tensors]
@@ -139,13 +135,13 @@ def memories_of(tensors: Sequence[torch.Tensor]) -> list[memoryview]:
 
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype's name without ``torch.``: ``bfloat16``."""
+    """Returns a dtype's name without ``torch.``, such as ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 @functools.cache
 def named_dtype(name: str) -> torch.dtype:
-    """The dtype whose `dtype_name` is ``name``; raises `TypeError` if torch has none."""
+    """Returns the dtype whose `dtype_name` is ``name``. Raises `TypeError` if torch has none."""
     dtype = vars(torch).get(name)  # not getattr: torch imports modules for some names
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"torch has no dtype {name!r}")

@@ -1,11 +1,11 @@
-"""Encodes tensors as the parts of a tensorizer file, and hashes them on the way, in one pass over memory.
+"""Encodes tensors as the parts of a tensorizer file, and hashes them in the same pass over memory.
 
-Hashing limits the speed of a save to a fast disk. It is up to twice as fast on data that is in the core's own cache. So
-each thread takes a tensor, goes through it in pieces that fit in that cache, and does everything to a piece at once:
-digests, CRC-32, SHA-256 if asked for, and the copy into its part of the file. Other threads pass complete parts to the
-sink while hashing goes on.
+Hashing limits the speed of a save to a fast disk. It is up to twice as fast on data in the core's own cache. So each
+thread takes a tensor, and processes it in pieces that fit in that cache. For each piece it computes the digests,
+CRC-32, and SHA-256 if requested, and copies the piece into its part of the file. Other threads write complete parts to
+the sink at the same time.
 
-With encryption each block of a tensor is encrypted into a buffer of a block's size, digested there, and copied into its
+With encryption, each block of a tensor is encrypted into a buffer of one block, digested there, and copied into its
 part. The tensor's own memory is only read.
 """
 
@@ -40,9 +40,9 @@ _PIECE = 512 << 10
 _SMALL = _PIECE  # bytes of a tensor
 
 _Pair = tuple[int, bytes, memoryview]
-"""An offset in a file, and two runs of bytes that lie there, one behind the other."""
+"""An offset in a file, and two consecutive runs of bytes that start there: a header and its data."""
 
-_MIN_PARTS = 6  # five that one thread fills, and one that is being written
+_MIN_PARTS = 6  # five that one thread fills, and one that the sink writes
 
 
 def encode(
@@ -61,7 +61,7 @@ def encode(
         parts.finish()
         sink.complete()
     except BaseException as error:
-        parts.abandon(error)  # a KeyboardInterrupt comes while others write
+        parts.abandon(error)  # a KeyboardInterrupt may arrive while other threads write
         sink.abort()
         raise
     return items
@@ -78,20 +78,19 @@ def encode_ahead(
     file: str = "",
     piece_bytes: int = _PIECE,
 ) -> tuple[list[StoredItem], FileParts]:
-    """Encodes a tensorizer file, and returns while its last parts are on their way to the sink.
+    """Encodes a tensorizer file, and returns while the sink still writes its last parts.
 
-    Returns the tensors as they are stored, in file order, and the parts: call `FileParts.finish` before completing the
-    sink.
+    Returns the stored items in file order, and the parts. Call `FileParts.finish` before completing the sink.
 
-    ``contents`` returns a tensor's bytes. The sink is aborted when anything fails, and `OSError` is raised if it
-    failed. ``threads`` threads hash, ``piece_bytes`` at a time. ``buffer_bytes`` bounds the memory for parts, with a
-    minimum of six: if it is short, fewer threads hash, and fewer parts are written at once. ``memory`` may be shared
-    with the next file.
+    ``contents`` returns a tensor's bytes. Any failure aborts the sink; a failure of the sink raises `OSError`.
+    ``threads`` threads hash, ``piece_bytes`` at a time. ``buffer_bytes`` bounds the memory for parts, with a minimum of
+    six parts: if it is small, fewer threads hash, and fewer parts are written at once. ``memory`` may be shared with
+    the next file.
 
-    At most ``3 * threads + sink.concurrency + 2`` parts are in memory, a block per encrypting thread, and one result of
+    Memory holds at most ``3 * threads + sink.concurrency + 2`` parts, a block per encrypting thread, and one result of
     ``contents`` per thread. A sink that takes parts only in order costs another pass over memory, because a tensor's
-    hashes precede its bytes in the file. Encrypted tensors are then encrypted twice, because their MACs precede them
-    too.
+    hashes precede its bytes in the file. With such a sink, tensors are also encrypted twice, because their MACs
+    precede them.
     """
     part_count = max(_MIN_PARTS, buffer_bytes // sink.part_bytes)
     threads = max(1, min(threads, (part_count - 3) // 3))
@@ -127,31 +126,29 @@ class _Encoding(Generic[T]):
         self._file = file
         self._piece_bytes = piece_bytes
         self._items: list[StoredItem | None] = [None] * len(layout.entries)
-        # Threads without a tensor of their own, if there are fewer tensors than threads. They compute SHA-256, the
-        # slowest hash, or encrypt blocks of the tensors of others.
+        # If there are fewer tensors than threads, idle threads compute SHA-256, the slowest hash, or encrypt blocks of
+        # the other threads' tensors.
         self._helpers: Workers | None = None
 
     def run(self) -> list[StoredItem]:
-        """Hashes or encrypts with all threads, which fill parts on the way."""
+        """Hashes or encrypts the tensors, and fills the parts, with all threads."""
         entries = self._layout.entries
         self._parts.fill(0, np.frombuffer(self._layout.head, dtype=np.uint8))
         numbers = iter(range(len(entries)))
-        # One thread for all small tensors: their calls are short, and threads would wait for the interpreter between
-        # them. For 5,000 tensors of 215 kB, two threads took as long as one, and half as much CPU time again.
+        # One thread for all small tensors: their calls are short, and threads would wait for the GIL between them. For
+        # 5,000 tensors of 215 kB, two threads took as long as one, and half as much CPU time again.
         at_once = sum(not self._is_small(entry) for entry in entries) + 1
         with Workers(self._threads, thread_name_prefix="hash") as pool:
             if len(entries) < self._threads:
                 self._helpers = pool
-            # Each takes the next tensor in file order, so that few parts are incomplete.
+            # Each worker takes the next tensor in file order, so that few parts are incomplete.
             workers = [pool.submit(self._work, numbers) for _ in range(min(self._threads, at_once, len(entries)))]
             for worker in workers:
                 worker.result()
         return self._end()
 
     def run_in_order(self) -> list[StoredItem]:
-        """Hashes or encrypts all tensors ahead with all threads, while this thread fills the parts from first to
-        last.
-        """
+        """Hashes or encrypts the tensors with all threads, while this thread fills the parts in file order."""
         entries = self._layout.entries
         self._parts.fill(0, np.frombuffer(self._layout.head, dtype=np.uint8))
         with Workers(self._threads, thread_name_prefix="hash") as pool:
@@ -173,7 +170,7 @@ class _Encoding(Generic[T]):
 
     def _work(self, numbers: Iterator[int]) -> None:
         try:
-            taken: list[int] = []  # a large tensor's number that was met among small ones
+            taken: list[int] = []  # the number of a large tensor that ended a run of small ones
             while (number := taken.pop() if taken else next(numbers, None)) is not None:
                 entry = self._layout.entries[number]
                 if self._is_small(entry):
@@ -189,9 +186,10 @@ class _Encoding(Generic[T]):
         return entry.length <= _SMALL and not entry.has_sha256 and self._layout.cipher is None
 
     def _encode_small(self, numbers: Iterable[int], taken: list[int]) -> Iterator[_Pair]:
-        """Hashes small tensors in one call each, because with thousands of them each call counts.
+        """Hashes each small tensor in a single call: with thousands of tensors, calls dominate.
 
-        Yields the offset of each, its header and its bytes. A larger tensor ends it, and its number goes to ``taken``.
+        Yields the offset, the header and the bytes of each tensor. Stops at a larger tensor, and appends its number to
+        ``taken``.
         """
         for number in numbers:
             entry = self._layout.entries[number]
@@ -204,7 +202,7 @@ class _Encoding(Generic[T]):
             yield entry.header_offset, entry.with_crc32(crc32(data, crc32(entry.header))), data
 
     def _encode(self, number: int, *, fill: bool) -> np.ndarray:
-        """Hashes or encrypts a tensor, and returns its header. With ``fill`` it fills the tensor's parts on the way."""
+        """Hashes or encrypts a tensor, and returns its header. With ``fill``, also fills the tensor's parts."""
         entry = self._layout.entries[number]
         data = self._contents(entry.tensor)
         assert data.nbytes == entry.length
@@ -221,15 +219,13 @@ class _Encoding(Generic[T]):
         if self._layout.cipher is None:
             self._parts.fill(entry.offset, np.frombuffer(data, dtype=np.uint8))
         else:
-            # With the same nonce the second encryption gives the same bytes.
+            # With the same nonce, the second encryption produces the same bytes.
             assert item is not None
             nonce = item.nonce_and_macs[:NONCE_BYTES]
             self._encrypt_blocks(_Encryption.of(self._layout.cipher, entry, data, nonce, fill=True))
 
     def _hash(self, number: int, data: memoryview, *, fill: bool) -> bytes:
-        """Hashes one tensor, keeps its item, and returns its header. With ``fill`` it copies the bytes into their
-        parts.
-        """
+        """Hashes a tensor, stores its item, and returns its header. With ``fill``, also copies its bytes."""
         entry = self._layout.entries[number]
         digester = Digester(block_size(data.nbytes))
         hashes = TensorHashes(entry.header, digester, sha256=entry.has_sha256)
@@ -259,7 +255,7 @@ class _Encoding(Generic[T]):
         return job.entry.with_macs(nonce_and_macs)
 
     def _encrypt_blocks(self, job: _Encryption) -> None:
-        """Takes one block after the other, in order, until there are no more; several threads do so at once."""
+        """Encrypts the remaining blocks of a tensor in order. Several threads may share them."""
         size = job.entry.block
         buffer = np.empty(min(size, job.entry.length), dtype=np.uint8)
         try:
@@ -281,7 +277,7 @@ class _Encoding(Generic[T]):
 
 
 class _Encryption(NamedTuple):
-    """A tensor that is being encrypted. Threads share ``numbers``, the numbers of its blocks still to do."""
+    """A tensor that is being encrypted. Threads share ``numbers``, the numbers of its remaining blocks."""
 
     cipher: Cipher
     entry: Entry[Any]
@@ -302,10 +298,10 @@ class _Encryption(NamedTuple):
 
 
 class PartMemory:
-    """Memory for the parts of one file after the other. A written part returns its memory for the next.
+    """A pool of memory for parts, which files use one after the other. A written part releases its memory to the pool.
 
     Fresh memory costs as much as a copy of its size, and several times that if a hypervisor must provide it. So `clear`
-    keeps ``kept_bytes`` for the next file. Who takes memory holds ``changed``, which is notified when some is returned.
+    retains ``kept_bytes`` for the next file. Callers of `take` hold ``changed``, which `release` notifies.
     """
 
     def __init__(self, kept_bytes: int = 0) -> None:
@@ -317,9 +313,7 @@ class PartMemory:
         self._made = 0
 
     def allow(self, part_bytes: int, count: int) -> None:
-        """Sets the size of the parts that ``take`` returns, and how many there may be at once; frees parts of another
-        size.
-        """
+        """Sets the size of parts and how many may exist at once. Frees parts of other sizes."""
         with self.changed:
             self._part_bytes, self._allowed = part_bytes, part_bytes * count
             free, self._free = self._free, []
@@ -327,11 +321,11 @@ class PartMemory:
                 self._keep(buffer)
 
     def clear(self) -> None:
-        """Drops the parts that are not in use, and later those that are returned, except those to keep."""
+        """Frees unused parts down to ``kept_bytes``, and later also the parts that are released."""
         self.allow(self._part_bytes, self._kept_bytes // max(1, self._part_bytes))
 
     def take(self) -> np.ndarray | None:
-        """Returns memory for a part, or None while all of it is in use. The caller holds ``changed``."""
+        """Returns memory for a part, or None if all of it is in use. The caller holds ``changed``."""
         if self._free:
             return self._free.pop()
         if self._made + self._part_bytes > self._allowed:
@@ -341,7 +335,7 @@ class PartMemory:
         return buffer
 
     def release(self, buffer: np.ndarray) -> None:
-        """Returns the memory of a part."""
+        """Releases the memory of a part to the pool."""
         with self.changed:
             self._keep(buffer)
             self.changed.notify_all()
@@ -354,10 +348,10 @@ class PartMemory:
 
 
 class FileParts:
-    """The parts of a file that several threads fill, in any order.
+    """The parts of a file, which several threads fill in any order.
 
-    The memory is bounded, and filling waits for it. It never waits for ever if tensors are begun in file order: then
-    every incomplete part belongs to a tensor that a thread is working on, or to the last one begun. At most ``filling``
+    Memory is bounded: `fill` waits for free memory. It cannot deadlock if threads start tensors in file order, because
+    then every incomplete part belongs to a tensor in progress or to the last one that was started. At most ``filling``
     parts are filled and ``writing`` parts written at once. Other files may share ``memory``.
     """
 
@@ -376,7 +370,7 @@ class FileParts:
         self._changed = self._memory.changed
 
     def fill(self, offset: int, data: np.ndarray) -> None:
-        """Copies bytes to their offset in the file. Each part that they complete is sent to the sink."""
+        """Copies bytes to their offset in the file. Sends each part that they complete to the sink."""
         size = self._sink.part_bytes
         while data.nbytes:
             number, begin = divmod(offset, size)
@@ -387,9 +381,9 @@ class FileParts:
             data = data[count:]
 
     def fill_pairs(self, pairs: Iterable[_Pair]) -> None:
-        """Fills pairs of small runs, in order. The second run of a pair follows the first in the file.
+        """Copies pairs of small runs, in order. The second run of a pair follows the first in the file.
 
-        What has been filled is recorded once for each part, before anything waits.
+        Counts the copied bytes once for each part, before any wait.
         """
         size = self._sink.part_bytes
         part, number, filled = memoryview(b""), -1, 0
@@ -418,36 +412,36 @@ class FileParts:
             if self._missing[number]:
                 return
             del self._missing[number]
-        # Not under the lock: an exception of a signal handler may end up in the part's future, whose write takes the
-        # lock.
+        # Not under the lock: if a signal handler raises an exception in `submit`, `Workers` waits for the write, which
+        # takes the lock.
         self._io.submit(self._put, number)
         with self._changed:
             self._left -= 1
             if not self._left:
-                self._io.shutdown(wait=False)  # its threads end after the last part
+                self._io.shutdown(wait=False)  # the threads end after the last part
 
     def finish(self) -> None:
-        """Waits until the sink has every part; raises the error that kept it from getting one."""
+        """Waits until the sink has every part. Raises the first error of a fill or a write."""
         self._io.shutdown()
         if self._error is not None:
             raise self._error
         assert not self._filling, "a part was never completed"
 
     def abandon(self, error: BaseException) -> None:
-        """Gives the file up; returns when the sink gets no more parts. The caller must not fill any more."""
+        """Gives the file up, and waits for running writes. The caller must not fill parts afterwards."""
         self.fail(error)
         self._io.shutdown()
         while self._filling:
             self._memory.release(self._filling.popitem()[1])
 
     def fail(self, error: BaseException) -> None:
-        """Stops all threads that fill, because the file is lost."""
+        """Makes all threads that fill raise ``error``, because the file is lost."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def _part(self, number: int) -> np.ndarray:
-        """The memory of a part until all of it is filled. Another thread may have begun it."""
+        """Returns the memory of an incomplete part. Allocates it for the first thread that fills the part."""
         part = self._filling.get(number)
         if part is not None and self._error is None:
             return part
@@ -473,4 +467,4 @@ class FileParts:
         except BaseException as error:
             self.fail(error)
         finally:
-            self._memory.release(buffer)  # also after a failure: the next file may wait for it
+            self._memory.release(buffer)  # also after a failure: the next file may wait for memory

@@ -1,10 +1,10 @@
-"""Encryption at rest: tensorizer's keys, and libsodium's secretbox, with which tensorizer's files are encrypted.
+"""Encryption at rest: tensorizer's keys, and libsodium's secretbox, which encrypts tensorizer's files.
 
 tensorizer, for its parameter classes, and libnacl, which finds libsodium, are imported only if there is a key.
 
-Each block of an item is encrypted by itself, with XSalsa20, and authenticated with Poly1305. tensorizer encrypts
-tensors in place and decrypts them afterwards. Here blocks are encrypted into a buffer, so that no reader ever finds a
-tensor, or a staging buffer, encrypted.
+Each block of an item is encrypted separately, with XSalsa20, and authenticated with Poly1305. tensorizer encrypts
+tensors in place and decrypts them afterwards. This module encrypts blocks into a buffer, so that tensors and staging
+buffers never hold ciphertext.
 """
 
 from __future__ import annotations
@@ -28,24 +28,21 @@ if TYPE_CHECKING:
     from tensorizer import EncryptionParams as EncryptionParams
 
 
-_CHECK_BYTES = 16  # zeros, encrypted: only the same key opens them
-_MOST_OPERATIONS = 1024  # libsodium's "sensitive" is 4; a file must not make a reader compute for days
+_CHECK_BYTES = 16  # encrypted zeros, which only the same key decrypts
+_MOST_OPERATIONS = 1024  # libsodium's "sensitive" is 4; more would let a forged file make a reader compute for days
 
 
 @dataclass(frozen=True, slots=True)
 class Cipher:
-    """A key for libsodium's secretbox, and how it was derived from a passphrase, if it was. Its ``repr`` hides the
-    key.
-    """
+    """A key for libsodium's secretbox, and its derivation if it comes from a passphrase. ``repr`` hides the key."""
 
     key: bytes = field(repr=False)
     derivation: Derivation | None = None
 
     def encrypt(self, source: memoryview, target: memoryview, nonce: bytes, number: int) -> bytes:
-        """Encrypts a non-empty block into ``target``, of the same size, which may be ``source`` itself; returns its
-        MAC.
+        """Encrypts a non-empty block into ``target``, of the same size. Returns its MAC.
 
-        ``nonce`` is that of the item's first block, and ``number`` the block's number in the item.
+        ``target`` may be ``source``. ``nonce`` is that of the item's first block, ``number`` the block's number.
         """
         assert target.nbytes == source.nbytes
         mac = bytearray(MAC_BYTES)
@@ -57,11 +54,11 @@ class Cipher:
 
     @staticmethod
     def new_nonce() -> bytes:
-        """Makes a random nonce for an item, different each time."""
+        """Returns a new random nonce for an item."""
         return os.urandom(NONCE_BYTES)
 
     def decrypt(self, data: memoryview, nonce_and_macs: bytes, number: int) -> bool:
-        """Decrypts block ``number`` of an item in place; returns False and changes nothing if its MAC is another."""
+        """Decrypts block ``number`` of an item in place. Returns False, without a change, if its MAC does not match."""
         nonce, mac = nonce_and_macs[:NONCE_BYTES], nonce_and_macs[NONCE_BYTES + number * MAC_BYTES :][:MAC_BYTES]
         if len(mac) < MAC_BYTES:
             return False
@@ -70,16 +67,16 @@ class Cipher:
         return decrypt(address, address, _address(mac), data.nbytes, _counted(nonce, number), self.key) == 0
 
     def check_value(self) -> bytes:
-        """Makes a value that `opens` recognises with this key, and that reveals nothing else; different each time."""
+        """Returns a new random value that `opens` accepts with this key only, and that reveals nothing else."""
         nonce, block = self.new_nonce(), memoryview(bytearray(_CHECK_BYTES))
         return nonce + self.encrypt(block, block, nonce, 0) + bytes(block)
 
     def record(self) -> dict[str, Any]:
-        """The description of this key in ``.metadata``."""
+        """Returns the description of this key for ``.metadata``."""
         return {"derivation": self.derivation and tuple(self.derivation), "check": self.check_value()}
 
     def sign(self, fingerprint: bytes) -> bytes:
-        """The MAC of an index's fingerprint: keyed BLAKE2b, with a key derived from this one only for that."""
+        """Returns the MAC of an index's fingerprint: keyed BLAKE2b, with a key derived for this purpose only."""
         key = hashlib.blake2b(key=self.key, person=b"dcptzr.index.key").digest()
         return hashlib.blake2b(fingerprint, key=key, digest_size=32).digest()
 
@@ -90,19 +87,19 @@ class Cipher:
 
 
 def encryption_cipher(params: EncryptionParams) -> Cipher:
-    """The cipher of a writer's key.
+    """Returns the cipher of a writer's key.
 
-    Raises `TypeError` for other arguments, `ValueError` if no reader would derive the key again because that takes too
-    long, and `WriteError` without libsodium.
+    Raises `TypeError` for other arguments, `ValueError` if the key's derivation takes longer than readers allow, and
+    `WriteError` without libsodium.
     """
     from tensorizer import EncryptionParams
 
     if not isinstance(params, EncryptionParams):
         raise TypeError(f"encryption must be tensorizer.EncryptionParams, got {type(params).__name__}")
     require_libsodium()
-    made = params._crypt_info_chunk()  # tensorizer shows no more than the salt in public
+    made = params._crypt_info_chunk()  # the public interface of tensorizer exposes only the salt
     if made is not None and made.opslimit > _MOST_OPERATIONS:
-        raise ValueError(f"encryption has an opslimit of {made.opslimit:,}: pass at most {_MOST_OPERATIONS:,}")
+        raise ValueError(f"encryption must have an opslimit of at most {_MOST_OPERATIONS:,}, got {made.opslimit:,}.")
     return Cipher(
         params.key,
         None if made is None else Derivation(int(made.opslimit), int(made.memlimit), made.alg, bytes(made.salt)),
@@ -110,21 +107,21 @@ def encryption_cipher(params: EncryptionParams) -> Cipher:
 
 
 def decryption_key(*, key: bytes | None = None, passphrase: str | None = None) -> DecryptionParams:
-    """Parameters for a reader, made of a key or a passphrase.
+    """Returns parameters for a reader, made of a key or a passphrase.
 
-    Raises `ValueError` unless there is exactly one of the two and the key has 32 bytes, and `DecryptionError` without
+    Raises `ValueError` unless exactly one of the two is given and a key has 32 bytes. Raises `DecryptionError` without
     libsodium.
     """
     from tensorizer import DecryptionParams
 
     require_libsodium(DecryptionError)
     if (key is None) == (passphrase is None):
-        raise ValueError("give a key or a passphrase, and not both")
+        raise ValueError("pass either key= or passphrase=")
     return DecryptionParams.from_key(key) if key is not None else DecryptionParams.from_string(passphrase)
 
 
 def check_decryption(params: DecryptionParams) -> None:
-    """Checks a reader's parameters; raises `TypeError` for others, and `DecryptionError` without libsodium."""
+    """Checks a reader's parameters. Raises `TypeError` for others, and `DecryptionError` without libsodium."""
     from tensorizer import DecryptionParams
 
     if not isinstance(params, DecryptionParams):
@@ -135,7 +132,7 @@ def check_decryption(params: DecryptionParams) -> None:
 
 
 def _decryption_cipher(params: DecryptionParams, derivation: Derivation | None) -> Cipher:
-    """A reader's key for a checkpoint. Deriving it from a passphrase takes the time and memory that the writer chose.
+    """Returns a reader's key for a checkpoint. Deriving it from a passphrase takes the time that the writer chose.
 
     Raises `DecryptionError` for a passphrase if the checkpoint was not encrypted with one.
     """
@@ -145,7 +142,7 @@ def _decryption_cipher(params: DecryptionParams, derivation: Derivation | None) 
         return Cipher(bytes(params.key))
     if derivation is None:
         raise DecryptionError("was encrypted with a key, not a passphrase. Use tensorizer.DecryptionParams.from_key")
-    if derivation.opslimit > _MOST_OPERATIONS:  # the metadata cannot be trusted before there is a key
+    if derivation.opslimit > _MOST_OPERATIONS:  # the metadata is not authenticated before there is a key
         raise DecryptionError(f"claims to need {derivation.opslimit:,} passes to derive a key: it is damaged")
     try:
         made = EncryptionParams.from_string(
@@ -162,11 +159,11 @@ def _decryption_cipher(params: DecryptionParams, derivation: Derivation | None) 
 def unlock(
     params: DecryptionParams | None, record: Mapping[str, Any] | None, path: str, known: Cipher | None = None
 ) -> Cipher | None:
-    """Returns the checkpoint's key after checking that it is the right one; None if the checkpoint is not encrypted.
+    """Returns the checkpoint's key after checking it, or None if the checkpoint is not encrypted.
 
-    ``record`` is the description of the key in ``.metadata``. A ``known`` key is tried first, because deriving one
-    takes long. Raises `DecryptionError` if the key is missing, wrong, or given for an unencrypted checkpoint, and if
-    the metadata is not what was saved.
+    ``record`` is the description of the key in ``.metadata``. A ``known`` key is tried first, because deriving a key
+    takes long. Raises `DecryptionError` if the key is missing, wrong, or given for an unencrypted checkpoint, or if the
+    metadata was changed after the save.
     """
     if known is not None and record is not None and known.opens(record["check"]):
         _check_seal(known, record["seal"], path)
@@ -187,7 +184,7 @@ def unlock(
     except DecryptionError as error:
         raise DecryptionError(f"{path} {error}") from None
     if not cipher.opens(record["check"]):
-        raise DecryptionError(f"{path} was encrypted with another key or passphrase")
+        raise DecryptionError(f"{path} was encrypted with another key or passphrase. Give that one.")
     _check_seal(cipher, record["seal"], path)
     return cipher
 
@@ -201,8 +198,9 @@ def _check_seal(cipher: Cipher, seal: Seal, path: str) -> None:
 
 
 def find_other_key(cipher: Cipher | None, checks: Iterable[tuple[int, bytes]]) -> int | None:
-    """The first rank whose check value does not match ``cipher``; None if all do. Without a cipher, any check value
-    differs.
+    """Returns the first rank whose check value does not match ``cipher``, or None.
+
+    Without a cipher, only an empty check value matches.
     """
     for rank, check in checks:
         is_same = not check if cipher is None else cipher.opens(check)
@@ -212,7 +210,7 @@ def find_other_key(cipher: Cipher | None, checks: Iterable[tuple[int, bytes]]) -
 
 
 def require_libsodium(kind: type[CheckpointError] = WriteError) -> None:
-    """Raises an error of a kind, with what to do, if there is no libsodium."""
+    """Raises an error of a kind, with what to do, if libsodium is missing."""
     try:
         _secretbox()
     except (OSError, AttributeError, RuntimeError):
@@ -224,7 +222,7 @@ def require_libsodium(kind: type[CheckpointError] = WriteError) -> None:
 
 @functools.cache
 def _secretbox() -> tuple[Callable[..., int], Callable[..., int]]:
-    """``crypto_secretbox_detached`` and ``crypto_secretbox_open_detached``; they run without the interpreter lock."""
+    """Returns ``crypto_secretbox_detached`` and ``crypto_secretbox_open_detached``, which release the GIL."""
     from libnacl import nacl
 
     pointer, length = ctypes.c_void_p, ctypes.c_ulonglong

@@ -1,20 +1,20 @@
 """The tensorizer file format: the layout of files and headers.
 
-A file's layout follows from the names, dtypes and shapes of its tensors alone, so it is known before a byte has been
-hashed: parts of a file can be made in any order and by several threads. The files are byte for byte those that
-``tensorizer.TensorSerializer`` writes (the tests compare them), with one difference: headers are padded, so that the
-data is aligned. That class hashes each tensor in two passes over memory, with several queued tasks per tensor. Here
-every byte is fetched from memory once (see `encoder`).
+A file's layout depends only on the names, dtypes and shapes of its tensors, so it is known before any hashing: several
+threads can encode the parts of a file in any order. The files equal those of ``tensorizer.TensorSerializer`` byte for
+byte (the tests compare them), except that headers are padded to align the data. ``TensorSerializer`` hashes each tensor
+in two passes over memory, with several queued tasks per tensor. This package fetches every byte from memory once (see
+`encode`).
 
     head      magic, version, flags, bytes and number of tensors, then an index in a region of 256 KiB
     entries   for each tensor a header (name, dtype, shape, the hashes of header and data, padding), then the data
     end       eight zero bytes
 
-A header may hold any number of hashes. There is always a CRC-32, which costs a fifteenth of the CPU time of a SHA-256,
-and a SHA-256 where that is asked for.
+A header may hold any number of hashes. It always holds a CRC-32, which costs a fifteenth of the CPU time of a SHA-256.
+A SHA-256 is optional.
 
-In an encrypted file a header says how its tensor is encrypted, with a MAC for each block. It holds no hashes.
-``TensorSerializer`` puts hashes of the unencrypted tensor there, which reveal whether two tensors are equal, and the
+In an encrypted file a header describes the encryption of its tensor, with a MAC for each block. It holds no hashes.
+``TensorSerializer`` stores hashes of the unencrypted tensor there, which reveal whether two tensors are equal, and the
 contents of small ones.
 """
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from .encryption import Cipher
 
 
-# Reading from the page cache into memory takes 1.1 to 1.25 times as long where the two are not aligned alike (to 32
-# bytes, on Zen 4), and tensors are in memory aligned to 64.
+# Reading from the page cache takes 1.1 to 1.25 times as long if source and target differ in alignment (to 32 bytes, on
+# Zen 4), and tensors in memory are aligned to 64 bytes.
 ALIGNMENT = 64
 MAGIC = b"|TZR|"
 # Data version, feature flags, bytes of tensors, unused, number of tensors, length of the index's region.
@@ -53,8 +53,8 @@ _PASSPHRASE = struct.Struct("<HHQQiH")  # two tags; costs and algorithm of the d
 _DERIVED, _BY_PWHASH = 1, 1
 _BLOCKS = struct.Struct(f"<HQ{NONCE_BYTES}sQ")  # tag, bytes in a block, nonce of the first, number of MACs that follow
 _XSALSA20 = 2
-# torch's dtypes that numpy has too, and the item sizes of the others that are not of one byte. They are listed because
-# the writer process does without torch, whose import takes two seconds.
+# torch's dtypes that numpy also has, and the item sizes of the others unless that is one byte. They are listed because
+# the writer process does not import torch, which takes two seconds.
 _NUMPY = {"bool", *(f"{kind}int{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64))}
 _NUMPY |= {"float16", "float32", "float64", "complex64", "complex128"}
 _ITEMSIZE = {"bfloat16": 2, "bits16": 2, "bcomplex32": 4, "complex32": 4}
@@ -83,19 +83,19 @@ class TensorLayout(Protocol):
     def nbytes(self) -> int: ...
     @property
     def kind(self) -> str:
-        """``parameter`` or ``buffer`` of a module; anything else is a tensor of a state dict."""
+        """Returns ``parameter`` or ``buffer`` for a tensor of a module, anything else for one of a state dict."""
 
 
 T = TypeVar("T", bound=TensorLayout)
 
 
-@dataclass(slots=True)  # not frozen: thousands are made, each in a third of the time
+@dataclass(slots=True)  # not frozen: that triples the time to make one, and files have thousands
 class Entry(Generic[T]):
-    """One tensor in a file. Offsets are from the start of the file, lengths in bytes."""
+    """A tensor in a file. Offsets count from the start of the file, lengths are in bytes."""
 
     tensor: T
     header_offset: int
-    header: bytes  # with zeros in place of the hashes, as it is hashed
+    header: bytes  # as it is hashed: with zeros for the hashes
     hashes_offset: int  # of the hashes in the header; in an encrypted file, of the encryption record
     offset: int  # of the data
     length: int
@@ -104,17 +104,17 @@ class Entry(Generic[T]):
     has_sha256: bool = False
 
     def with_crc32(self, crc32: int) -> bytes:
-        """The header as it is stored, without SHA-256."""
+        """Returns the header as it is stored, without SHA-256."""
         at = self.hashes_offset + _CRC32_AT
         return self.header[:at] + crc32.to_bytes(4, "little") + self.header[at + 4 :]
 
     def with_hashes(self, crc32: int, sha256: bytes = b"") -> bytes:
-        """The header as it is stored."""
+        """Returns the header as it is stored."""
         hashes = _hashes(crc32, sha256)
         return self.header[: self.hashes_offset] + hashes + self.header[self.hashes_offset + len(hashes) :]
 
     def with_macs(self, nonce_and_macs: bytes) -> bytes:
-        """The header of an encrypted tensor as it is stored; ``nonce_and_macs`` as in `StoredItem`."""
+        """Returns the header of an encrypted tensor as it is stored. ``nonce_and_macs`` is that of `StoredItem`."""
         header = bytearray(self.header)
         end = len(header) - _LENGTH.size - self.padding
         macs = end - (len(nonce_and_macs) - NONCE_BYTES)
@@ -126,7 +126,7 @@ class Entry(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class FileLayout(Generic[T]):
-    """A file: its first bytes, its entries in order, its size, and what encrypts it; `END` follows the last entry."""
+    """The layout of a file: its first bytes, entries in order, size and cipher. `END` follows the entries."""
 
     head: bytes
     entries: tuple[Entry[T], ...]
@@ -142,18 +142,18 @@ def lay_out(
     capacity: int = INDEX_CAPACITY,
     alignment: int = ALIGNMENT,
 ) -> FileLayout[T]:
-    """Lays out the file of some tensors, in file order.
+    """Returns the layout of a file that holds ``tensors`` in this order.
 
-    Names are unique, and in an encrypted file no tensor has zero bytes. With a ``cipher`` the headers describe the
+    Names must be unique, and in an encrypted file no tensor may be empty. With a ``cipher``, the headers describe the
     encryption and hold no hashes. ``capacity`` is the size of the index in bytes; every release of tensorizer reads
-    larger ones than it writes. ``alignment`` is that of the data; ``TensorSerializer`` has 1, which the tests use to
-    compare files. Raises `ValueError` if the names do not fit into the index.
+    larger indexes than it writes. ``alignment`` is that of the data; ``TensorSerializer`` has 1, which the tests use to
+    compare files. Raises `ValueError` if the index exceeds ``capacity``.
     """
     position = len(MAGIC) + HEAD.size + capacity
     hashes = _hashes(0, bytes(32)) if sha256 else _NO_CRC32
     version = _PLAIN if cipher is None else ENCRYPTED
     entries: list[Entry[T]] = []
-    listing: list[tuple[int, bytes]] = []  # of the index: the least data version, and the rest of the entry
+    listing: list[tuple[int, bytes]] = []  # entries of the index: the lowest data version, and the rest
     for tensor in tensors:
         name, kind = tensor.name.encode(), _KINDS.get(tensor.kind, _STATE_DICT)
         elements, least, of_file = _describe_elements(tensor.dtype, tensor.shape, tensor.nbytes)
@@ -163,7 +163,7 @@ def lay_out(
             proof = _NO_HASHES + _crypt_info(cipher.derivation, tensor.nbytes, block)
         hashes_offset = START.size + len(name) + len(elements)
         nbytes = hashes_offset + len(proof) + _LENGTH.size
-        # Readers find the length of the data at the end of the header, so that padding may precede it.
+        # Readers find the length of the data from the end of the header, so padding may precede it.
         padding = -(position + nbytes) % alignment
         start = START.pack(nbytes + padding, 0, kind, len(name))
         header = start + name + elements + proof + bytes(padding) + _LENGTH.pack(tensor.nbytes)
@@ -181,16 +181,16 @@ def lay_out(
 
 
 def reads_empty(dtype: str) -> bool:
-    """Returns whether tensorizer can read a tensor of a dtype that has no elements.
+    """Returns whether tensorizer can read a tensor of ``dtype`` without elements.
 
-    If numpy lacks the dtype, ``TensorDeserializer`` cannot even open a file with such a tensor (2.12.1).
+    If numpy lacks the dtype, ``TensorDeserializer`` fails to open a file with such a tensor (2.12.1).
     """
     return dtype in _NUMPY
 
 
 @functools.lru_cache(4096)  # most of thousands of tensors have the same dtype and shape
 def _describe_elements(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple[bytes, int, int]:
-    """Returns the dtype and the shape as a file has them, and the least data versions of this entry and of its file."""
+    """Returns the encoded dtype and shape, and the lowest data versions of this entry and of its file."""
     least = LONG if any(extent >> 32 for extent in shape) else _PLAIN
     packed = struct.pack(f"<B{len(shape)}{'Q' if least == LONG else 'I'}", len(shape), *shape)
     name = _dtype_name(dtype, shape, nbytes)
@@ -201,7 +201,9 @@ def _head(listing: Sequence[tuple[int, bytes]], total: int, version: int, is_enc
     is_versioned = version == LONG
     index = b"".join(struct.pack("<I", least) + entry if is_versioned else entry for least, entry in listing)
     if len(index) > capacity:
-        raise ValueError(f"{len(listing):,} names do not fit into the index of one tensorizer file")
+        raise ValueError(
+            f"an index of {len(listing):,} tensors must have at most {capacity:,} bytes, got {len(index):,}"
+        )
     flags = (VERSIONED_INDEX | (ENCRYPTED_FLAG if is_encrypted else 0)) if is_versioned else 0
     head = MAGIC + HEAD.pack(version, flags.to_bytes(32, "little"), total, len(listing), capacity)
     return head + index.ljust(capacity, b"\0")
@@ -219,9 +221,7 @@ _CRC32_AT = len(_NO_CRC32) - 4
 
 
 def _crypt_info(derivation: Derivation | None, nbytes: int, block: int) -> bytes:
-    """The encryption record of a tensor, with zeros in place of nonce and MACs: sections, each preceded by its
-    length.
-    """
+    """Returns the encryption record of a tensor, with zeros for nonce and MACs. Its sections follow their lengths."""
     macs = -(-nbytes // block)
     sections = [_BLOCKS.pack(_XSALSA20, block, b"", macs) + bytes(MAC_BYTES * macs)]
     if derivation is not None:
@@ -233,9 +233,9 @@ def _crypt_info(derivation: Derivation | None, nbytes: int, block: int) -> bytes
 
 
 def _dtype_name(name: str, shape: tuple[int, ...], nbytes: int) -> bytes:
-    """A dtype as tensorizer stores it: numpy's name, or an opaque one with torch's name if numpy has none.
+    """Returns a dtype as tensorizer stores it: numpy's name, or an opaque name with torch's if numpy lacks the dtype.
 
-    For dtypes that are not listed here, the element size follows from the tensor's own size.
+    For dtypes that are not listed here, the element size is derived from ``nbytes``.
     """
     count = math.prod(shape)
     if name in _NUMPY:

@@ -11,30 +11,30 @@ from typing import NamedTuple
 INDEX_CAPACITY = 256 * 1024
 
 MAX_DIMENSIONS = 255
-"""The dimensions of a tensor in a tensorizer file, and so the limit for those that any file describes."""
+"""The most dimensions that a tensor in a tensorizer file can have, and so the limit for all descriptions."""
 MAX_NUMBER = 2**63 - 1
-"""The largest size, offset or length that a file may have: a signed integer of 64 bits."""
+"""The largest size, offset or length in a file: a signed integer of 64 bits."""
 
-# Digests are per block, so that a partial read can be verified too. With at most 64 blocks, a tensor has at most 520
-# bytes of metadata, and a slice of rows reads at most two blocks more than it needs. A block of less than 64 KiB would
-# take longer to request than to read. One of more than 8 MiB would not fit into a reader's buffers, so tensors of more
-# than 512 MiB have more blocks.
+# Digests are per block, so that partial reads can be verified. With at most 64 blocks, a tensor has at most 520 bytes
+# of metadata, and a slice of rows reads at most two blocks more than it needs. A block of less than 64 KiB would take
+# longer to request than to read. A block of more than 8 MiB would not fit into a reader's buffers, so tensors of more
+# than 512 MiB have more than 64 blocks.
 _MAX_BLOCKS = 64
 _MIN_BLOCK = 64 * 1024
 _MAX_BLOCK = 8 << 20
-# Blocks start at a multiple of the largest element (complex128), so that no element is in two of them.
+# Blocks start at a multiple of the largest element (complex128), so that no element spans two blocks.
 _BLOCK_ALIGNMENT = 16
-# In an encrypted item each block is encrypted by itself, so it must fit into a small buffer. Size and alignment are
-# those of tensorizer's own encrypted chunks. That makes 24 bytes of metadata for each 2 MiB.
+# Blocks of an encrypted item are encrypted separately, so a block must fit into a small buffer. Size and alignment are
+# those of tensorizer's own encrypted chunks. Each 2 MiB adds 24 bytes of metadata.
 _MAX_ENCRYPTED_BLOCK = 2 << 20
 _ENCRYPTED_ALIGNMENT = 64
 
 NONCE_BYTES, MAC_BYTES = 24, 16  # of libsodium's secretbox
 
 # Small values that are not sharded, such as an optimizer's step, are spread over the files of all ranks. A load would
-# open each file for a few bytes. So they are stored in the index as well, which it reads in any case.
+# open each file for a few bytes. So they are also stored in the index, which every load reads.
 INLINE_BYTES = 4 << 10
-"""The largest item, in bytes, that is stored in the index as well."""
+"""The largest item, in bytes, that is also stored in the index."""
 MAX_INLINE_BYTES = 1 << 20
 """The total of these items, in bytes."""
 
@@ -50,37 +50,37 @@ class StoredItem(NamedTuple):
     """The location of the bytes of one write item."""
 
     file: str
-    """Data file, relative to the checkpoint's directory; empty for an item without bytes."""
+    """Data file, relative to the checkpoint's directory. Empty for an item without bytes."""
     name: str
-    """Name of the tensor in that file; the item's FQN unless a tensorizer file cannot hold that."""
+    """Name of the tensor in that file: the item's FQN, unless a tensorizer file cannot hold it."""
     offset: int
     """First byte of the data in the file."""
     length: int
     """Bytes of data."""
     dtype: str
-    """dtype of the data as it was stored, without ``torch.``: ``bfloat16``; ``uint8`` for objects."""
+    """dtype of the stored data without ``torch.``, such as ``bfloat16``. ``uint8`` for objects."""
     kind: str
-    """``tensor``: C-contiguous elements; ``object``: what ``torch.save`` made of a value; ``wrapper``: what it made of
-    a tensor subclass that has no bytes of its own."""
+    """``tensor``: C-contiguous elements. ``object``: the ``torch.save`` data of a value. ``wrapper``: that of a tensor
+    subclass that has no storage."""
     digests: bytes
-    """XXH3-64 of each block as it is stored, 8 bytes each, big-endian, in order (see `block_size`). Several blocks that
-    are not encrypted are followed by the digest of the whole item, for readers that read all of it."""
+    """XXH3-64 of each stored block, 8 bytes each, big-endian, in order (see `block_size`). If an unencrypted item has
+    several blocks, the digest of the whole item follows, for readers that read all of it."""
     nonce_and_macs: bytes = b""
-    """Of an encrypted item: the nonce of its first block (it counts up from there), then each block's MAC."""
+    """The nonce of an encrypted item's first block, which increases by 1 per block, then the MAC of each block."""
 
     @classmethod
     def empty(cls, dtype: str, kind: str = "tensor") -> StoredItem:
-        """An item without bytes, which needs no file."""
+        """Returns an item without bytes, which needs no file."""
         return cls("", "", 0, 0, dtype, kind, b"")
 
     @property
     def block(self) -> int:
-        """Bytes in each block but the last."""
+        """Returns the bytes in each block but the last."""
         return block_size(self.length, encrypted=bool(self.nonce_and_macs))
 
 
 class Derivation(NamedTuple):
-    """The parameters of libsodium's ``crypto_pwhash``, with which a key is derived from a passphrase."""
+    """The parameters with which libsodium's ``crypto_pwhash`` derives a key from a passphrase."""
 
     opslimit: int
     memlimit: int
@@ -96,7 +96,7 @@ class Seal(NamedTuple):
 
 
 def block_size(nbytes: int, *, encrypted: bool = False) -> int:
-    """Bytes that one digest covers in an item of ``nbytes`` bytes; the last block may be shorter."""
+    """Returns the bytes in each block but the last of an item of ``nbytes`` bytes. Each block has a digest."""
     if nbytes <= _MIN_BLOCK:  # most tensors are small
         return _MIN_BLOCK
     per_block = -(-nbytes // _MAX_BLOCKS)
@@ -106,38 +106,38 @@ def block_size(nbytes: int, *, encrypted: bool = False) -> int:
 
 
 def metadata_file_name(rank: int | None = None) -> str:
-    """``.metadata``, or the name of one rank's own if ranks save without collectives."""
+    """Returns ``.metadata``, or the name of a rank's own file if ranks save without collectives."""
     return ".metadata" if rank is None else f"__{rank}.metadata"
 
 
 def is_metadata_file_name(name: str) -> bool:
-    """Returns whether ``name`` is one that `metadata_file_name` makes."""
+    """Returns whether `metadata_file_name` makes ``name``."""
     return _METADATA_FILE.fullmatch(name) is not None
 
 
 def is_temporary_file_name(name: str) -> bool:
-    """Returns whether ``name`` is one that `temporary_file_name` makes of a metadata file's, or of a model's."""
+    """Returns whether `temporary_file_name` makes ``name`` for a metadata file or for a file of a model."""
     return _TEMPORARY_FILE.fullmatch(name) is not None
 
 
 def is_temporary_file_of_job(name: str) -> bool:
-    """Returns whether ``name`` is the temporary name of a file that a job keeps beside its checkpoints."""
+    """Returns whether ``name`` is the temporary name of a file that a job writes next to its checkpoints."""
     return _TEMPORARY_FILE_OF_JOB.fullmatch(name) is not None
 
 
 def is_temporary_file_of(name: str, save_ids: Collection[str]) -> bool:
-    """Returns whether ``name`` is the temporary name of any file of some saves, such as one that a model comes with."""
+    """Returns whether ``name`` is the temporary name of any file of these saves, such as a model's tokenizer."""
     match = _SAVE_ID.search(name)
     return match is not None and name.endswith(".tmp") and match.group() in save_ids
 
 
 def name_of_temporary(name: str) -> str:
-    """The final name of a temporary file, which it may also have already."""
+    """Returns the final name of a temporary file. Both may exist: a temporary name can mark the file of a save."""
     return name[: -len(".0123456789abcdef0123456789abcdef.tmp")]
 
 
 def data_file_name(rank: int, number: int, save_id: str) -> str:
-    """Name of a rank's ``number``-th data file in one save; no two saves share a name."""
+    """Returns the name of a rank's ``number``-th data file in a save. No two saves share a name."""
     return f"__{rank}_{number}_{save_id}.tensors"
 
 
@@ -147,20 +147,20 @@ def is_data_file_name(name: str) -> bool:
 
 
 def record_file_name(save_id: str) -> str:
-    """Name of the record of a save.
+    """Returns the name of the record of a save.
 
-    While a record exists, the files of its save are not part of a checkpoint, unless the metadata names them.
+    While a record exists, the files of its save are part of a checkpoint only if the metadata names them.
     """
     return f"__{save_id}.saving"
 
 
 def is_record_file_name(name: str) -> bool:
-    """Returns whether ``name`` is one that `record_file_name` makes."""
+    """Returns whether `record_file_name` makes ``name``."""
     return _RECORD_FILE.fullmatch(name) is not None
 
 
 def save_id_in(name: str) -> str:
-    """The id of the save that wrote a data file, a record or a temporary file."""
+    """Returns the id of the save that wrote a data file, a record or a temporary file."""
     match = _SAVE_ID.search(name)
     assert match is not None, name
     return match.group()
@@ -173,12 +173,12 @@ def is_ours(name: str) -> bool:
 
 
 def data_file_rank(name: str) -> int:
-    """The rank that wrote a data file."""
+    """Returns the rank that wrote a data file."""
     return int(name.split("_")[2])
 
 
 def index_entry_size(name: str, ndim: int) -> int:
-    """Upper bound, in bytes, of a tensor's entry in a tensorizer file's index.
+    """Returns an upper bound, in bytes, of a tensor's entry in the index of a tensorizer file.
 
     tensorizer's layout: version tag (4), name length (2) and name, type (1), dtype length (1) and dtype (at most 48
     here), rank (1) and dimensions (8 each at most), three 64-bit locations.

@@ -1,4 +1,4 @@
-"""Regions of tensors: what they have in common, whether chunks cover a tensor, and the runs of bytes that they are."""
+"""Regions of tensors: intersections, checks that chunks cover a tensor, and the runs of bytes of a region."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Integers: TypeAlias = NDArray[np.int64]
 Interval: TypeAlias = tuple[int, int]
 
 
-_MOST_SIDE_BY_SIDE = 10_000  # chunks that are compared with one: a tiny index may describe millions
+_MOST_SIDE_BY_SIDE = 10_000  # chunks to compare with one chunk: a tiny index may describe millions
 
 
 class Region(NamedTuple):
-    """A rectangular part of a tensor: ``start`` and ``size`` have an entry for each dimension."""
+    """A rectangular part of a tensor. ``start`` and ``size`` have an entry for each dimension."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
 
     def intersect(self, other: Region) -> Region | None:
-        """The elements that both regions hold; None if there are none."""
+        """Returns the region of the elements in both regions, or None."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(
             min(a + m, b + n) for a, m, b, n in zip(self.start, self.size, other.start, other.size, strict=True)
@@ -38,15 +38,15 @@ class Region(NamedTuple):
         return Region(start, size) if all(extent > 0 for extent in size) else None
 
     def moved(self, offset: Sequence[int]) -> Region:
-        """The region of the same size, ``offset`` further on."""
+        """Returns the region of the same size, shifted by ``offset``."""
         return Region(tuple(map(sum, zip(self.start, offset, strict=True))), self.size)
 
     def within(self, outer: Region) -> Region:
-        """The same elements, with coordinates relative to the start of ``outer``."""
+        """Returns the region with coordinates relative to the start of ``outer``."""
         return Region(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.size)
 
     def span(self, shape: Sequence[int]) -> tuple[int, int]:
-        """The number of the first element in a C-ordered array of ``shape``, and the one after the last."""
+        """Returns the index of the first element in a C-ordered array of ``shape``, and the index after the last."""
         first = last = 0
         for start, size, extent in zip(self.start, self.size, shape, strict=True):
             first = first * extent + start
@@ -55,37 +55,37 @@ class Region(NamedTuple):
 
 
 def covers(shape: Sequence[int], chunks: Sequence[Region]) -> bool:
-    """Returns whether chunks of a tensor lie within it and hold each of its elements exactly once."""
+    """Returns whether chunks lie within a tensor and contain each of its elements exactly once."""
     if len(chunks) == 1:
         return chunks[0].size == tuple(shape) and not any(chunks[0].start)
     if sum(math.prod(chunk.size) for chunk in chunks) != math.prod(shape):
         return False
     filled = [chunk for chunk in chunks if math.prod(chunk.size)]
-    # The chunks have as many elements as the tensor, so they hold each one once if no two chunks overlap.
+    # The chunks have as many elements as the tensor, so they contain each element once if no two chunks overlap.
     if any(a < 0 or a + n > m for chunk in filled for a, n, m in zip(chunk.start, chunk.size, shape, strict=True)):
         return False
     starts = np.array([chunk.start for chunk in filled], dtype=np.int64)
-    stops = starts + np.array([chunk.size for chunk in filled], dtype=np.int64)  # they lie within: no overflow
+    stops = starts + np.array([chunk.size for chunk in filled], dtype=np.int64)  # within the tensor: no overflow
     return overlapping_pair(starts, stops) is None
 
 
 def overlapping_pair(starts: Integers, stops: Integers) -> tuple[int, int] | None:
     """Finds two chunks that overlap.
 
-    Sharding makes grids, or cuts a tensor's elements in C order; both take O(n log n). Other chunks are sorted along
-    one dimension, and each is compared with those that reach it. As in DCP, a chunk without elements overlaps another
-    one if it lies strictly inside.
+    Sharding makes grids, or cuts a tensor's elements in C order. Both are checked in O(n log n). Other chunks are
+    sorted along one dimension, and each chunk is compared with the earlier chunks that reach it. As in DCP, an empty
+    chunk overlaps another one if it lies strictly inside.
 
     Args:
-        starts: A row per chunk, a column per dimension.
-        stops: The same of the elements after the last.
+        starts: The first element of each chunk: a row per chunk, a column per dimension.
+        stops: The element after the last one of each chunk.
 
     Returns:
-        The chunks' numbers; None if no two overlap.
+        The indices of the two chunks, or None if no two overlap.
 
     Raises:
-        MetadataError: the chunks are neither, and more than `_MOST_SIDE_BY_SIDE` of them would have to be compared with
-            each of the others.
+        MetadataError: more than `_MOST_SIDE_BY_SIDE` chunks, neither a grid nor in C order, would have to be compared
+            with one chunk.
     """
     if len(starts) < 2 or _is_grid(starts, stops) or _are_in_order(starts, stops):
         return None
@@ -100,30 +100,30 @@ def overlapping_pair(starts: Integers, stops: Integers) -> tuple[int, int] | Non
             return int(active[overlaps.argmax()]), row
         active = np.append(active, row)
         if len(active) > _MOST_SIDE_BY_SIDE:
-            raise MetadataError(f"the {len(starts):,} chunks of a tensor are of no sharding. Save it in other chunks")
+            raise MetadataError(
+                f"the {len(starts):,} chunks of a tensor are neither a grid nor in C order. Save such chunks."
+            )
     return None
 
 
 def _is_grid(starts: Integers, stops: Integers) -> bool:
-    """Returns whether each chunk is a cell of its own: it ends where the next one begins, in every dimension."""
+    """Returns whether the chunks are distinct cells of a grid: in every dimension, each ends where the next starts."""
     for begins, ends in zip(starts.T, stops.T, strict=True):
         lines = np.unique(begins)
         if (ends != np.append(lines[1:], ends.max())[np.searchsorted(lines, begins)]).any():
             return False
-    cells = starts[(starts < stops).all(axis=1)]  # chunks without elements may share a corner
+    cells = starts[(starts < stops).all(axis=1)]  # empty chunks may share a corner
     return len(set(map(tuple, cells.tolist()))) == len(cells)
 
 
 def _are_in_order(starts: Integers, stops: Integers) -> bool:
-    """Returns whether each chunk ends before the next one begins, in C order."""
+    """Returns whether each chunk ends before the next one starts, in C order."""
     chunks = sorted(zip(starts.tolist(), (stops - 1).tolist(), strict=True))
     return all(last < first for (_, last), (first, _) in itertools.pairwise(chunks))
 
 
 def regions_of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Region]:
-    """Cuts the elements ``start`` to ``stop`` of a C-ordered array into regions: at most two per dimension, less
-    one.
-    """
+    """Yields regions of the elements ``start`` to ``stop`` of a C-ordered array, at most ``2 * len(shape) - 1``."""
     if start >= stop:
         return
     if not shape:
@@ -149,9 +149,9 @@ def _in_row(row: int, regions: Iterable[Region]) -> Iterator[Region]:
 
 
 def carried(region: Region, frm: Region, to: Region) -> Region | None:
-    """Returns where the elements that `region` and `frm` share are in `to`, which holds the elements of `frm` in order.
+    """Maps the intersection of ``region`` and ``frm`` to ``to``, which has the elements of ``frm`` in the same order.
 
-    One of the two may have another first dimension, of size 1. None if no element is shared.
+    Either ``frm`` or ``to`` may have an additional first dimension of size 1. Returns None for an empty intersection.
     """
     common = frm.intersect(region)
     if common is None:
@@ -166,7 +166,7 @@ def carried(region: Region, frm: Region, to: Region) -> Region | None:
 
 
 def part_of(tensor: torch.Tensor, region: Region, whole: Region) -> torch.Tensor:
-    """The view of ``region`` in a tensor that holds the region ``whole``."""
+    """Returns the view of ``region`` in a tensor that holds the region ``whole``."""
     for dim, (start, size, origin) in enumerate(zip(region.start, region.size, whole.start, strict=True)):
         tensor = tensor.narrow(dim, start - origin, size)
     return tensor
@@ -176,7 +176,7 @@ def part_of(tensor: torch.Tensor, region: Region, whole: Region) -> torch.Tensor
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of a C-ordered array."""
+    """Returns the strides, in elements, of a C-ordered array."""
     strides: list[int] = []
     step = 1
     for extent in reversed(shape):
@@ -188,9 +188,9 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
 def runs_of_region(
     shape: Sequence[int], start: Sequence[int], size: Sequence[int], itemsize: int
 ) -> tuple[Integers, int]:
-    """The offset of each run of a region in its tensor, and the size of a run.
+    """Returns the offset in its tensor of each contiguous run of a region, in bytes, and the size of a run.
 
-    The region's bytes in C order are its runs, one after the other. ``itemsize`` is that of an element.
+    The runs in order are the region's bytes in C order. ``itemsize`` is the size of an element.
     """
     if not math.prod(size):
         return np.zeros(0, dtype=np.int64), 0
@@ -207,9 +207,9 @@ def runs_of_region(
 
 
 def runs_with_gaps(shape: Sequence[int], region: Region, itemsize: int, max_gap: int) -> list[Interval]:
-    """The runs of bytes to read for a region of an array, with the gaps of up to ``max_gap`` bytes between its rows.
+    """Returns the runs of bytes to read for a region of an array, joined across gaps of up to ``max_gap`` bytes.
 
-    Rows that are joined are never listed: a column of an array is one run in constant time, where `runs_of_region` has
+    Joined rows are not listed first: a column of an array becomes a single run in constant time. `runs_of_region` has
     an offset for each row.
     """
     if not shape:
@@ -225,7 +225,7 @@ def runs_with_gaps(shape: Sequence[int], region: Region, itemsize: int, max_gap:
 
 
 def widened(interval: Interval, step: int, length: int) -> Interval:
-    """The range of whole steps that an interval touches, in ``length`` bytes."""
+    """Returns the interval extended to multiples of ``step``, and to at most ``length``."""
     return interval[0] // step * step, min(-(-interval[1] // step) * step, length)
 
 

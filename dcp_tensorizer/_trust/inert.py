@@ -1,12 +1,12 @@
-"""Reads a pickle without using any class or function of this process: stand-ins replace all that it names and calls.
+"""Reads a pickle without using any class or function of this process: stand-ins replace the names and calls in it.
 
-`Inert` takes time and memory in proportion to the pickle's size. Python's own unpickler does not: a tuple that holds
-the same tuple twice takes two bytes, and doubles the time of hashing. It also lets a pickle change every class that it
-may look up (BUILD).
+`Inert` takes time and memory proportional to the size of the pickle. Python's unpickler does not: a tuple that holds
+the same tuple twice takes two bytes, and doubles the time of hashing. With Python's unpickler a pickle can also change
+every class that it may look up (BUILD).
 
-Subclasses decide what a pickle may do. That of `objects` judges pickles of ``torch.save`` before they are loaded. That
-of `torch_archive` limits pickles for torch's weights-only rules. That of `_formats.torch_metadata` accepts only the
-parts of DCP's records.
+Subclasses decide what a pickle may do. The subclass of `objects` judges pickles of ``torch.save`` before they are
+loaded. The subclass of `torch_archive` limits pickles for torch's weights-only rules. The subclass of
+`_formats.torch_metadata` accepts only the parts of DCP's records.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from itertools import repeat
 from typing import Any
 
 # Limits of all pickles here and in `_formats.torch_metadata`.
-WORK_PER_BYTE = 16  # values that are hashed, copied or built; without shared values it is less than 2
-MAX_DEPTH = 64  # nested values: Python hashes tuples by unlimited recursion; torch's own are less than 10 deep
+WORK_PER_BYTE = 16  # values that are hashed, copied or built: less than 2 unless values are shared
+MAX_DEPTH = 64  # nested values: Python hashes tuples by unbounded recursion; torch's own are less than 10 deep
 MAX_DIMENSIONS = 255  # of a tensor
 _HASHING = {"builtins.dict", "builtins.frozenset", "builtins.set", "collections.Counter", "collections.OrderedDict"}
 _OF_PAIRS = {"builtins.dict", "collections.OrderedDict"}
 
 
 class Malformed(ValueError):
-    """A pickle that no writer makes, or that takes more time than its size explains."""
+    """A pickle that no writer makes, or that takes more time than its size justifies."""
 
 
 class Unexpected(Exception):
-    """A pickle makes a value in another way than the value's type does."""
+    """A pickle that makes a value in another way than the value's type does."""
 
 
 class Named:
-    """Stands for a class or a function, by its ``module.name``. Nothing is looked up or imported.
+    """A stand-in for a class or a function ``module.name``, which is neither looked up nor imported.
 
-    A pickle has one for each name. ``trusted``: the user allows it with any arguments.
+    A pickle has one stand-in for each name. ``trusted`` means that the user allows the name with any arguments.
     """
 
     __slots__ = ("name", "trusted")
@@ -49,10 +49,10 @@ class Named:
 
 
 class Value:
-    """Stands for the result of a call. It takes no state and no members, and equals only itself.
+    """A stand-in for the result of a call. It takes no state and no members, and equals only itself.
 
-    ``what`` names the function or class that is called. ``cost`` is the cost of hashing the result once; None if it
-    cannot be hashed.
+    ``what`` names the called function or class. ``cost`` is the cost of hashing the result once, or None if it is not
+    hashable.
     """
 
     __slots__ = ("cost", "what")
@@ -62,23 +62,23 @@ class Value:
         self.cost = cost
 
     def build(self, state: Any) -> None:
-        """Takes a state, like ``__setstate__``."""
+        """Sets a state, as ``__setstate__`` would."""
         raise Unexpected
 
     def extend(self, items: Sequence[Any]) -> None:
-        """Takes more members."""
+        """Adds members."""
         raise Unexpected
 
     def update(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        """Takes more keys and values."""
+        """Sets keys and values."""
         raise Unexpected
 
 
 class Made(Value):
-    """Stands for the result of a call. Records any arguments, the last state and the members.
+    """A stand-in for the result of a call that records the arguments, the last state and the members.
 
-    ``state`` is None if ``__setstate__`` would not be called. ``members`` are those that would be added to a list or a
-    set afterwards, or as pairs to a dict.
+    ``state`` is None if ``__setstate__`` would not be called. ``members`` are the later additions to a list or a set,
+    or to a dict as pairs.
     """
 
     __slots__ = ("arguments", "members", "state")
@@ -101,9 +101,9 @@ class Made(Value):
 
 
 def hash_cost(key: Any, most: int) -> int:
-    """The cost of hashing a key: the number of values and 64-bit words, of which shared ones count each time.
+    """Returns the cost of hashing a key: its number of values and 64-bit words. Shared values count each time.
 
-    Raises `Malformed` if it is more than ``most``, or if a value cannot be hashed.
+    Raises `Malformed` if the cost exceeds ``most``, or if a value is not hashable.
     """
     cost = 0
     left: list[tuple[Any, int]] = [(key, 0)]
@@ -126,10 +126,10 @@ def hash_cost(key: Any, most: int) -> int:
 
 
 class Inert:
-    """Reads a pickle as values of builtin types, `Named`, and the results of `call` and `new`.
+    """A reader of a pickle as values of builtin types, `Named`, and the results of `call` and `new`.
 
-    ``protocol`` is the newest allowed one. Of opcodes from before protocol 2, only those that are still in use are
-    known.
+    ``protocol`` is the newest one that is allowed. Opcodes of protocols before 2 are refused unless newer protocols
+    still use them.
     """
 
     def __init__(self, pickled: bytes, protocol: int = pickle.HIGHEST_PROTOCOL) -> None:
@@ -139,21 +139,21 @@ class Inert:
         self._work_left = 1000 + WORK_PER_BYTE * len(pickled)
 
     def read(self, max_opcodes: int | None = None) -> Any:
-        """Reads the value; None if the pickle has more than ``max_opcodes`` opcodes.
+        """Reads the value. Returns None if the pickle has more than ``max_opcodes`` opcodes.
 
-        Raises `Malformed` if no writer makes such a pickle, or if it takes more time than its size explains.
+        Raises `Malformed` if no writer makes such a pickle, or if it takes more time than its size justifies.
         """
         try:
             return self._follow(len(self._pickled) + 1 if max_opcodes is None else max_opcodes)
         except Malformed:
             raise
-        except (ValueError, IndexError, KeyError, struct.error) as error:  # at the end of the data, a stack or the memo
+        except (ValueError, IndexError, KeyError, struct.error) as error:  # a read past the data, a stack or the memo
             raise Malformed(f"it cannot be parsed ({type(error).__name__}: {error})") from None
 
     # --- what subclasses decide ---------------------------------------------------------------------------------------
 
     def name(self, module: str, name: str) -> Named:
-        """Makes the stand-in for a class or a function. It is called once for each name."""
+        """Makes the stand-in for a class or a function. Called once for each name."""
         return Named(f"{module}.{name}")
 
     def call(self, what: Named, arguments: tuple[Any, ...]) -> Any:
@@ -161,19 +161,19 @@ class Inert:
         return Made(what.name, arguments)
 
     def new(self, what: Named, arguments: tuple[Any, ...]) -> Any:
-        """Makes the stand-in for a new object of a class, made by ``__new__``."""
+        """Makes the stand-in for the result of a class's ``__new__``."""
         return self.call(what, arguments)
 
     def refer(self, reference: Any) -> Any:
-        """Makes the stand-in for a value that only the caller of ``pickle.load`` could resolve."""
+        """Makes the stand-in for a persistent id, which only the caller of ``pickle.load`` could resolve."""
         return self.call(Named("persistent.id"), (reference,))
 
     def build(self, target: Any, state: Any) -> None:
-        """Gives a state to the result of a call."""
+        """Sets the state of the result of a call."""
         self._change(target, "build", state)
 
     def update(self, target: Any, members: list[Any]) -> None:
-        """Sets keys of a dict or of the result of a call. Keys and values alternate in ``members``."""
+        """Sets keys of a dict or of the result of a call. ``members`` alternates keys and values."""
         if len(members) % 2:
             raise Malformed("a key has no value")
         self._hash(keys := members[::2])
@@ -184,11 +184,11 @@ class Inert:
             self._change(target, "update", list(pairs))
 
     def refuse(self, what: str) -> None:
-        """Refuses a state or members, for a value that takes none."""
-        raise Malformed(f"it changes a {what}")
+        """Refuses a state or members for a value that takes none."""
+        raise Malformed(f"it sets the state or members of a {what}")
 
     def spend(self, work: int) -> None:
-        """Counts values that are hashed or copied; raises `Malformed` if they are too many."""
+        """Counts hashed or copied values. Raises `Malformed` if there are too many."""
         self._work_left -= work
         if self._work_left < 0:
             raise Malformed("it takes too much time or memory for its size")
@@ -254,8 +254,8 @@ class Inert:
                 position += nbytes
             elif code == _LONG_BINPUT:
                 (number,) = _UINT4.unpack_from(pickled, position)
-                if number > len(pickled):  # Python's unpickler allocates memory for all smaller numbers
-                    raise Malformed("it keeps a value under a number that is too large")
+                if number > len(pickled):  # Python's unpickler allocates memory for all smaller indices
+                    raise Malformed("it has a memo index that is larger than the pickle")
                 memo[number] = stack[-1]
                 position += 4
             elif code == _TUPLE:
@@ -317,7 +317,7 @@ class Inert:
     def _named(self, module: Any, name: Any, protocol: int) -> Named:
         if type(module) is not str or type(name) is not str:
             raise Malformed("it has a global whose name is not a string")
-        if protocol < 3:  # such pickles have Python 2's names
+        if protocol < 3:  # these protocols write Python 2's names
             module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         if (module, name) not in self._names:
             self._names[module, name] = self.name(module, name)
@@ -391,7 +391,7 @@ def _text(content: bytes) -> str:
     return content.decode("utf-8", "surrogatepass")
 
 
-# Opcodes that are followed by their values: how to read their size, and the value.
+# Opcodes that are followed by a size and a value, with the functions that read both.
 _CONTENTS: Mapping[int, tuple[Callable[[bytes, int], tuple[int]], int, Callable[[bytes], Any]]] = {
     code[0]: (struct.Struct(layout).unpack_from, struct.calcsize(layout), make)
     for code, layout, make in (
@@ -416,7 +416,7 @@ _EMPTY: Mapping[int, Callable[[], Any]] = {
     pickle.EMPTY_SET[0]: set,
 }
 _OPCODES = {ord(opcode.code): opcode for opcode in pickletools.opcodes}
-_KNOWN = {  # the opcodes of each protocol; -1 for those of later ones
+_KNOWN = {  # the opcodes of each protocol, with -1 for opcodes of later ones
     protocol: [code if code in _OPCODES and _OPCODES[code].proto <= protocol else -1 for code in range(256)]
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)
 }

@@ -1,8 +1,9 @@
 """A table of data types of the standard library and NumPy: how they pickle themselves with ``torch.save``'s protocol 2.
 
-Each has a maker, which gets the arguments that a pickle passes to the class or function. It returns a stand-in for the
-result. If the type itself would not have written these arguments, their effect is unknown, and it raises `Unexpected`.
-No maker runs code outside of this table, or takes more time or memory than a multiple of its arguments.
+Each type has a maker, which gets the arguments that a pickle passes to the class or function, and returns a stand-in
+for the result. The maker raises `Unexpected` for arguments that the type itself would not have written, because their
+effect is unknown. No maker runs code outside this table, or takes time or memory that is not proportional to its
+arguments.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from .inert import Made, Named, Unexpected, Value
 
 Arguments = tuple[Any, ...]
 Maker = Callable[[str, Arguments], Any]
-"""Makes a stand-in for the result of a call, from the name of what is called and the arguments."""
+"""A function that makes the stand-in for the result of a call, from the called name and the arguments."""
 
-# Python's own limit for decimal digits; reducing a fraction takes time in proportion to their square
+# Python's own limit for decimal digits: reducing a fraction takes time proportional to their square.
 _MAX_DIGITS = 4300
 
 
@@ -32,13 +33,13 @@ def need(condition: object) -> None:
 
 
 def by_name(value: Any) -> dict[str, Any]:
-    """Returns a value if it is a dict whose keys are strings; otherwise raises `Unexpected`."""
+    """Returns a value that is a dict with str keys. Raises `Unexpected` for any other."""
     need(type(value) is dict and all(type(key) is str for key in value))
     return value  # type: ignore[no-any-return]
 
 
 class MappingValue(Value):
-    """Stands for an OrderedDict or the like. It takes keys and values, and with ``attributes`` also attributes."""
+    """A stand-in for an OrderedDict or a similar mapping. With ``attributes`` it also takes attributes."""
 
     def __init__(self, what: str, *, attributes: bool = False) -> None:
         super().__init__(what, cost=None)
@@ -53,7 +54,7 @@ class MappingValue(Value):
 
 
 class StateValue(Value):
-    """Stands for a value that takes one state, if a check accepts it."""
+    """A stand-in for a value that takes a state once, if a check accepts the state."""
 
     def __init__(self, what: str, check: Callable[[Any], object], cost: int | None = 1) -> None:
         super().__init__(what, cost)
@@ -71,7 +72,7 @@ def _is(value: Any, *types: type) -> bool:
 
 
 def takes(*kinds: type, cost: int | None = 1) -> Maker:
-    """Makes a maker for arguments of exactly these types."""
+    """Returns a maker for arguments of exactly these types."""
 
     def make(name: str, args: Arguments) -> Value:
         need(tuple(map(type, args)) == kinds)
@@ -92,7 +93,7 @@ def _nothing(make: Callable[[str], Any]) -> Maker:
 
 
 def _encoded(name: str, args: Arguments) -> bytes:
-    """Makes bytes of the text that protocol 2 writes for them, with a character for each byte."""
+    """Decodes the text that protocol 2 writes for bytes, with a character for each byte."""
     need(len(args) == 2 and _is(args[0], str) and args[1] == "latin1")
     try:
         return args[0].encode("latin-1")  # type: ignore[no-any-return]
@@ -132,7 +133,7 @@ _FACTORIES = {
 
 def _defaultdict(name: str, args: Arguments) -> Value:
     need(len(args) <= 1)
-    for factory in args:  # called later, without arguments
+    for factory in args:  # the defaultdict calls it without arguments
         need(factory is None or (_is(factory, Named) and (factory.trusted or factory.name in _FACTORIES)))
     return MappingValue(name)
 
@@ -146,7 +147,7 @@ def _counter(name: str, args: Arguments) -> Value:
 
 
 def _from_bytes(kind: Any, nbytes: int) -> Maker:
-    """Makes a maker for a date or a time of packed bytes, which their own constructors do not check."""
+    """Returns a maker for a date or a time of packed bytes, which the constructors of ``kind`` do not check."""
 
     def make(name: str, args: Arguments) -> Value:
         need(1 <= len(args) <= 2 and _is(args[0], bytes) and len(args[0]) == nbytes)
@@ -257,7 +258,7 @@ CALLED: Mapping[str, Maker] = {
     "types.SimpleNamespace": _with_state(by_name),
     "zoneinfo.ZoneInfo._unpickle": _zone_info,
 } | {f"{module}.{name}": _strings for module in ("pathlib", "pathlib._local") for name in _PATHS}
-"""Functions and classes that a pickle may call, by name. Python 3.13 has paths in ``pathlib._local``."""
+"""The functions and classes that a pickle may call, by name. Python 3.13 has paths in ``pathlib._local``."""
 
 CREATED: Mapping[str, Maker] = {
     "_io.BytesIO": _with_state(_bytes_io_state),
@@ -268,28 +269,28 @@ CREATED: Mapping[str, Maker] = {
     "collections.UserList": _with_state(_only("data", list)),
     "uuid.UUID": _with_state(_uuid_state, cost=1),
 }
-"""Classes of which a pickle may make an instance by ``__new__`` without arguments, by name."""
+"""The classes whose ``__new__`` a pickle may call without arguments, by name."""
 
 PASSIVE = _FACTORIES | {"builtins.Ellipsis", "builtins.NotImplemented", "builtins.object", "zoneinfo.ZoneInfo"}
-"""Names that a stream may contain, and not call."""
+"""The names that a pickle may contain but not call."""
 
 
 # --- NumPy's arrays, scalars and dtypes -------------------------------------------------------------------------------
 #
-# NumPy trusts pickles. A dtype with fields outside of its items reads foreign memory, and one whose flags hide objects
-# follows any pointer. So the dtype is made here by NumPy's constructor, which checks its arguments. The result must be
-# the dtype that the pickle describes. Arrays must have the size of their shape.
+# NumPy trusts pickles. A dtype with fields outside its items reads out of bounds, and a dtype whose flags hide objects
+# dereferences any pointer. So the dtype is made here by NumPy's constructor, which checks its arguments. The result
+# must equal the dtype that the pickle describes. Arrays must have the size of their shape.
 
-_MAX_NESTED = 32  # nested dtypes, which NumPy compares and shows by recursion
+_MAX_NESTED = 32  # nested dtypes: NumPy compares and shows them by recursion
 _MAX_EMPTY = 1 << 20  # elements of an array whose items have no bytes
 _ALIGNED = 0x80  # NumPy's NPY_ALIGNED_STRUCT
 
 
 class DType(Value):
-    """Stands for a dtype. It is known once it has its state, and does not change afterwards.
+    """A stand-in for a dtype. `build` sets the dtype, once.
 
-    ``fields`` is the dict that describes its fields, if it has any. NumPy keeps this very dict. ``depth`` counts nested
-    dtypes.
+    ``fields`` is the dict that describes the fields of a structured dtype. NumPy holds a reference to this dict.
+    ``depth`` counts nested dtypes.
     """
 
     def __init__(self, what: str, code: str) -> None:
@@ -314,7 +315,7 @@ class DType(Value):
         reduced: Any = made.__reduce__()
         _, (code, *_), (_, order, _, _, _, itemsize, alignment, flags, *_) = reduced
         need(code == self._code and state[1] == order and tuple(map(type, state[5:8])) == (int, int, int))
-        need(state[5:7] == (itemsize, alignment) and (state[7] - flags) % 256 == 0)  # NumPy 1 has a signed byte there
+        need(state[5:7] == (itemsize, alignment) and (state[7] - flags) % 256 == 0)  # NumPy 1 has signed flags
         self._dtype = made
 
     def _make(
@@ -373,7 +374,7 @@ class DType(Value):
 
 
 class _Array(Value):
-    """Stands for an array of which only the type is known. Its state has the rest."""
+    """A stand-in for an array. `build` checks its shape, dtype and contents."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what, cost=None)
@@ -397,7 +398,7 @@ def _is_shape(shape: Any) -> bool:
 
 
 def _with_unit(code: str, metadata: Any, unit: Any) -> str:
-    """The name of a datetime64 or timedelta64 type: its unit, as (unit, how many, in how many, 1)."""
+    """Returns the name of a datetime64 or timedelta64 type. ``unit`` is (unit, numerator, denominator, 1)."""
     need(metadata is None or metadata == {})
     need(type(unit) is tuple and len(unit) == 4 and type(unit[0]) is bytes and unit[0].isalpha())
     need(all(type(n) is int and n > 0 for n in unit[1:]) and unit[2:] == (1, 1))
@@ -428,9 +429,9 @@ NUMPY_CALLED: Mapping[str, Maker] = {"numpy.dtype": _dtype} | {
     for core in ("core", "_core")  # NumPy 1 and NumPy 2
     for function, make in (("_reconstruct", _reconstruct), ("scalar", _scalar))
 }
-"""By name, what a stream may call."""
+"""The functions and classes of NumPy that a pickle may call, by name."""
 
 NUMPY_PASSIVE = {"numpy.ndarray", "numpy.bool", "numpy.bool_"} | {
     f"numpy.{kind.__name__}" for kind in np.sctypeDict.values()
 }
-"""Names that a stream may contain, and not call."""
+"""The names of NumPy that a pickle may contain but not call."""

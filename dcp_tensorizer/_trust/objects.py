@@ -1,8 +1,8 @@
-"""Judges and loads objects that ``torch.save`` has stored, without running code from them.
+"""Judges and loads objects that ``torch.save`` stored, without running code from them.
 
-torch's own weights-only loader is not enough. It knows few types of the standard library and none of NumPy. A class
-that is added to its list is added for the whole process, and takes any arguments and any state: a dtype made in that
-way reads foreign memory. And the loader calls trusted names before it meets an untrusted one.
+torch's own weights-only loader is not sufficient. It knows few types of the standard library and none of NumPy. A class
+that is added to its list is allowed in the whole process, with any arguments and any state: a forged dtype reads out of
+bounds. And the loader calls trusted names before it reaches an untrusted one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .known_types import Arguments, DType, Maker, need, takes
 
 
 def unsafe_globals(content: bytes | IO[bytes], max_opcodes: int | None = None) -> tuple[str, ...]:
-    """The ``module.name`` of all names in a saved object that could run code. Nothing is run or imported.
+    """Returns the ``module.name`` of all names in a saved object that could run code. Nothing is run or imported.
 
     Data types of the standard library, NumPy and torch are safe, and so are those that the user passed to
-    ``torch.serialization.add_safe_globals``. ``content`` is the ``torch.save`` data, or a file. Pickles are read up to
-    ``max_opcodes``. Raises `UntrustedObject` if ``torch.save`` would not write it.
+    ``torch.serialization.add_safe_globals``. ``content`` is the ``torch.save`` data, or a file. At most ``max_opcodes``
+    opcodes of the pickle are read. Raises `UntrustedObject` if ``torch.save`` would not write ``content``.
     """
     file = io.BytesIO(content) if isinstance(content, bytes) else content
     try:
@@ -40,14 +40,14 @@ def unsafe_globals(content: bytes | IO[bytes], max_opcodes: int | None = None) -
 
 
 def load_object(content: bytes) -> Any:
-    """Loads a saved object; raises `UntrustedObject` if it could run code."""
+    """Loads a saved object. Raises `UntrustedObject` if it could run code."""
     if names := unsafe_globals(content):
         raise UntrustedObject(f"it needs {', '.join(names)}")
     return torch.load(io.BytesIO(content), weights_only=False)
 
 
 def is_small(value: Any) -> bool:
-    """Returns whether a value takes little time to show or compare. A list that holds another one often takes long."""
+    """Returns whether a value is fast to show or compare. A value that shares members many times is not."""
     pending, left = [value], 100_000
     while pending and left > 0:
         member = pending.pop()
@@ -60,7 +60,7 @@ def is_small(value: Any) -> bool:
 
 
 def advice(names: Sequence[str]) -> str:
-    """Advice for objects that need these types."""
+    """Returns advice for an error about objects that need these types."""
     return (
         f"If you trust these types, import their modules and call "
         f"torch.serialization.add_safe_globals([{', '.join(names)}]) before the load. If you trust the whole "
@@ -90,35 +90,35 @@ _KNOWN = {_GETATTR, *_CALLED, *_CREATED, *known_types.PASSIVE, *known_types.NUMP
 
 
 class _Judge(Inert):
-    """Finds the classes and functions that a pickle of ``torch.save`` must not use.
+    """A reader that finds the classes and functions that a pickle of ``torch.save`` must not use.
 
-    It follows their calls with all arguments, the states that would be set, and the values that would be hashed. Only
-    protocol 2 is accepted, because others map Python 2's names in another way. ``allowed`` are names that the user
-    trusts, with any arguments and any state. ``torch_names`` are those that ``torch.load`` trusts by itself.
+    It follows calls with all arguments, the states that would be set, and the values that would be hashed. It accepts
+    protocol 2 only, because other protocols map Python 2's names differently. ``allowed`` are the names that the user
+    trusts, with any arguments and any state. ``torch_names`` are the names that ``torch.load`` trusts by default.
     """
 
     def __init__(self, pickled: bytes, allowed: Mapping[str, Any], torch_names: Collection[str]) -> None:
         super().__init__(pickled, protocol=2)
         self._allowed = allowed
         self._torch = torch_names
-        self._refused: set[str] = set()  # called, or used in a way in which they would not pickle themselves
+        self._refused: set[str] = set()  # called or used in another way than their own pickling does
         self._unknown: set[str] = set()
-        self._owners: set[str] = set()  # whose attributes are used
-        self._members: dict[str, Named] = {}  # these attributes, with their owners
-        self._frozen: dict[int, object] = {}  # dicts that are in use and must not change, by id
+        self._owners: set[str] = set()  # names whose attributes are used
+        self._members: dict[str, Named] = {}  # the attributes that are used, with their owners
+        self._frozen: dict[int, object] = {}  # dicts that describe a dtype and must not change, by id
 
     def refused(self) -> set[str]:
-        """The names that would be imported or called without permission.
+        """Returns the names that would be imported or called without permission.
 
-        If an attribute is called, such as a nested class, this is the attribute's name. Otherwise, as for a member of
-        an Enum, it is the name of the class.
+        For an attribute that is called, such as a nested class, returns the attribute's name. For any other attribute,
+        such as a member of an Enum, returns the name of its class.
         """
         members = {name if owner.trusted else owner.name for name, owner in self._members.items()}
         return self._refused | (self._unknown - self._owners) | members
 
     def name(self, module: str, name: str) -> Named:
         if not all(part.isidentifier() for part in (*module.split("."), name)):
-            raise Malformed(f"{module}.{name} is no name")
+            raise Malformed(f"{module}.{name} is not a valid name")
         named = self._stand_in(f"{module}.{name}")
         if not (named.trusted or named.name in _KNOWN or named.name in self._torch):
             self._unknown.add(named.name)
@@ -157,9 +157,9 @@ class _Judge(Inert):
         return Named(name, trusted=name in self._allowed and name != _GETATTR)
 
     def _attribute(self, args: Arguments) -> Any:
-        """Follows a reference of protocol 2 to a nested class, a method, or in some releases a member of an Enum."""
+        """Resolves a reference of protocol 2 to a nested class, a method, or in some releases a member of an Enum."""
         if len(args) != 2 or type(args[0]) is not Named or type(args[1]) is not str:
-            raise Malformed("it takes an attribute of a value")
+            raise Malformed("it reads an attribute of a value")
         owner, attribute = args
         self._members.pop(owner.name, None)
         self._owners.add(owner.name)
@@ -193,12 +193,12 @@ class _Judge(Inert):
         return name.startswith(REBUILD_PREFIX) and name in self._torch
 
     def _rebuild_subclass(self, args: Arguments) -> Any:
-        """Follows a tensor with attributes, or of a subclass: torch calls the first argument with the third."""
+        """Judges a tensor with attributes or of a subclass: torch calls the first argument with the third."""
         need(len(args) == 4 and type(args[0]) is Named and type(args[2]) is tuple)
         need(args[0].trusted or self._rebuilds(args[0].name))
         return self._judge(args[0], args[2], {})
 
 
 def _size(value: Any) -> int:
-    """The cost of a shallow copy of a value."""
+    """Returns the cost of a shallow copy of a value."""
     return 1 + len(value) if isinstance(value, list | tuple | str | bytes | dict) else 1

@@ -1,10 +1,10 @@
-"""Checks a ``torch.save`` file before torch's weights-only rules read it.
+"""Checks a ``torch.save`` file before ``torch.load`` reads it with its weights-only rules.
 
-An archive may be larger than it looks, or its pickle take very long. It is refused in time and memory proportional to
-its size.
+An archive may expand to more than its size, and its pickle may take very long to load. The checks refuse such files in
+time and memory proportional to their size.
 
-Python and torch each have a reader of zip archives. The two agree on the contents only if the archive has the plain
-layout that torch writes. So no other layout is accepted.
+Python and torch have different readers of zip archives. They agree on the contents only for the plain layout that torch
+writes, so no other layout is accepted.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from .inert import MAX_DIMENSIONS, Inert, Made, Named
 _END = struct.Struct("<4s4HIIH")
 _END_64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR_64 = struct.Struct("<4sIQI")
-# of a record's header: the lengths of its name, and of the extra field before its data
+# In a record's header: the lengths of its name, and of the extra field before its data.
 _LOCAL = struct.Struct("<26xHH")
-_HAS_DESCRIPTOR = 0x8  # the flag of an entry that is followed by its CRC-32 and its size
+_HAS_DESCRIPTOR = 0x8  # the flag of an entry whose CRC-32 and size follow its data
 
 
 def is_archive(data: bytes) -> bool:
-    """Returns whether bytes begin like a zip archive, as ``torch.save`` writes since torch 1.6."""
+    """Returns whether bytes start as a zip archive does, which ``torch.save`` writes since torch 1.6."""
     return data.startswith(b"PK\3\4")
 
 
 def check_archive(file: IO[bytes], nbytes: int) -> zipfile.ZipFile:
-    """Opens an archive of uncompressed records that do not overlap; raises `ValueError` for any other."""
+    """Opens an archive of uncompressed records that do not overlap. Raises `ValueError` for any other."""
     directory = _directory(file, nbytes)
     file.seek(0)
     try:
@@ -43,7 +43,7 @@ def check_archive(file: IO[bytes], nbytes: int) -> zipfile.ZipFile:
     end = 0
     for info in sorted(infos, key=lambda info: info.header_offset):
         if info.file_size != info.compress_size or info.header_offset < end or info.flag_bits & 1:
-            raise ValueError(f"its record {info.filename!r} overlaps another one, or is not stored as it is")
+            raise ValueError(f"its record {info.filename!r} overlaps another one, or is not stored plainly")
         end = info.header_offset + 30 + info.file_size
     if end > directory or len({info.filename.lower() for info in infos}) < len(infos):
         raise ValueError("its records have more bytes than the file, or the same name")
@@ -51,7 +51,7 @@ def check_archive(file: IO[bytes], nbytes: int) -> zipfile.ZipFile:
 
 
 def _directory(file: IO[bytes], nbytes: int) -> int:
-    """The position of the list of records. The list and its end are the last bytes of the file."""
+    """Returns the offset of the list of records. The list and its end must be the last bytes of the file."""
     if nbytes < _END.size:
         raise ValueError("it is too short for an archive")
     signature, _, _, here, total, size, offset, comment = _END.unpack(_read(file, nbytes - _END.size, _END.size))
@@ -68,12 +68,12 @@ def _directory(file: IO[bytes], nbytes: int) -> int:
             raise ValueError("the end of its list of records is damaged")
         size, offset = large[8], large[9]
     if offset + size != end:
-        raise ValueError("its list of records is not where its end says")
+        raise ValueError("its list of records is not at the offset that its end gives")
     return int(offset)
 
 
 def record(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
-    """The bytes of a record. Its CRC-32 is not checked, because torch.save may leave it out."""
+    """Returns the bytes of a record. Does not check its CRC-32, because ``torch.save`` may omit it."""
     assert archive.fp is not None
     names, more = _LOCAL.unpack(_read(archive.fp, info.header_offset, _LOCAL.size))
     return _read(archive.fp, info.header_offset + _LOCAL.size + names + more, info.file_size)
@@ -87,9 +87,9 @@ def _read(file: IO[bytes], offset: int, nbytes: int) -> bytes:
 def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
     """Checks a ``torch.save`` file before the weights-only rules of ``torch.load`` are applied.
 
-    The elements of tensors must be uncompressed, and lie where torch looks for them. Returns the position of each
-    record's header and the record's size, in the file's order. Raises `ValueError` for any other file, or if the
-    archive would take more time or memory than its size explains.
+    The elements of tensors must be uncompressed, and at the offsets that torch computes. Returns the offset of each
+    record's header and the record's size, in file order. Raises `ValueError` for any other file, or if the archive
+    would take more time or memory than its size justifies.
     """
     is_zip = is_archive(file.read(4))
     file.seek(0)
@@ -103,7 +103,7 @@ def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
             check_pickle(record(archive, info))
         if name.endswith("/byteorder") and record(archive, info) == b"big":
             raise ValueError("it is from a big-endian machine. Load it with torch on this machine, and save it again")
-    # With this record, torch does not look up positions: it computes them as if a descriptor followed each record.
+    # With this record, torch does not look up offsets: it computes them as if a descriptor followed each record.
     is_counted = any(info.filename.endswith("/.format_version") for info in infos)
     if is_counted and any(info.file_size and not info.flag_bits & _HAS_DESCRIPTOR for info in infos):
         raise ValueError("it was repacked, but not as torch.save packs. Load it with torch, and save it again")
@@ -113,7 +113,7 @@ def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
 def check_pickle(pickled: bytes) -> None:
     """Checks a pickle before the weights-only rules of ``torch.load`` are applied.
 
-    Raises `ValueError` if it takes more time or memory than its size explains.
+    Raises `ValueError` if the pickle takes more time or memory than its size justifies.
     """
     try:
         _Bounded(pickled).read()
@@ -122,11 +122,11 @@ def check_pickle(pickled: bytes) -> None:
 
 
 class _Bounded(Inert):
-    """Refuses calls that torch's rules allow, but that take more time or memory than the size of their arguments."""
+    """A reader that refuses calls that torch's rules allow, but whose cost exceeds the size of their arguments."""
 
     def call(self, what: Named, arguments: tuple[Any, ...]) -> Made:
         if what.name == "builtins.bytearray" and any(type(argument) is int for argument in arguments):
-            raise ValueError("it asks for memory")
+            raise ValueError("it allocates a bytearray by its size")
         if what.name == "_codecs.encode" and arguments[1:] != ("latin1",):
             raise ValueError("it encodes text in a way that torch.save does not")
         if what.name.rpartition(".")[0] in tensor_makers:
@@ -140,7 +140,7 @@ def _check_dimensions(value: Any, depth: int) -> None:
     if type(value) not in (tuple, list):
         return
     if len(value) > MAX_DIMENSIONS:
-        raise ValueError(f"a tensor of {len(value):,} dimensions")
+        raise ValueError(f"a tensor must have at most {MAX_DIMENSIONS} dimensions, got {len(value):,}")
     if depth < 2:
         for inner in value:
             _check_dimensions(inner, depth + 1)

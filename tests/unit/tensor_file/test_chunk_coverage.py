@@ -113,7 +113,7 @@ def test_chunks_of_no_sharding_are_refused_before_they_take_long(monkeypatch: py
     shape, chunks = nested_pinwheels(256)
     assert covers(shape, chunks)
     monkeypatch.setattr(module, "_MOST_SIDE_BY_SIDE", 50)
-    with pytest.raises(MetadataError, match="257 chunks of a tensor are of no sharding"):
+    with pytest.raises(MetadataError, match="257 chunks of a tensor are neither a grid nor in C order"):
         covers(shape, chunks)
 
 

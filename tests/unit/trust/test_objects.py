@@ -156,7 +156,7 @@ _FIELDS = b"(K\x03X\x01\x00\x00\x00|NX\x01\x00\x00\x00a\x85}q\x05X\x01\x00\x00\x
         (archive(lambda _: b"\x80\x02K\x01"), "cannot be parsed"),
         (pickled(b"R"), "cannot be parsed"),
         (pickled(b"h\x07"), "cannot be parsed"),
-        (pickled(b"c../x\nname\n"), "no name"),
+        (pickled(b"c../x\nname\n"), "not a valid name"),
         (pickled(b"K\x01)R"), "calls something other than a class"),
         (pickled(_LIST, b"K\x01R"), "calls something other than a class"),
         (pickled(_ORDERED, b"}b"), "no call has made"),
@@ -164,7 +164,7 @@ _FIELDS = b"(K\x03X\x01\x00\x00\x00|NX\x01\x00\x00\x00a\x85}q\x05X\x01\x00\x00\x
         (pickled(_GETATTR, _GETATTR, _LIST, _MRO, b"\x86R", _LIST, b"\x86R"), "attribute of a value"),
         (pickled(b"}]K\x01s"), "cannot be hashed"),
         (pickled(b"K\x01Q"), "other than a tensor's storage"),
-        (pickled(b"Nr\xff\xff\xff\x7f"), "number that is too large"),
+        (pickled(b"Nr\xff\xff\xff\x7f"), "memo index that is larger than the pickle"),
         (pickled(_STRUCTURE, _FIELDS, b"K\x04K\x01K\x10tbh\x05X\x01\x00\x00\x00aK\x01s"), "description of a dtype"),
     ],
 )
