@@ -86,7 +86,7 @@ def fetch(
         progress: Called with the bytes done and the bytes in all, by one reading thread at a time.
         cipher: Decrypts encrypted items.
         limits: The limits for joining and cutting reads; None: the storage's.
-        page_cache: Leave data of local disks in the page cache; None: if memory is sufficient.
+        page_cache: Leave data of local disks in the page cache; None: only if memory is sufficient.
         in_memory: The contents of files that need not be read, by name.
         pools: Memory for data on its way to GPUs.
         note: Called with the time span of each operation, by several threads.

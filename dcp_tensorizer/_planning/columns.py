@@ -143,7 +143,7 @@ def columns_of(items: Iterable[WriteItem], planner_data: Any) -> tuple[Columns, 
 
 
 def columns_of_rows(items: Iterable[Row], planner_data: Any) -> tuple[Columns, Integers]:
-    """Returns what `columns_of` does, for rows; holds no reference to a row."""
+    """Returns what `columns_of` does, for rows. Holds no reference to a row."""
     keys: dict[str, int] = {}
     chunks: dict[PlannedChunk, int] = {}
     numbers: list[tuple[int, int, int]] = []
@@ -280,7 +280,7 @@ def _are_paths(planner_data: dict[Any, Any]) -> bool:
 
 
 def rows_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Iterator[Row]:
-    """Yields the rows of a state dict; holds no reference to a row. Raises `Unsupported`.
+    """Yields the rows of a state dict. Holds no reference to a row. Raises `Unsupported`.
 
     torch makes a dozen objects per tensor, and computes which part of a DTensor a rank has. This function calls torch
     once for all tensors that are alike.
@@ -373,7 +373,7 @@ def unpack_integers(packed: tuple[str, bytes]) -> Integers:
 
 def _pack_table(table: Table) -> bytes:
     numbers = [pack_integers(column) for column in (table.key_numbers, table.kinds, table.spec_numbers)]
-    specs = [(spec.shape, TensorProperties(*spec.properties)) for spec in table.specs]  # pickles memory formats
+    specs = [(spec.shape, TensorProperties(*spec.properties)) for spec in table.specs]  # can pickle memory formats
     return pack((table.keys, numbers, specs, pack_paths(table.planner_data, table.keys)))
 
 
