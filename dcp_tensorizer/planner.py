@@ -1,6 +1,6 @@
-"""Planners for ``torch.distributed.checkpoint`` that do the work for equal tensors and equal plans only once.
+"""Planners for ``torch.distributed.checkpoint`` that plan equal tensors, and equal plans, only once.
 
-`SavePlanner`, whose cost hardly grows with the ranks:
+`SavePlanner`, whose cost hardly grows with the number of ranks:
 
 state dict --create_local_plan()--> columns             each rank
            --one gather-->          or their digest
@@ -38,31 +38,33 @@ __all__ = ["LoadPlanner", "SavePlanner"]
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Plans saves as torch's ``DefaultSavePlanner`` does, for many tensors on many ranks.
+    """A faster ``DefaultSavePlanner`` for many tensors on many ranks.
 
-    Pass the same one as ``planner`` to every ``dcp.async_save`` or ``dcp.save`` of a job, with any storage writer::
+    Pass the same instance as ``planner`` to every ``dcp.async_save`` or ``dcp.save`` of a job, with any storage
+    writer::
 
         planner = SavePlanner()
         for step in ...:
             dcp.async_save(state_dict, storage_writer=writer, planner=planner)
 
-    It saves the same, with the same ``Metadata``, and is faster. torch's planner makes a dozen objects for each item on
-    each rank, sends all of them, and compares them one by one on the coordinator. This one sends columns, or only a
-    digest if a rank's plan equals that of one of the last saves.
+    The checkpoints and their ``Metadata`` are the same as with torch's planner. That one makes a dozen objects per item
+    on each rank, sends all of them, and compares them one by one on the coordinator. This one sends columns, or only a
+    digest if a rank's plan equals its plan of one of the last saves.
 
-    A plan is refused if chunks overlap, are missing or lie outside their tensor, or if ranks have tensors of other
-    shapes or dtypes under one key. The error names the keys.
+    If chunks overlap, are missing or lie outside their tensor, or if ranks have tensors of different shapes or dtypes
+    under one key, planning raises `WriteError`, naming the keys.
 
-    Subclasses may override the same methods as those of ``DefaultSavePlanner``. Plans that columns cannot hold are left
-    to torch.
+    Subclasses may override the methods that subclasses of ``DefaultSavePlanner`` may. If columns cannot hold a plan,
+    torch makes it.
 
     Args:
         flatten_state_dict: Save the members of nested dicts and lists one by one.
-        flatten_sharded_tensors: Take apart ``ShardedTensor`` in ``ShardedTensor``.
-        dedup_replicated_tensors: Without effect, as in torch.
-        dedup_save_to_lowest_rank: The lowest rank writes values that several ranks have; otherwise plans are balanced.
-        enable_plan_caching: Remember the last plans by their contents, so that equal ones are neither sent nor made
-            again. In PROCESS mode nothing is remembered, because DCP sends a copy of the planner with each save.
+        flatten_sharded_tensors: Flatten a ``ShardedTensor`` inside a ``ShardedTensor``.
+        dedup_replicated_tensors: Has no effect, as in torch.
+        dedup_save_to_lowest_rank: Whether the lowest rank writes values that several ranks have. Otherwise plans are
+            balanced.
+        enable_plan_caching: Cache the last plans by their contents, so that equal ones are not sent or made again. Has
+            no effect in PROCESS mode, where DCP sends a copy of the planner with each save.
     """
 
     plans_as_torch: ClassVar[type[DefaultSavePlanner]]
@@ -78,14 +80,14 @@ class SavePlanner(DefaultSavePlanner):
         dedup_save_to_lowest_rank: bool = False,
         enable_plan_caching: bool = True,
     ) -> None:
-        # torch's own cache is shared by all planners of a process.
+        # torch's own cache is off: all planners of a process share it.
         super().__init__(
             flatten_state_dict, flatten_sharded_tensors, dedup_replicated_tensors, dedup_save_to_lowest_rank
         )
         self._histories = Histories() if enable_plan_caching else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the histories: a copy has sent nothing yet."""
+        """Omits the histories: a copy has sent nothing yet."""
         state = {name: value for name, value in self.__dict__.items() if name not in _OF_A_SAVE}
         return {**state, "_histories": copy.copy(self._histories)}
 
@@ -98,7 +100,7 @@ class SavePlanner(DefaultSavePlanner):
 
     @collector_paused()
     def create_local_plan(self) -> SavePlan:
-        """Plans what this rank could write."""
+        """Plans all items that this rank can write."""
         history = self._history
         if history is not None:
             history.begin()
@@ -114,7 +116,8 @@ class SavePlanner(DefaultSavePlanner):
         """Decides, on the coordinator, which rank writes which item.
 
         Raises:
-            WriteError: chunks overlap, are missing or lie outside their tensor; names the keys.
+            WriteError: chunks overlap, are missing or lie outside their tensor, or ranks disagree on a tensor; names
+                the keys.
         """
         tables: dict[bytes, Table] = {}
         history = self._history
@@ -127,7 +130,7 @@ class SavePlanner(DefaultSavePlanner):
             return super().create_global_plan(plans)
         result = self._planned(sources, tables, history)
         coordinator = None if history is None else history.id
-        shared: dict[bytes, Table] = {}  # only the tables that are in use, not all that were decoded
+        shared: dict[bytes, Table] = {}  # only the tables in use, not all decoded ones
         self.global_plan = [
             CompactPlan.of(Items(source, choice, coordinator=coordinator, tables=shared), plan.storage_data)
             for source, choice, plan in zip(sources, result.choices, plans, strict=True)
@@ -136,7 +139,7 @@ class SavePlanner(DefaultSavePlanner):
         return self.global_plan, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Finishes the plan of the items that this rank writes."""
+        """Returns the plan of the items that this rank writes."""
         history = self._history
         if history is not None:
             if isinstance(new_plan.items, AssignedItems):
@@ -152,10 +155,10 @@ class SavePlanner(DefaultSavePlanner):
         return super().lookup_object(index) if tensor is None else tensor
 
     def resolve_plan(self, plan: SavePlan) -> Iterator[tuple[ItemKey, torch.Tensor, bool] | WriteItem]:
-        """Returns the items of a plan, for a storage writer that would call `resolve_data` for each.
+        """Yields the items of a plan, for a storage writer that would call `resolve_data` for each.
 
-        Instead of the item of an ordinary tensor there is its key, what `resolve_data` would return, and whether it is
-        the whole tensor: DCP's seven objects for it are not made.
+        For an ordinary tensor, yields its key, the result of `resolve_data`, and whether that is the whole tensor,
+        instead of the item. This avoids the seven objects of DCP's item.
         """
         rows = plan.items.rows() if isinstance(plan.items, Items) else None
         if rows is None:
@@ -171,7 +174,7 @@ class SavePlanner(DefaultSavePlanner):
                 yield item_of(row)
 
     def _may_refer(self) -> bool:
-        """Returns whether a rank may send a digest instead of its plan: not to a subclass, which gets whole plans."""
+        """Returns whether a rank may send a digest instead of its plan. A subclass gets whole plans."""
         cls = type(self)
         return cls.create_global_plan is SavePlanner.create_global_plan and cls.finish_plan is SavePlanner.finish_plan
 
@@ -188,7 +191,7 @@ class SavePlanner(DefaultSavePlanner):
         """Returns a rank's plan with its items, even if the rank sent only a digest."""
         items = plan.items
         if isinstance(items, Reference):
-            history = history or History()  # an empty one raises for an unknown digest
+            history = history or History()  # an empty history raises for an unknown digest
             return CompactPlan.of(Items(history.received(rank, items), tables=tables), plan.storage_data)
         if isinstance(items, Items) and isinstance(items.source, EncodedColumns):
             items.tables = tables
@@ -197,7 +200,7 @@ class SavePlanner(DefaultSavePlanner):
     def _planned(
         self, sources: list[EncodedColumns], tables: dict[bytes, Table], history: History | None
     ) -> GlobalPlan:
-        """Plans for all ranks, or returns the earlier result for the same plans."""
+        """Plans for all ranks. If equal plans were planned before, returns the earlier result."""
         options = {"to_lowest_rank": self.dedup_save_to_lowest_rank, "merges_paths": self.flatten_state_dict}
         if history is None:
             return make_global_plan([source.decode(tables) for source in sources], **options)
@@ -210,29 +213,30 @@ class SavePlanner(DefaultSavePlanner):
 
 
 SavePlanner.plans_as_torch = SavePlanner
-"""Marks the planner whose items describe its plan exactly; see `_saving.write_plan`. Subclasses may plan otherwise."""
+"""Marks the planner whose items describe its plan exactly; see `_saving.write_plan`. Subclasses may plan
+differently."""
 
 _OF_A_SAVE = {"state_dict", "plan", "global_plan", "metadata"}
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Plans loads as torch's ``DefaultLoadPlanner`` does, in a fraction of its time for many tensors.
+    """A ``DefaultLoadPlanner`` that takes a fraction of torch's time for many tensors.
 
-    Pass a new one as ``planner`` to each ``dcp.load``, with any storage reader::
+    Pass a new instance as ``planner`` to each ``dcp.load``, with any storage reader::
 
         dcp.load(state_dict, storage_reader=reader, planner=LoadPlanner())
 
-    It loads the same, except for values in dicts whose keys are not strings: see `load_bytes`.
+    It loads the same values, except in dicts whose keys are not strings: see `load_bytes`.
 
     torch's planner intersects the stored chunks with the target of each tensor. This one does so once for all tensors
-    of one shape and sharding that the metadata shows as one chunk: see `TensorizerStorageReader.read_metadata`.
+    of one shape and sharding that are one chunk in the metadata: see `TensorizerStorageReader.read_metadata`.
 
-    Subclasses may override the same methods as those of ``DefaultLoadPlanner``. The arguments are those of that class,
+    Subclasses may override the methods that subclasses of ``DefaultLoadPlanner`` may. The arguments are that class's,
     by name:
 
     - ``flatten_state_dict``: the members of nested dicts and lists were saved one by one; True by default.
-    - ``flatten_sharded_tensors``: take apart ``ShardedTensor`` in ``ShardedTensor``; True by default.
-    - ``allow_partial_load``: a key that the checkpoint does not have stays as it is; by default it is an error.
+    - ``flatten_sharded_tensors``: flatten a ``ShardedTensor`` inside a ``ShardedTensor``; True by default.
+    - ``allow_partial_load``: do not change values whose key the checkpoint lacks; by default such a key is an error.
     """
 
     @collector_paused()
@@ -252,10 +256,9 @@ class LoadPlanner(DefaultLoadPlanner):
         return LoadPlan(read_items_of(self.state_dict, self.metadata, strict=not self.allow_partial_load))
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Sets a value that is not a tensor, also in a dict whose keys are not strings.
+        """Sets a value that is not a tensor, including in dicts whose keys are not strings.
 
-        Paths have strings for such keys: torch's planner would add a value under ``"1"`` to a dict that has it under
-        ``1``.
+        Paths hold such keys as strings: torch's planner would add ``"1"`` to a dict that has the key ``1``.
         """
         key = read_item.dest_index.fqn
         if not self.flatten_state_dict or key not in self.mappings:
@@ -269,14 +272,15 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def _set_up(planner: DefaultSavePlanner | DefaultLoadPlanner, set_up: Callable[[], None]) -> None:
-    """Sets up a planner with ``set_up``, which is torch's method for it.
+    """Sets up a planner by calling ``set_up``, torch's own method.
 
-    torch rebuilds the state dict in search of ``ShardedTensor``. That takes longer than to see that there is none.
+    Skips torch's flattening of ``ShardedTensor`` if there is none: it rebuilds the state dict, which takes longer than
+    the check.
     """
     takes_apart, planner.flatten_sharded_tensors = planner.flatten_sharded_tensors, False
     try:
         set_up()
-    except ValueError:  # two keys have the same path; before a load, torch's own search keeps the second
+    except ValueError:  # two keys have the same path; before a load, torch's flattening retains the second
         if not takes_apart:
             raise
         is_flat = False
@@ -290,7 +294,7 @@ def _set_up(planner: DefaultSavePlanner | DefaultLoadPlanner, set_up: Callable[[
 
 
 def _own_key(container: Any, part: Any) -> Any:
-    """Returns the key in a dict that a path names ``part``."""
+    """Returns the key of a container that ``part`` of a path stands for."""
     if not isinstance(container, Mapping) or part in container:
         return part
     if isinstance(part, str) and part.isdigit() and int(part) in container:

@@ -395,7 +395,7 @@ def delivers_at_once(planner: LoadPlanner) -> bool:
 
 
 def _batches(items: _Items, planner: LoadPlanner) -> Iterator[_Items]:
-    """Yields batches of items. All items of a batch are resolved before any is committed. Items with a coder come last."""
+    """Yields batches, whose items are all resolved before any is committed. Items with a coder come last."""
     if not delivers_at_once(planner):
         yield from ([item] for item in items)
         return

@@ -341,7 +341,7 @@ class ReadFrom(NamedTuple):
 
 
 def members_of(group: object) -> dist.ProcessGroup | None:
-    """Returns a process group of this rank and others; None for any other group. Raises `TypeError` for other values."""
+    """Returns a process group of this rank and others, None for other groups. Raises `TypeError` for other values."""
     if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
     if not isinstance(group, dist.ProcessGroup):

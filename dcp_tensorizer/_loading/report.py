@@ -15,24 +15,24 @@ logger = logging.getLogger("dcp_tensorizer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """One load, as one rank sees it. Seconds are wall-clock time.
+    """The cost of one load on one rank. Seconds are wall-clock time.
 
     Attributes:
         path: The checkpoint's path, without credentials.
         save_id: The id of the save that wrote the checkpoint; empty if the checkpoint does not name it.
-        load_id: The reader's, see `TensorizerStorageReader.load_id`.
+        load_id: The reader's `TensorizerStorageReader.load_id`.
         rank: The rank that reports.
-        items: Tensors and objects, or parts of tensors, that this rank loaded.
-        nbytes: Bytes that this rank read for them, whole blocks if they are verified.
-        received_bytes: Bytes that other ranks read for it, see ``exchange`` of `TensorizerStorageReader`.
+        items: The number of tensors, parts of tensors, and objects that this rank loaded.
+        nbytes: Bytes that this rank read; whole blocks if the load verifies.
+        received_bytes: Bytes that this rank received from others; see ``exchange`` of `TensorizerStorageReader`.
         started_at: When the load began (``time.time()``).
-        seconds: Total time, from reading the metadata until everything was loaded.
-        plan_seconds: The part of it before the first tensor was read: the metadata, DCP's planning and its collectives,
+        seconds: The time from reading the metadata to the end of the load.
+        plan_seconds: The part of ``seconds`` before the first tensor is read: metadata, DCP's planning and collectives,
             and checks.
-        read_seconds: The part of it for reading, verifying and converting.
-        verify_seconds: Time for comparing what was read with its digests, or decrypting it, added up over threads.
-        spans: The same as spans of time, also of each file, the whole load first. `trace` makes a picture of them.
-        clock_offset: The seconds that turn the times of spans into those of ``time.time()``.
+        read_seconds: The part of ``seconds`` for reading, verifying and converting.
+        verify_seconds: The time for comparing digests or decrypting, summed over threads.
+        spans: The time spans of the load, its parts and each file, the whole load first. `trace` draws them.
+        clock_offset: The seconds to add to the times of spans to get ``time.time()``.
     """
 
     path: str
@@ -52,7 +52,7 @@ class LoadReport:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Bytes that were read, divided by ``seconds``, in units of 10^9 bytes per second."""
+        """The bytes read per second, in units of 10^9."""
         return self.nbytes / 1e9 / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class LoadReport:
 
 
 class LoadClock:
-    """Measures the times of a load that begins now."""
+    """A clock for a load that begins now."""
 
     def __init__(self) -> None:
         self._started_at = time.time()
@@ -72,15 +72,15 @@ class LoadClock:
         self.reads: list[Span] = []  # several threads append
 
     def has_metadata(self) -> None:
-        """Notes that the metadata is read."""
+        """Records that the metadata has been read."""
         self._has_metadata = time.perf_counter()
 
     def begin_reading(self) -> None:
-        """Notes that everything is planned."""
+        """Records that planning has ended."""
         self._began_reading = time.perf_counter()
 
     def report(self, **facts: Any) -> LoadReport:
-        """The report of a load that ends now; ``facts`` are its other fields."""
+        """Returns the report of a load that ends now. ``facts`` are its other fields."""
         ended = time.perf_counter()
         reads, self.reads = self.reads, []
         verifying = sum(span.verify_seconds for span in reads)
@@ -105,7 +105,7 @@ class LoadClock:
 
 
 def _by_file(reads: Sequence[Span]) -> Iterator[Span]:
-    """One span for the reads of each file, from its first to its last."""
+    """Yields a span for each file, from its first read to its last."""
     of_file: dict[str, list[Span]] = {}
     for read in reads:
         of_file.setdefault(read.file, []).append(read)
@@ -121,7 +121,7 @@ def _by_file(reads: Sequence[Span]) -> Iterator[Span]:
 
 
 def publish(report: LoadReport, on_report: Callable[[LoadReport], object] | None) -> None:
-    """Logs a report, and calls the user's callback, whose errors are only logged."""
+    """Logs a report, and calls the user's callback. Errors of the callback are only logged."""
     logger.info("%s", report)
     if on_report is not None:
         try:

@@ -1,8 +1,8 @@
-"""Carries out a read plan: parallel range reads into the targets' own memory, checked against their digests.
+"""Executes a read plan: parallel range reads into the targets' memory, checked against their digests.
 
 Data that cannot be read in place (other dtypes or strides, parts of blocks) goes through scratch memory: one buffer per
-thread, at most of an operation's size. Data for a GPU goes through the slots of a `PinnedPool` instead. Encrypted
-blocks are decrypted where they have been read to.
+thread, of at most an operation's size. Data for a GPU goes through the slots of a `PinnedPool`. Encrypted blocks are
+decrypted in place.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from .plan import (
 
 
 def limits_of(storage: Storage) -> ReadLimits:
-    """The limits by which reads of a storage are joined and cut."""
+    """Returns the limits by which reads of a storage are joined and cut."""
     return ReadLimits(storage.reads.max_gap_bytes, storage.reads.max_coalesced_bytes or MAX_SCRATCH_BYTES)
 
 
 def check_files(storage: Storage, sizes: Mapping[str, int], names: Iterable[str]) -> None:
-    """Checks that data files exist with their sizes; raises `ReadError`, naming the file."""
+    """Raises `ReadError`, naming the file, unless the data files exist with the expected sizes."""
     ordered = sorted(names)
     for name, nbytes in zip(ordered, in_threads(storage.head, ordered), strict=True):
         expected = sizes[name]
@@ -76,20 +76,20 @@ def fetch(
     pools: PinnedPools = POOLS,
     note: Callable[[Span], object] = lambda span: None,
 ) -> int:
-    """Reads everything that the targets want; returns the number of bytes. Targets on a GPU are ready when it returns.
+    """Reads everything that the targets need. Returns the number of bytes. Targets on a GPU are ready on return.
 
     Args:
         storage: The checkpoint's directory.
         targets: The regions to read, and the tensors that receive them.
-        threads: Parallel reads at most; None for a number that suits the storage.
+        threads: The maximum number of parallel reads; None: the storage's default.
         verify: Compare the data with its digests.
         progress: Called with the bytes done and the bytes in all, by one reading thread at a time.
         cipher: Decrypts encrypted items.
-        limits: How reads are joined and cut; None for the storage's.
-        page_cache: Leave data of local disks in the page cache; None: if there is room for it.
-        in_memory: Contents of files that need not be read, by name.
+        limits: The limits for joining and cutting reads; None: the storage's.
+        page_cache: Leave data of local disks in the page cache; None: only if memory is sufficient.
+        in_memory: The contents of files that need not be read, by name.
         pools: Memory for data on its way to GPUs.
-        note: Called with the time of each operation, by several threads.
+        note: Called with the time span of each operation, by several threads.
 
     Raises:
         ReadError: a file is missing, too short or unreadable; names file, key and offset.
@@ -100,7 +100,7 @@ def fetch(
     min_threads, max_threads = threads or storage.reads.min_threads, threads or storage.reads.max_threads
     if limits is None:
         limits = limits_of(storage)
-        if storage.reads.min_threads < UNLIMITED:  # the page cache may answer, and requests need not be many
+        if storage.reads.min_threads < UNLIMITED:  # the page cache may serve the reads, so few threads may suffice
             limits = pools.limits(targets, limits, max_threads)
     turns = [plan_reads(turn, limits, verify=verify) for turn in non_overlapping_groups(targets)]
     operations = [operation for turn in turns for operation in turn]
@@ -108,7 +108,7 @@ def fetch(
     if page_cache is None:
         page_cache = _has_room_to_cache(total)
     counting = free_in_child(threading.Lock())
-    # a setting of this thread; without it, others could not write to its tensors
+    # set per thread: without it, other threads could not write to this thread's tensors
     is_inference = torch.is_inference_mode_enabled()
     done = 0
 
@@ -132,19 +132,18 @@ def fetch(
 
 
 def _has_room_to_cache(nbytes: int) -> bool:
-    """Returns whether the page cache has room for twice what this rank reads, and as much for each other rank of this
-    machine.
+    """Returns whether free memory can hold twice what this rank reads, for each rank of this machine.
 
-    Otherwise a load through it would evict what others need, and would not even find its own data the next time.
+    Otherwise a load through the page cache would evict other data, and the next load would not find its own.
     """
     available = available_memory()
     return available is None or available >= 2 * (ranks_of_node() or 1) * nbytes
 
 
 class _OpenFiles:
-    """The files of a load, each open from its first operation to its last.
+    """The files of a load. Each is open from its first operation to its last.
 
-    Operations are in the order of files, so only a few files are open at once.
+    Operations are sorted by file, so only a few files are open at once.
     """
 
     def __init__(self, storage: Storage, operations: Iterable[ReadOperation], in_memory: Mapping[str, bytes]) -> None:
@@ -179,7 +178,7 @@ class _OpenFiles:
 
 
 class _Executor:
-    """Runs operations, several at once, each in its own thread."""
+    """The execution of operations, on several threads."""
 
     def __init__(
         self,
@@ -194,7 +193,7 @@ class _Executor:
         self._storage = storage
         self._page_cache = page_cache
         self._verify = verify
-        # Data that is not hashed need not stay in the cache. Reading it in few calls is 5% faster.
+        # Data that is not hashed need not fit into the CPU cache. Reading it in few calls is 5% faster.
         self._slice_bytes = storage.reads.slice_bytes if verify else UNLIMITED
         self._cipher = cipher
         self._pool = pool
@@ -202,8 +201,8 @@ class _Executor:
         self._scratch = threading.local()
 
     def run(self, operation: ReadOperation) -> float:
-        """Reads, checks and copies out the segments of one operation; returns the seconds of checking and
-        decrypting.
+        """Reads, checks and copies out the segments of one operation. Returns the seconds spent on checks and
+        decryption.
         """
         if self._pool is None or not any(map(self._pool.is_for, operation.targets)):
             return self._run(operation, None)
@@ -230,7 +229,7 @@ class _Executor:
     # --- the memory that segments are read into -----------------------------------------------------------------
 
     def _memories(self, operation: ReadOperation, slot: Slot | None) -> list[memoryview]:
-        """The memory that each segment is read into: its target's, or a part of the slot or of this thread's scratch
+        """Returns the memory to read each segment into: its target's, or a part of the slot or of this thread's scratch
         buffer.
         """
         sizes = [segment.nbytes for segment in operation.segments if segment.target_offset is None]
@@ -253,7 +252,7 @@ class _Executor:
     # --- reading and checking -----------------------------------------------------------------------------------
 
     def _read(self, operation: ReadOperation, memories: Sequence[memoryview]) -> float:
-        """Reads segments into their memory, and compares each with its digests; returns the seconds of comparing."""
+        """Reads segments into their memory, and compares their digests. Returns the seconds of comparing."""
         verifying = 0.0
         try:
             file = self._files.open(operation.file)
@@ -308,7 +307,7 @@ class _Executor:
             raise self._mismatch(segment, f"{mismatch}", advice) from None
 
     def _decrypt(self, segment: Segment, data: memoryview) -> None:
-        """Decrypts whole blocks. A block's MAC reveals damage, as its digest would, and also deliberate changes."""
+        """Decrypts whole blocks in place. A block's MAC reveals damage, as a digest would, and also tampering."""
         assert self._cipher is not None, "the reader looks for a key first"
         step = segment.item.block
         for number, start in enumerate(range(0, data.nbytes, step), segment.start // step):
@@ -324,14 +323,14 @@ class _Executor:
 
 
 def _timed(function: Callable[..., object], *arguments: object) -> float:
-    """Calls a function; returns the seconds that it took."""
+    """Calls a function. Returns the seconds that it took."""
     began = time.perf_counter()
     function(*arguments)
     return time.perf_counter() - began
 
 
 def _advice(error: Exception) -> str:
-    """Advice for an error. A load has checked before that the files exist; a tool has not."""
+    """Returns advice for an error. A load, unlike a tool, has checked earlier that the files exist."""
     if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) == errno.ESTALE:
         return (
             ". The checkpoint is damaged, or was overwritten or removed while it was read: load it again, or another "
@@ -341,7 +340,7 @@ def _advice(error: Exception) -> str:
 
 
 def with_gaps(segments: Sequence[Segment], memories: Sequence[memoryview]) -> list[memoryview]:
-    """Buffers for consecutive bytes: the segments' memory, and memory for the gaps between them."""
+    """Returns buffers for consecutive bytes: the segments' memory, and memory for the gaps between them."""
     starts = [item.offset + start for item, start, _, _, _ in segments]
     gaps = [after - start - memory.nbytes for start, after, memory in zip(starts, starts[1:], memories, strict=False)]
     unused = memoryview(bytearray(max(gaps, default=0)))
@@ -356,22 +355,21 @@ def with_gaps(segments: Sequence[Segment], memories: Sequence[memoryview]) -> li
 # --- from scratch memory to the targets -------------------------------------------------------------------------------
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
-"""A tensor, and the one whose elements it gets."""
+"""A tensor, and the source of its elements."""
 
 
 def scatter(segment: Segment, data: memoryview | torch.Tensor, slot: Slot | None = None) -> None:
-    """Copies to each target its part of a segment.
+    """Copies parts of a segment to its targets.
 
-    ``data`` are the segment's bytes, on any device if they are a uint8 tensor. ``slot`` is the slot that holds them if
-    some targets are on a GPU: copies to those are queued.
+    ``data`` holds the segment's bytes: a uint8 tensor on any device, or host memory. ``slot`` is the slot that holds
+    them if some targets are on a GPU: copies to these are queued.
     """
     for target in segment.targets:
         is_queued = slot is not None and slot.pool.is_for(target)
         if target.has_stored_layout:
             pairs = _run(target, segment, data)
         elif slot is not None and is_queued:
-            # Only runs of bytes cross the bus. The device picks rows out of them, converts them, and writes to any
-            # strides.
+            # Only contiguous runs cross the bus. The device selects rows, converts them, and writes to any strides.
             content = data if isinstance(data, torch.Tensor) else torch.frombuffer(data, dtype=torch.uint8)
             pairs = _parts(target, segment, slot.send(content, target.tensor))
         else:
@@ -383,12 +381,12 @@ def scatter(segment: Segment, data: memoryview | torch.Tensor, slot: Slot | None
                 into.copy_(out)
 
 
-# One send of a tensor takes 60 to 100 microseconds of the interpreter's time, and the bus moves this in 20.
+# Sending a tensor takes 60 to 100 microseconds under the GIL; the bus moves this many bytes in 20 microseconds.
 _SMALL_BYTES = 1 << 20
 
 
 def _device_of_small(segment: Segment, slot: Slot | None) -> int | None:
-    """The device that all targets of a small segment are on; None if there is none, or the segment is not small."""
+    """Returns the device of all targets of a small segment; None unless the segment is small and has such a device."""
     if slot is None:
         return None
     indices = {slot.pool.device.index_of(target.tensor) for target in segment.targets}
@@ -396,10 +394,10 @@ def _device_of_small(segment: Segment, slot: Slot | None) -> int | None:
 
 
 def _scatter_sent(segments: Sequence[tuple[Segment, memoryview, int]], slot: Slot) -> bool:
-    """Scatters segments that lie side by side in a slot, each from its start there, to targets on one device.
+    """Scatters adjacent segments of a slot, each from its offset in the slot, to targets on one device.
 
-    They cross the bus in one copy, and one call for each size of elements takes that apart on the device. Returns False
-    if the device has no memory for it.
+    One copy moves the segments over the bus, and one call per element size scatters them on the device. If the device
+    has no memory for that, returns False.
     """
     (first, _, begin), *_, (_, memory, last) = segments
     try:
@@ -415,7 +413,7 @@ def _scatter_sent(segments: Sequence[tuple[Segment, memoryview, int]], slot: Slo
                     slot.copy([into], [out])
             elif (found := _shared_run(target, segment)) is not None:
                 into, offset, nbytes = found
-                unit = unit_of(into.dtype)  # as integers, because the fused kernel for half precision changes NaNs
+                unit = unit_of(into.dtype)  # integers: the fused kernel for half precision changes NaNs
                 if unit not in as_units:
                     whole = sent[: sent.numel() // unit.itemsize * unit.itemsize]
                     as_units[unit] = whole.view(unit)
@@ -429,9 +427,9 @@ def _scatter_sent(segments: Sequence[tuple[Segment, memoryview, int]], slot: Slo
 
 
 def _run(target: ReadTarget, segment: Segment, data: memoryview | torch.Tensor) -> Iterator[_Pair]:
-    """As `_parts`, for a target of the stored layout: one pair at most, and few calls of torch.
+    """Yields what `_parts` does, for a target of the stored layout: at most one pair, with few torch calls.
 
-    Each call releases the interpreter lock, and other threads take it.
+    Each torch call releases the GIL, which other threads then take.
     """
     if (found := _shared_run(target, segment)) is None:
         return
@@ -444,8 +442,8 @@ def _run(target: ReadTarget, segment: Segment, data: memoryview | torch.Tensor) 
 
 
 def _shared_run(target: ReadTarget, segment: Segment) -> tuple[torch.Tensor, int, int] | None:
-    """The elements of a target of the stored layout that are in a segment, as one dimension; and where their bytes
-    are in the segment, and how many.
+    """Returns the elements that a segment has of a target of the stored layout, flattened, and the offset and number of
+    their bytes in the segment.
     """
     run = target.run
     assert run is not None
@@ -459,7 +457,7 @@ def _shared_run(target: ReadTarget, segment: Segment) -> tuple[torch.Tensor, int
 
 
 def _parts(target: ReadTarget, segment: Segment, data: memoryview | torch.Tensor) -> Iterator[_Pair]:
-    """Views of a target and of the segment's elements that belong there."""
+    """Yields views of parts of a target, with the segment's elements for them."""
     content = data if isinstance(data, torch.Tensor) else torch.frombuffer(data, dtype=torch.uint8)
     elements = content.view(named_dtype(target.item.dtype))
     first = segment.start // target.itemsize
@@ -474,13 +472,13 @@ def _parts(target: ReadTarget, segment: Segment, data: memoryview | torch.Tensor
 
 
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
-    """``target.copy_(source)``, for every dtype."""
+    """Does ``target.copy_(source)`` for every dtype."""
     target, source = _with_copy_kernel(target, source)
     target.copy_(source)
 
 
 def _with_copy_kernel(target: torch.Tensor, source: torch.Tensor) -> _Pair:
-    """The tensors as bytes if their elements are bytes: torch has no copy kernel for some one-byte dtypes."""
+    """Returns one-byte tensors as uint8: torch has no copy kernel for some one-byte dtypes."""
     if target.dtype == source.dtype and source.itemsize == 1:
         return target.view(torch.uint8), source.view(torch.uint8)
     return target, source
@@ -488,33 +486,33 @@ def _with_copy_kernel(target: torch.Tensor, source: torch.Tensor) -> _Pair:
 
 # --- the threads of a load --------------------------------------------------------------------------------------------
 #
-# Reads from the page cache keep cores busy, and more threads than cores hinder each other. Disks and servers make
-# threads wait, and need many reads at once for their full speed. A load does not know beforehand which it will meet. So
-# it begins with few threads, and starts more when these wait. On 2 cores, a load from the page cache took 252 ms with 8
+# Reads from the page cache keep cores busy, and more threads than cores slow each other down. Disks and servers make
+# threads wait, and need many concurrent reads for their full speed. A load does not know in advance which it has. So it
+# begins with few threads, and starts more when these wait. On 2 cores, a load from the page cache took 252 ms with 8
 # threads and 217 ms with few; a load from the disk of the same machine reached 1.15 GB/s with 8 threads and 0.88 GB/s
 # with few.
 
 _T = TypeVar("_T")
 
-# A thread waits for the storage if less than a quarter of its time was spent on a core. It may also have waited for a
-# core, or for the interpreter lock: twice as many threads as cores read the page cache a tenth slower.
+# A thread waits for the storage if it spent less than a quarter of its time on a core. With a higher share, it
+# may have waited for a core or for the GIL: twice as many threads as cores read the page cache a tenth slower.
 _WAITING_FACTOR = 4
-# It also waits for a disk if more than half of its bytes came from one: it may be busy decrypting or copying them for
-# half of the time.
+# A thread also waits for a disk if more than half of its bytes came from one: it may spend half of the time decrypting
+# or copying them.
 _FROM_DISK = 0.5
 _RUSAGE_THREAD = getattr(resource, "RUSAGE_THREAD", None)
 
 
 class Usage(NamedTuple):
-    """A thread's use of the processor since some moment in the past."""
+    """A thread's use of the CPU since an arbitrary time."""
 
-    wall_seconds: float  # passed since then
+    wall_seconds: float  # passed since that time
     cpu_seconds: float  # on a core
-    disk_bytes: int  # read by the kernel for it; not counted by every network filesystem
+    disk_bytes: int  # read by the kernel for the thread; some network filesystems do not count
 
 
 def thread_usage() -> Usage:
-    """The usage of the calling thread."""
+    """Returns the usage of the calling thread."""
     blocks = 0 if _RUSAGE_THREAD is None else resource.getrusage(_RUSAGE_THREAD).ru_inblock
     return Usage(time.perf_counter(), time.thread_time(), blocks * 512)
 
@@ -527,23 +525,23 @@ def run_all(
     max_threads: int,
     usage: Callable[[], Usage] = thread_usage,
 ) -> None:
-    """Calls ``run`` with each operation, in order, in several threads; after an error no other operation begins.
+    """Calls ``run`` with each operation, in order, in several threads. After an error starts no further operation.
 
-    ``run`` returns how many bytes it has read. ``min_threads`` threads begin, and up to ``max_threads`` run while
-    others wait for the storage, which ``usage`` shows.
+    ``run`` returns the number of bytes that it has read. Starts ``min_threads`` threads, and more, up to
+    ``max_threads``, while ``usage`` shows that threads wait for the storage.
     """
     remaining = deque(operations)
     workers: list[Future[None]] = []
 
     def work() -> None:
-        """Runs one operation after the other. A future for each would take longer than a small read."""
+        """Runs operations one by one. A future for each would take longer than a small read."""
         began = usage()
         nbytes = finished = 0
         try:
             while remaining:
                 try:
                     operation = remaining.popleft()
-                except IndexError:  # another thread has just taken the last one
+                except IndexError:  # another thread has taken the last one
                     return
                 nbytes += run(operation)
                 finished += 1
@@ -566,7 +564,7 @@ def run_all(
                     start()
                 if not workers:
                     work()
-                for worker in workers:  # also those that join meanwhile
+                for worker in workers:  # including those that start meanwhile
                     worker.result()
             except BaseException:  # also a KeyboardInterrupt, which no worker sees
                 remaining.clear()
@@ -575,13 +573,13 @@ def run_all(
         del (
             work,
             start,
-        )  # they form a cycle, which would keep the targets until the next garbage collection
+        )  # a reference cycle, which would hold the targets until the next garbage collection
 
 
 def _waits_for_storage(began: Usage, now: Usage, nbytes: int) -> bool:
-    """Returns whether a thread that has read ``nbytes`` bytes has mostly waited for them.
+    """Returns whether a thread spent most of its time waiting for the ``nbytes`` bytes that it has read.
 
-    All of its time counts, because a single operation may be long only because it was interrupted.
+    Counts the thread's total time, because a single operation may take long merely due to preemption.
     """
     wall = now.wall_seconds - began.wall_seconds
     busy = now.cpu_seconds - began.cpu_seconds

@@ -1,4 +1,4 @@
-"""A rank's write items as columns: a few arrays instead of a dozen objects per item."""
+"""A rank's write items in column form: a few arrays instead of a dozen objects per item."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _FIELDS = {
     MetadataIndex: {"fqn", "offset", "index"},
     SavePlan: {"items", "storage_data", "planner_data", "usable"},
 }
-# If a release of torch has other fields, columns do not hold everything, and torch plans.
+# If torch has other fields, columns cannot hold everything, and torch plans.
 _UNDERSTOOD = all({field.name for field in dataclasses.fields(cls)} == names for cls, names in _FIELDS.items())
 _properties = operator.attrgetter(*[field.name for field in dataclasses.fields(TensorProperties)])
 
 
 class Unsupported(Exception):
-    """Columns cannot hold an item, which a user's planner has made."""
+    """Raised for an item that columns cannot hold, made by a user's planner."""
 
 
 class Spec(NamedTuple):
-    """The properties that all chunks of a tensor share: its shape, and the fields of its ``TensorProperties``."""
+    """The properties that all chunks of a tensor share: the shape, and the fields of ``TensorProperties``."""
 
     shape: tuple[int, ...]
     properties: tuple[Any, ...]
@@ -58,7 +58,7 @@ def spec_of(size: Iterable[int], properties: TensorProperties) -> Spec:
 
 
 class PlannedChunk(NamedTuple):
-    """The properties of a write item beside its key. Most tensors of one shape and sharding have equal ones."""
+    """The properties of a write item except its key; usually equal for tensors of one shape and sharding."""
 
     kind: int  # see `KINDS`
     spec: Spec | None  # None for an object
@@ -79,7 +79,7 @@ _OBJECT = PlannedChunk(_BYTE_IO, None, (), ())
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Table:
-    """The part of a plan that is usually the same on all ranks."""
+    """The part of a plan that is usually equal on all ranks."""
 
     keys: list[str]  # all of them, in order
     key_numbers: Integers  # of each item
@@ -107,7 +107,7 @@ class Columns:
         return len(self.dims)
 
     def rows(self, hints: Integers) -> Iterator[Row]:
-        """Returns the rows that `columns_of_rows` takes."""
+        """Yields the rows that `columns_of_rows` takes."""
         table, width = self.table, self.starts.shape[1]
         numbers = np.column_stack([table.kinds, table.spec_numbers, self.dims, self.starts, self.sizes]).tolist()
         chunks: dict[tuple[int, ...], PlannedChunk] = {}
@@ -122,7 +122,7 @@ class Columns:
             yield Row(table.keys[key], chunk, hint)
 
     def with_data(self, planner_data: Any) -> Columns:
-        """The same items with other planner's data."""
+        """Returns the same items with other planner data."""
         return dataclasses.replace(self, table=dataclasses.replace(self.table, data=planner_data))
 
     def select(self, rows: Integers) -> Columns:
@@ -143,7 +143,7 @@ def columns_of(items: Iterable[WriteItem], planner_data: Any) -> tuple[Columns, 
 
 
 def columns_of_rows(items: Iterable[Row], planner_data: Any) -> tuple[Columns, Integers]:
-    """`columns_of` for rows, each of which may be dropped at once."""
+    """Returns what `columns_of` does, for rows. Holds no reference to a row."""
     keys: dict[str, int] = {}
     chunks: dict[PlannedChunk, int] = {}
     numbers: list[tuple[int, int, int]] = []
@@ -208,22 +208,22 @@ _decode = msgspec.msgpack.Decoder(tuple[str | int, ...]).decode
 
 
 class PackedPaths(NamedTuple):
-    """Paths of flattened keys, each encoded: so many tuples would keep the garbage collector busy."""
+    """Paths of flattened keys, each encoded: as many tuples would slow down the garbage collector."""
 
     keys: list[str] | None  # None: those of the plan's items
     paths: list[bytes]  # of each key
 
 
 class Pickled(NamedTuple):
-    """The data of a user's planner, instead of paths."""
+    """The pickled data of a user's planner, instead of paths."""
 
     data: bytes
 
 
 def pack_paths(planner_data: Any, keys: list[str]) -> PackedPaths | Pickled:
-    """Packs paths for sending; ``keys`` are the plan's.
+    """Packs paths for sending. ``keys`` are the plan's keys.
 
-    Equal paths give equal bytes. Pickles would not, because they show whether two strings are one object.
+    Equal paths give equal bytes. Equal paths may differ as pickles, which depend on the identity of strings.
     """
     if type(planner_data) is dict and _are_paths(planner_data):
         try:
@@ -237,7 +237,7 @@ def pack_paths(planner_data: Any, keys: list[str]) -> PackedPaths | Pickled:
 
 
 def with_keys(packed: PackedPaths | Pickled, keys: list[str]) -> PackedPaths | Pickled:
-    """Received paths with their keys."""
+    """Returns received paths with their keys."""
     return packed._replace(keys=keys) if isinstance(packed, PackedPaths) and packed.keys is None else packed
 
 
@@ -250,11 +250,11 @@ def unpack_paths(packed: PackedPaths | Pickled) -> Any:
 
 
 def merge_paths(packed: Iterable[PackedPaths | Pickled]) -> dict[str, Any]:
-    """Returns the paths of all ranks in torch's order. If several ranks have a key, the first rank's path is used."""
+    """Returns the paths of all ranks in torch's order. Of several ranks with one key, the first rank's path is used."""
     merged: dict[str, Any] = {}
     last = None
     for paths in reversed(list(packed)):
-        if paths is last:  # most ranks share it
+        if paths is last:  # most ranks share one
             continue
         last = paths
         if isinstance(paths, Pickled):
@@ -270,20 +270,20 @@ def _are_paths(planner_data: dict[Any, Any]) -> bool:
     if set(map(type, planner_data)) - {str} or set(map(type, planner_data.values())) - {tuple}:
         return False
     parts = itertools.chain.from_iterable(planner_data.values())
-    others = [part for part in parts if type(part) is not str]  # few are numbers: positions in lists
+    others = [part for part in parts if type(part) is not str]  # few parts are numbers: list indices
     return all(type(part) is int and -(2**63) <= part < 2**63 for part in others)
 
 
 # --- write items of a state dict as rows ------------------------------------------------------------------------------
 #
-# The same items as those of torch's planner, with few of its objects.
+# These are the items of torch's planner, made with few of its objects.
 
 
 def rows_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Iterator[Row]:
-    """Returns the rows of a state dict; each may be dropped before the next one is made. Raises `Unsupported`.
+    """Yields the rows of a state dict. Holds no reference to a row. Raises `Unsupported`.
 
-    torch makes a dozen objects of each tensor, and computes which part of a DTensor a rank has. Here it does so once
-    for all tensors that are alike.
+    torch makes a dozen objects per tensor, and computes which part of a DTensor a rank has. This function calls torch
+    once for all tensors that are alike.
     """
     chunks: dict[Any, PlannedChunk] = {}
     for key, value in state_dict.items():
@@ -299,9 +299,9 @@ def rows_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Iterator[
 
 
 def _likeness(value: Any) -> Any:
-    """Returns a value that is equal for tensors of which torch makes equal items, but for their keys.
+    """Returns a value that is equal for tensors whose items, as made by torch, differ only in their keys.
 
-    It is None for tensors that are not planned by their class, shape and placements alone.
+    If the plan of a tensor depends on more than its class, shape and placements, returns None.
     """
     if type(value) in _PLAIN and PART_NAMES.isdisjoint(value.__dict__):
         return value.shape, _properties(TensorProperties.create_from_tensor(value))
@@ -324,19 +324,17 @@ class EncodedColumns:
     digest: bytes  # of the contents
     table: bytes  # the `Table`; equal bytes on ranks with equal tables
     places: bytes  # the other columns
-    may_refer: bool = False  # the rank remembers the columns, and understands an answer that refers to them
+    may_refer: bool = False  # the rank retains the columns, and understands an answer that refers to them
 
     def decode_table(self, tables: dict[bytes, Table]) -> Table:
-        """Decodes the part that ranks usually share; ``tables`` are those that were decoded already, to which it is
-        added.
-        """
+        """Decodes the table, unless it is in ``tables``, to which it is added."""
         table = tables.get(self.table)
         if table is None:
             table = tables[self.table] = _unpack_table(self.table)
         return table
 
     def decode(self, tables: dict[bytes, Table]) -> Columns:
-        """Returns the columns; ``tables`` as in `decode_table`."""
+        """Returns the columns. ``tables`` is as in `decode_table`."""
         table = self.decode_table(tables)
         width, *packed = unpack(self.places)
         dims, starts, sizes = map(unpack_integers, packed)
@@ -344,7 +342,7 @@ class EncodedColumns:
 
 
 def encode(columns: Columns, *, may_refer: bool = False) -> EncodedColumns:
-    """Columns as bytes; equal columns have equal digests."""
+    """Encodes columns as bytes. Equal columns have equal digests."""
     table, places = _pack_table(columns.table), _pack_places(columns)
     digest = hashlib.blake2b(table, digest_size=16)
     digest.update(places)
@@ -362,7 +360,7 @@ def unpack(data: bytes) -> Any:
 
 
 def pack_integers(numbers: Integers) -> tuple[str, bytes]:
-    """Integers as bytes, each in as few as needed."""
+    """Packs integers, all in the narrowest sufficient type."""
     low, high = (int(numbers.min()), int(numbers.max())) if numbers.size else (0, 0)
     dtype = next(name for name in _DTYPES if np.iinfo(name).min <= low and high <= np.iinfo(name).max)
     return dtype, numbers.astype(dtype).tobytes()
@@ -375,7 +373,7 @@ def unpack_integers(packed: tuple[str, bytes]) -> Integers:
 
 def _pack_table(table: Table) -> bytes:
     numbers = [pack_integers(column) for column in (table.key_numbers, table.kinds, table.spec_numbers)]
-    specs = [(spec.shape, TensorProperties(*spec.properties)) for spec in table.specs]  # which pickles memory formats
+    specs = [(spec.shape, TensorProperties(*spec.properties)) for spec in table.specs]  # can pickle memory formats
     return pack((table.keys, numbers, specs, pack_paths(table.planner_data, table.keys)))
 
 

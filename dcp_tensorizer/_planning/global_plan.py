@@ -1,4 +1,5 @@
-"""The coordinator's part: makes, from the plans of all ranks, each rank's choice of items, and DCP's ``Metadata``."""
+"""The coordinator's part of planning: from all ranks' plans, the items that each rank writes, and DCP's
+``Metadata``."""
 
 from __future__ import annotations
 
@@ -53,19 +54,19 @@ from .plan import CompactPlan, Items, WrittenItems, choose
 
 @dataclass(frozen=True, eq=False)
 class GlobalPlan:
-    """The result of planning for all ranks."""
+    """The plan for all ranks."""
 
     choices: list[WrittenItems]  # the items that each rank writes
     rules: StateRules  # the entries of the state dict
     planner_data: Any  # of all ranks
 
     def metadata(self) -> RuleMetadata:
-        """DCP's metadata. It is made anew at each call, so that the caller may change it."""
+        """Returns DCP's metadata, made anew at each call, so that the caller may change it."""
         return RuleMetadata.of(self.rules, None if self.planner_data is None else dict(self.planner_data))
 
 
 def encoded(plan: SavePlan) -> EncodedColumns:
-    """Returns a rank's plan as columns, which a received plan has already; raises `Unsupported`."""
+    """Returns a rank's plan as encoded columns. Raises `Unsupported` if the plan has none."""
     items = plan.items
     if type(plan) not in (SavePlan, CompactPlan) or not plan.usable:
         raise Unsupported
@@ -77,9 +78,9 @@ def encoded(plan: SavePlan) -> EncodedColumns:
 
 
 def make_global_plan(plans: Sequence[Columns], *, to_lowest_rank: bool, merges_paths: bool) -> GlobalPlan:
-    """Chooses which rank writes which item, and checks that the items make up whole tensors.
+    """Chooses which rank writes which item, and checks that the items cover their tensors.
 
-    Raises `WriteError`, which names the keys and the problems, if they do not.
+    Raises `WriteError`, naming the keys and the problems, if they do not.
     """
     merged = merge(plans, to_lowest_rank=to_lowest_rank)
     rows = np.split(merged.kept, np.cumsum([len(plan) for plan in plans])[:-1])
@@ -91,9 +92,7 @@ def make_global_plan(plans: Sequence[Columns], *, to_lowest_rank: bool, merges_p
 
 
 def _rules(merged: Merged, *, is_complete: bool) -> StateRules:
-    """Returns the entries of the state dict. Tensors of one shape are mostly sharded in the same way, which is checked
-    once.
-    """
+    """Returns the entries of the state dict. Checks once what tensors of one shape and sharding share."""
     layouts: dict[tuple[Any, ...], int] = {}
     properties: dict[tuple[Any, ...], int] = {}
     made: list[ChunkLayout] = []
@@ -126,14 +125,14 @@ def _rules(merged: Merged, *, is_complete: bool) -> StateRules:
 def _problem(
     shape: tuple[int, ...], dims: Integers, starts: Integers, sizes: Integers, *, is_complete: bool
 ) -> tuple[str, list[int]] | None:
-    """Describes the fault in the chunks of a tensor, if there is one, and names the chunks."""
+    """Returns a description of the fault in a tensor's chunks, and the chunks; None if they are valid."""
     odd = np.flatnonzero(dims != len(shape))
     if len(odd):
         return f"a part has {dims[odd[0]]} dimensions, and the tensor has {len(shape)}", [int(odd[0])]
     if not shape:
         return None
     starts, sizes = starts[:, : len(shape)], sizes[:, : len(shape)]
-    # Compared as a difference, because the sum may overflow 64 bits.
+    # Compares the difference, because the sum may overflow 64 bits.
     beyond = np.flatnonzero(
         ((starts < 0) | (sizes < 0) | (sizes > np.array(shape) - np.maximum(starts, 0))).any(axis=1)
     )
@@ -159,10 +158,10 @@ def _shown(problems: list[tuple[str, str, list[int]]]) -> str:
         of = f" (of rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))})" if ranks else ""
         lines.append(f"{key!r} cannot be saved: {problem}{of}")
     more = len(problems) - _SHOWN
-    return "; ".join([*lines, *([f"and so it is with {more} other keys"] if more > 0 else [])])
+    return "; ".join([*lines, *([f"and {more} other keys have such faults"] if more > 0 else [])])
 
 
-_SHOWN = 3  # keys in an error
+_SHOWN = 3  # keys shown in an error
 
 
 # --- the global plan: removes duplicates, and describes the checkpoint ------------------------------------------------
@@ -191,13 +190,13 @@ class Merged:
 
 
 def merge(plans: Sequence[Columns], *, to_lowest_rank: bool) -> Merged:
-    """Chooses, for each item that several ranks have, the rank that writes it, like torch's ``dedup_save_plans``.
+    """Chooses the rank that writes each item that several ranks have, like torch's ``dedup_save_plans``.
 
     Raises `WriteError`, naming the key and the ranks, if two ranks disagree on the tensor of a key.
     """
     keys: dict[str, int] = {}
     specs: dict[Spec, int] = {}
-    # by table: the numbers of its keys and specs; most ranks share one table
+    # the numbers of keys and specs, by table; most ranks share one table
     numbers: dict[int, tuple[Integers, Integers]] = {}
     for plan in plans:
         table = plan.table
@@ -213,7 +212,7 @@ def merge(plans: Sequence[Columns], *, to_lowest_rank: bool) -> Merged:
     rank = np.repeat(np.arange(len(plans)), [len(plan) for plan in plans])
     groups = _group([*starts.T[::-1], dims, key])
     _check_alike(list(keys), list(specs), key, spec, groups, rank)
-    # An item's weight in torch's balance of plans: the bytes of its whole tensor.
+    # An item's weight when torch balances plans: the bytes of its whole tensor.
     weights = np.array([*((math.prod(s.shape) * s.properties[0].itemsize) or 1 for s in specs), 1])
     kept = _writers(groups, rank, weights[spec], to_lowest_rank, len(plans))
     table = Table(list(keys), key, kind, spec, list(specs), None)
@@ -224,10 +223,10 @@ def merge(plans: Sequence[Columns], *, to_lowest_rank: bool) -> Merged:
 def _check_alike(
     keys: list[str], specs: list[Spec], key: Integers, spec: Integers, groups: Integers, rank: Integers
 ) -> None:
-    """Checks that all tensors of a key have one shape, and all copies of a chunk one dtype.
+    """Checks that all tensors of a key have one shape, and all replicas of a chunk one dtype.
 
-    One rank writes what several ranks have: of ranks that disagree, all but one would lose their values in silence.
-    Other properties, such as ``requires_grad``, may differ.
+    One rank writes what several ranks have: if ranks disagreed, all but one would silently lose their values. Other
+    properties, such as ``requires_grad``, may differ.
     """
     rows = np.flatnonzero(spec >= 0)
     for field, of in (("shape", key), ("dtype", groups)):
@@ -235,7 +234,7 @@ def _check_alike(
         found = [values.setdefault(s.shape if field == "shape" else s.properties[0], len(values)) for s in specs]
         value = np.array([*found, -1])[spec]
         of_first = np.empty(1 + of.max(initial=-1), dtype=np.int64)
-        of_first[of[rows[::-1]]] = value[rows[::-1]]  # the last assignment counts: that of the first row
+        of_first[of[rows[::-1]]] = value[rows[::-1]]  # the last assignment, of the first row, wins
         wrong = rows[value[rows] != of_first[of[rows]]]
         if len(wrong):
             like = rows[of[rows] == of[wrong[0]]]
@@ -249,14 +248,14 @@ def _check_alike(
 
 
 def _ranks(ranks: Integers) -> str:
-    """Names a few ranks: ``rank 0``, ``ranks 1, 2, 3 and 5 others``."""
+    """Formats ranks: ``rank 0``, ``ranks 1, 2, 3 and 5 others``."""
     numbers = list(dict.fromkeys(ranks.tolist()))
     more = f" and {len(numbers) - _SHOWN} others" if len(numbers) > _SHOWN else ""
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:_SHOWN]))}{more}"
 
 
 def _numbers(values: list[_Value], known: dict[_Value, int]) -> list[int]:
-    """Returns the number of each value; new ones get the next numbers. Most are known already."""
+    """Returns the number of each value, which for new values is the next one. Most values are in ``known``."""
     numbers = list(map(known.get, values))
     return [known.setdefault(v, len(known)) if n is None else n for v, n in zip(values, numbers, strict=True)]
 
@@ -284,7 +283,7 @@ def _group(columns: list[Integers]) -> Integers:
 
 
 def _writers(groups: Integers, rank: Integers, weight: Integers, to_lowest_rank: bool, ranks: int) -> np.ndarray:
-    """Selects the items to write: for each group those of one rank, the one whose plan is the lightest so far."""
+    """Selects the items to write: for each group, those of the rank with the lightest plan so far."""
     order = np.argsort(groups, kind="stable")
     bounds = np.flatnonzero(np.diff(groups[order], prepend=-1))
     ends = np.append(bounds[1:], len(order))
@@ -299,7 +298,7 @@ def _writers(groups: Integers, rank: Integers, weight: Integers, to_lowest_rank:
             loads[owner] += added
         rows = order[bounds[number] : ends[number]]
         holders = rank[rows]
-        # A set, as in torch: of several that are equally light, the first of the set is chosen.
+        # A set, as in torch: among equally light plans, the first of the set is chosen.
         candidates = set(holders.tolist())
         chosen = min(candidates) if to_lowest_rank else min(candidates, key=loads.__getitem__)
         loads[chosen] += weights[number]
@@ -326,7 +325,7 @@ def _hints(keys: list[str], key: Integers, kind: Integers) -> Integers:
         name = keys[int(key[wrong.argmax()])]
         raise WriteError(
             f"{name!r} cannot be saved: the ranks plan several parts of it, and not all of them are shards of one "
-            f"tensor. It has to be of one type and shape on all ranks."
+            f"tensor. Give it one type and shape on all ranks."
         )
     hint[(key < 0) | (kind == _BYTE_IO)] = -1
     return hint
@@ -334,7 +333,7 @@ def _hints(keys: list[str], key: Integers, kind: Integers) -> Integers:
 
 # --- torch's Metadata, sent from rank to rank as rules ----------------------------------------------------------------
 #
-# DCP broadcasts the coordinator's metadata at the end of each save, and most ranks never use it. So its entries are
+# DCP broadcasts the coordinator's metadata at the end of each save, and most ranks never use it. So the entries are
 # made on first access.
 
 _FIELDS = [field.name for field in dataclasses.fields(Metadata)]
@@ -343,13 +342,13 @@ _decode_layouts = msgspec.msgpack.Decoder(list[Layout]).decode
 
 
 class RuleMetadata(Metadata):
-    """torch's ``Metadata`` with a small pickle. If a storage writer fills ``storage_data``, the pickle is torch's."""
+    """torch's ``Metadata`` with a small pickle; with torch's own if a storage writer has set ``storage_data``."""
 
     __hash__ = None  # type: ignore[assignment]
 
     @classmethod
     def of(cls, rules: StateRules, planner_data: Any) -> RuleMetadata:
-        """Metadata whose entries are made on first access."""
+        """Returns metadata whose entries are made on first access."""
         metadata = cls.__new__(cls)
         metadata.__dict__.update(
             _rules=rules, planner_data=planner_data, storage_data=None, storage_meta=None, version=None
@@ -358,7 +357,7 @@ class RuleMetadata(Metadata):
 
     @property
     def rules(self) -> StateRules | None:
-        """The rules of the entries; None after an access, which may have changed the entries."""
+        """The rules of the entries. None after an access to the entries, which may have changed them."""
         return None if "state_dict_metadata" in self.__dict__ else self._rules
 
     @functools.cached_property
@@ -367,13 +366,13 @@ class RuleMetadata(Metadata):
 
     @functools.cached_property
     def state_dict_metadata(self) -> dict[str, Any]:  # type: ignore[override]
-        """The entries as in torch's ``Metadata``; made on demand."""
+        """The entries as in torch's ``Metadata``, made on demand."""
         with collector_paused():
             return self._rules.described()
 
     @functools.cached_property
     def planner_data(self) -> Any:
-        """The planner's data as in torch's ``Metadata``; decoded on demand."""
+        """The planner's data as in torch's ``Metadata``, decoded on demand."""
         return unpack_paths(with_keys(unpack(self.__dict__["_content"][1]), self._rules.keys))
 
     def __eq__(self, other: object) -> bool:
@@ -387,7 +386,7 @@ class RuleMetadata(Metadata):
             if self.storage_data is not None or not _UNDERSTOOD:
                 raise Unsupported
             return self._received, (self._packed(), self.storage_meta, self.version), others
-        except Unsupported:  # also in a checkpoint of torch's writer, which is read without this package
+        except Unsupported:  # also for checkpoints of torch's writer, which must load without this package
             return Metadata, tuple(getattr(self, name) for name in _FIELDS), others
 
     @classmethod
@@ -408,7 +407,7 @@ class RuleMetadata(Metadata):
 
 
 def _rules_of(described: Any) -> StateRules:
-    """Returns the rules of entries; raises `Unsupported` for entries that are not torch's own."""
+    """Returns the rules of entries. Raises `Unsupported` for entries that are not torch's own."""
     if not all(map(_is_torchs, described.values())):
         raise Unsupported
     try:
@@ -438,8 +437,8 @@ def _unpack_rules(keys: list[Any], rows: Any, properties: list[TensorProperties]
 
 # --- ranks that disagree on tensors that are not sharded, with planners that do not check it themselves ---------------
 #
-# torch's planner keeps the tensor of one rank, and drops those of others before a storage sees the plans. So each rank
-# sends its whole tensors to the coordinator beside its plan. `SavePlanner` has them in its columns.
+# torch's planner retains the tensor of one rank, and drops those of others before a storage sees the plans. So each
+# rank sends its whole tensors to the coordinator with its plan. The columns of `SavePlanner` already have them.
 
 
 class Wholes(NamedTuple):
@@ -450,7 +449,7 @@ class Wholes(NamedTuple):
 
 
 def wholes_of(plan: SavePlan, message: Any) -> Any:
-    """Returns a message that also has the whole tensors of a rank's plan, unless `SavePlanner` has made the plan."""
+    """Returns a message with the whole tensors of a rank's plan; ``message`` itself if `SavePlanner` made the plan."""
     if isinstance(plan, CompactPlan):
         return message
 
@@ -467,8 +466,8 @@ def wholes_of(plan: SavePlan, message: Any) -> Any:
 
 
 def checked_messages(messages: Sequence[Any]) -> list[Any]:
-    """Returns the messages of the ranks by themselves; raises `WriteError`, as `merge` does, if ranks disagree on a
-    tensor.
+    """Returns the messages of the ranks without whole tensors. Raises `WriteError`, as `merge` does, if ranks disagree
+    on a tensor.
     """
     sent = {message.columns.digest: message.columns for message in messages if isinstance(message, Wholes)}
     if len(sent) > 1:

@@ -1,7 +1,7 @@
-"""A save plan whose items are made on demand, and which travels between ranks in few bytes.
+"""A save plan whose items are made on demand, and whose pickle is small.
 
-A rank sends its plan as columns, or only their digest if the coordinator knows them already. The coordinator answers
-with the numbers of the items that the rank writes.
+A rank sends its plan as columns, or only their digest if the coordinator knows them. The coordinator answers with the
+numbers of the items that the rank writes.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from .columns import (
 
 
 class Reference(NamedTuple):
-    """A reference to columns that a coordinator knows, by its id and their digest."""
+    """A reference to columns that a coordinator knows: the coordinator's id, and the columns' digest."""
 
     coordinator: str
     digest: bytes
 
 
 class WrittenItems(NamedTuple):
-    """The items of a plan that are written: their number, a bit for each item of the plan, and their hints, packed."""
+    """The items of a plan that are written: their number, a bit for each item of the plan, and packed hints."""
 
     items: int
     kept: bytes
@@ -55,25 +55,27 @@ class WrittenItems(NamedTuple):
 
 
 class AssignedItems(NamedTuple):
-    """The coordinator's answer if the rank knows the items: which of them it writes."""
+    """The coordinator's answer to a rank that knows the items: which of them the rank writes."""
 
     reference: Reference
     choice: WrittenItems
 
 
 def choose(kept: Any, hints: Integers) -> WrittenItems:
-    """Returns the choice of the items for which ``kept`` is true; ``hints`` are those of the chosen (-1: none)."""
+    """Returns the choice of the items for which ``kept`` is true. ``hints`` are the hints of the chosen items (-1:
+    none).
+    """
     return WrittenItems(len(hints), np.packbits(kept).tobytes(), pack(pack_integers(hints)))
 
 
 class Items(MutableSequence[WriteItem]):
-    """The items of a plan. Each is made anew on each access, unless they were changed.
+    """The items of a plan, made anew on each access unless they were changed.
 
     Args:
         source: The columns.
-        choice: Which of them; None: all, without hints.
-        history: That of the planner that made this local plan, if the answer may refer to it.
-        coordinator: The id of the coordinator's planner, if this answers a rank that understands references.
+        choice: The chosen items; None: all, without hints.
+        history: The history of the planner that made this local plan, if the answer may refer to the plan.
+        coordinator: The id of the coordinator's planner, if the plan answers a rank that understands references.
         tables: The decoded tables of other ranks' plans.
     """
 
@@ -97,7 +99,7 @@ class Items(MutableSequence[WriteItem]):
 
     @property
     def is_changed(self) -> bool:
-        """Returns whether the items were changed, so that the columns no longer describe them."""
+        """Returns whether the items were changed since they were made from the columns."""
         return self._changed is not None
 
     @property
@@ -119,17 +121,17 @@ class Items(MutableSequence[WriteItem]):
         return self.columns.select(np.flatnonzero(kept)), unpack_integers(unpack(self.choice.hints))
 
     def not_chosen(self) -> frozenset[str]:
-        """Returns the keys of tensors none of whose items is chosen, if that is known."""
+        """Returns the keys of tensors without a chosen item; empty if unknown."""
         if self.choice is None or self.is_changed:
             return frozenset()
         table = self.columns.table
         kept = np.unpackbits(np.frombuffer(self.choice.kept, np.uint8), count=len(self.columns)).astype(bool)
-        # Not `np.setdiff1d`, which imports modules: a child that is forked meanwhile could never import them.
+        # Not `np.setdiff1d`, which imports modules: a child forked during the import could never import them.
         tensors = set(table.key_numbers[table.spec_numbers >= 0].tolist())
         return frozenset(table.keys[number] for number in tensors.difference(table.key_numbers[kept].tolist()))
 
     def rows(self) -> Iterator[Row] | None:
-        """Returns the items as rows, unless they were changed."""
+        """Returns the items as rows; None if they were changed."""
         if self.is_changed:
             return None
         columns, hints = self.chosen
@@ -158,15 +160,12 @@ class Items(MutableSequence[WriteItem]):
         del self._change()[at]
 
     def insert(self, at: int, item: WriteItem) -> None:
-        """Inserts an item, as into a list."""
         self._change().insert(at, item)
 
     def sort(self, **arguments: Any) -> None:
-        """Sorts the items, as a list."""
         self._change().sort(**arguments)
 
     def copy(self) -> list[WriteItem]:
-        """Returns the items as a list."""
         return list(self)
 
     def __eq__(self, other: object) -> bool:
@@ -182,7 +181,7 @@ class Items(MutableSequence[WriteItem]):
         return repr(list(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles as a list. `CompactPlan` sends less."""
+        """Pickles the items as a list. `CompactPlan` sends less."""
         return list, (list(self),)
 
     def _change(self) -> list[WriteItem]:
@@ -192,21 +191,21 @@ class Items(MutableSequence[WriteItem]):
 
 
 class CompactPlan(SavePlan):
-    """torch's ``SavePlan`` with `Items`, and sent as columns, or as a reference to them.
+    """torch's ``SavePlan`` with `Items`, sent as columns or as a reference to columns.
 
-    Its pickle is only for the ranks of one save.
+    The pickle is only valid between the ranks of one save.
     """
 
     __hash__ = None  # type: ignore[assignment]
 
     @functools.cached_property
     def planner_data(self) -> Any:
-        """The planner's data as in torch's plan; decoded on demand, if the plan was received."""
+        """The planner's data as in torch's plan; in a received plan decoded on demand."""
         return self.items.table.planner_data if isinstance(self.items, Items) else None
 
     @classmethod
     def of(cls, items: Any, storage_data: Any) -> CompactPlan:
-        """Returns a plan whose ``planner_data`` is that of its items."""
+        """Returns a plan with the ``planner_data`` of its items."""
         plan = cls.__new__(cls)
         plan.__dict__.update(items=items, storage_data=storage_data, usable=True)
         return plan
@@ -248,7 +247,7 @@ class CompactPlan(SavePlan):
         return _received, (encoded, None, self.storage_data)
 
     def _answer(self, items: Items, choice: WrittenItems) -> tuple[Any, ...]:
-        """Returns the coordinator's plan for a rank. Most ranks know everything except their choice."""
+        """Returns the pickle of the coordinator's plan for a rank. Most ranks only need their choice."""
         source = items.source
         is_theirs = "planner_data" not in self.__dict__ or self.planner_data is items.table.planner_data
         if items.coordinator is not None and isinstance(source, EncodedColumns) and source.may_refer and is_theirs:
@@ -273,16 +272,17 @@ _FIELDS = [field.name for field in dataclasses.fields(SavePlan)]
 
 # --- the memory of a planner ------------------------------------------------------------------------------------------
 #
-# Repeated plans are neither sent nor made again.
+# Repeated plans are not sent or made again.
 
-# A job that saves its model and its optimizer in turn, and other states between them, alternates between four plans.
-# The coordinator remembers more plans of a rank than the rank does, because saves may fail after it planned them.
+# A job that saves model and optimizer in turn, with other states between them, alternates between four plans. The
+# coordinator retains more plans of a rank than the rank does, because saves may fail after the coordinator planned
+# them.
 _SAVES = 4
 _SAVES_OF_COORDINATOR = 4 * _SAVES
 
 
 class History:
-    """A planner's memory of plans that it has sent as a rank, and received and made as the coordinator of a group.
+    """The plans that a planner has sent as a rank, and received and made as the coordinator of a group.
 
     Plans are identified by their contents, so that different state dicts may be saved in any order. ``id`` identifies
     the planner as a coordinator.
@@ -293,12 +293,12 @@ class History:
         self._sent: tuple[Columns, bytes] | None = None
         self._is_answered = True
         self._known: Recent[Reference] = Recent(_SAVES)
-        # Of each rank by itself: what a rank remembers must be here, however often others, or other plans, are saved.
+        # One cache per rank: plans that a rank retains must be here, however many plans other ranks send.
         self._received: defaultdict[int, Recent[EncodedColumns]] = defaultdict(lambda: Recent(_SAVES_OF_COORDINATOR))
         self._planned: Recent[Any] = Recent(_SAVES_OF_COORDINATOR)
 
     def begin(self) -> None:
-        """Begins a save. After a save that was not planned, whole plans are sent again."""
+        """Begins a save. If the last save was not planned, whole plans are sent again."""
         if not self._is_answered:
             self._known = Recent(_SAVES)
         self._is_answered = True
@@ -306,38 +306,38 @@ class History:
     # --- as a rank ----------------------------------------------------------------------------------------------
 
     def sending(self, columns: Columns, digest: bytes) -> Reference | None:
-        """Returns the reference to send instead of columns, unless the columns must be sent."""
+        """Returns the reference to send instead of the columns; None if the columns must be sent."""
         self._sent, self._is_answered = (columns, digest), False
         return self._known.find(digest)
 
     def answered(self, answer: AssignedItems) -> Columns:
-        """Returns the columns that an answer refers to. From now on the coordinator knows them."""
+        """Returns the columns that an answer refers to, and records that the coordinator knows them."""
         assert self._sent is not None and self._sent[1] == answer.reference.digest
         self._known.keep(answer.reference.digest, answer.reference)
         return self._sent[0]
 
     def end(self) -> None:
-        """Ends the planning of a save, even if the answer refers to nothing."""
+        """Ends the planning of a save."""
         self._is_answered = True
 
     # --- as the coordinator -------------------------------------------------------------------------------------
 
     def received(self, rank: int, reference: Reference) -> EncodedColumns:
-        """Returns the columns that a rank refers to; raises `WriteError` if they are unknown."""
+        """Returns the columns that a rank refers to. Raises `WriteError` if they are unknown."""
         plan = self._received[rank].find(reference.digest) if reference.coordinator == self.id else None
         if plan is not None:
             return plan
         raise WriteError(
             f"rank {rank} refers to a plan that this coordinator does not know: its planner has saved with another "
-            f"coordinator. The next save sends the whole plan. Keep one planner on every rank for all saves."
+            f"coordinator. The next save sends the whole plan. Use one planner per rank for all saves."
         )
 
     def find(self, key: object) -> Any:
-        """Finds the plan that was made for these contents."""
+        """Returns the plan that was made for these contents; None if there is none."""
         return self._planned.find(key)
 
     def planned(self, key: object, plans: Sequence[EncodedColumns], result: Any) -> None:
-        """Remembers the ranks' plans, and the result."""
+        """Retains the ranks' plans, and the result."""
         for rank, plan in enumerate(plans):
             if plan.may_refer:
                 self._received[rank].keep(plan.digest, plan)
@@ -345,7 +345,7 @@ class History:
 
 
 class Histories:
-    """A planner's histories: one for each process group, as each has a coordinator of its own. A copy has none."""
+    """A planner's histories, one per process group, because each has its own coordinator. A copy starts empty."""
 
     def __init__(self) -> None:
         self._of_groups: weakref.WeakKeyDictionary[Any, History] = weakref.WeakKeyDictionary()
@@ -358,6 +358,8 @@ class Histories:
 
     def of_save(self) -> History:
         """Returns the history of the group of the save on this thread."""
-        group = group_of_save() or (dist.group.WORLD if dist.is_available() else None) or Histories  # which is no group
+        group = (
+            group_of_save() or (dist.group.WORLD if dist.is_available() else None) or Histories
+        )  # a key that is no group
         history = self._of_groups.get(group)
         return self._of_groups.setdefault(group, History()) if history is None else history

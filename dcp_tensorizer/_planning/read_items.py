@@ -1,4 +1,4 @@
-"""Load plans: read items that torch makes only once per layout, and a plan whose items stay on their rank."""
+"""Load plans: read items that torch makes only once per layout, and a plan that does not send its items."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _T = TypeVar("_T")
 
 
 def has_older_keys(metadata: Metadata, state_dict: Mapping[str, Any], nested: Mapping[str, Any]) -> bool:
-    """Returns whether a checkpoint has a dict or a list as one object, whose members the flattened state dict has.
+    """Returns whether a checkpoint stores as one object a dict or list whose members the flattened state dict has.
 
-    torch before 2.4 saved those without tensors so, and its planner looks for them.
+    torch before 2.4 stored dicts and lists without tensors in this way, and torch's planner still finds them.
     """
     more = metadata.state_dict_metadata.keys() - state_dict.keys()
     return bool(more) and any(key in more for key in _containers(nested, ""))
 
 
 def _containers(container: Any, path: str) -> Iterator[str]:
-    """Returns the keys that the dicts and lists in a container would have."""
+    """Yields the keys that the dicts and lists in a container would have."""
     members = container.items() if isinstance(container, Mapping) else enumerate(container)
     for name, member in members:
         if isinstance(member, (Mapping, list)):
@@ -46,15 +46,15 @@ def _containers(container: Any, path: str) -> Iterator[str]:
 def read_items_of(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: bool) -> list[ReadItem]:
     """Returns the items that torch's planner makes of a flattened state dict, in its order.
 
-    It intersects chunks for each value, which takes most of the time of loading many small tensors. The result is the
-    same, except for the key, for all values of one layout that are stored whole. ``strict``: a key that the checkpoint
-    lacks is an error. Raises `RuntimeError` or `ValueError`, as torch does.
+    torch's planner intersects chunks for each value, which dominates the time of loading many small tensors. But values
+    of one layout that are stored whole have the same items, except for the key. With ``strict``, a key that the
+    checkpoint lacks is an error. Raises `RuntimeError` or `ValueError`, as torch does.
     """
     known: dict[_Layout | None, list[ReadItem]] = {}
     items: list[ReadItem] = []
     for key, value in state_dict.items():
         stored = metadata.state_dict_metadata.get(key)
-        # Many plain tensors share one entry of the metadata, which is faster to look up than the layout.
+        # Many plain tensors share one metadata entry, whose id is faster to look up than the layout.
         name = (id(stored), value.shape) if is_whole(value) else None
         made = known.get(name)
         if made is None:
@@ -70,7 +70,7 @@ def read_items_of(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: 
 
 
 def _layout(value: Any, stored: Any) -> _Layout | None:
-    """Returns the properties on which the items of a value depend, unless it also depends on others."""
+    """Returns the properties that determine the items of a value; None if others also do."""
     if type(stored) is BytesStorageMetadata:
         return None if isinstance(value, torch.Tensor) else ()
     if type(stored) is not TensorStorageMetadata or len(stored.chunks) != 1:
@@ -85,13 +85,13 @@ def _layout(value: Any, stored: Any) -> _Layout | None:
 
 
 def _with_one_index(item: ReadItem) -> ReadItem:
-    """The same item; its two indices are one object if they are equal."""
+    """Returns the item with one object for both indices, if they are equal."""
     dest, storage = item.dest_index, item.storage_index
     return replace(item, storage_index=dest) if dest == storage and dest.index == storage.index else item
 
 
 def _renamed(item: ReadItem, key: str) -> ReadItem:
-    """The same item for another key. Its constructors would take twice as long."""
+    """Returns the item for another key. Calling the constructors would take twice as long."""
     dest, storage = item.dest_index, item.storage_index
     renamed = _copy(item)
     fields = renamed.__dict__
@@ -113,16 +113,17 @@ def _copy(record: _T) -> _T:
 # --- a load plan whose items stay on their rank -----------------------------------------------------------------------
 #
 # DCP sends the plans of all ranks to the coordinator and back. A planner may change them there, but hardly any does. So
-# the items travel as one piece. It is decoded only if a planner accesses it, and comes back only then.
+# the items are sent as one blob, which is decoded and sent back only if a planner accesses it.
 
 _at_home: WeakValueDictionary[str, RetainedPlan] = WeakValueDictionary()
-"""The plans that ranks of this process have made and still have."""
+"""The plans that ranks of this process have made and still hold."""
 
 
 class RetainedPlan(LoadPlan):
-    """A load plan whose items stay on their rank. The plan that `keep` returns must be kept until it has come back.
+    """A load plan that does not send its items back. The plan that `keep` returns must be held until its copy has come
+    back.
 
-    Its fields are those of `LoadPlan`. To change the items elsewhere, set them, or make a new plan.
+    The fields are those of `LoadPlan`. To change the items on another rank, assign ``items``, or make a new plan.
     """
 
     def __init__(self, items: list[ReadItem], storage_data: Any = None, planner_data: Any = None) -> None:
@@ -135,7 +136,7 @@ class RetainedPlan(LoadPlan):
 
     @classmethod
     def keep(cls, plan: LoadPlan, rank: int, storage_data: Any) -> RetainedPlan:
-        """The plan of a rank, with other ``storage_data``."""
+        """Returns the plan of a rank with other ``storage_data``."""
         kept = cls(plan.items, storage_data, plan.planner_data)
         kept._token, kept._rank = uuid.uuid4().hex, rank
         _at_home[kept._token] = kept
@@ -146,7 +147,7 @@ class RetainedPlan(LoadPlan):
         if self._items is None:
             self._items = pickle.loads(zlib.decompress(self._packed))
         if _at_home.get(self._token) is not self:
-            self._token = ""  # the caller may change them, so these are sent from now on
+            self._token = ""  # the caller may change the items, so they are sent from now on
         return self._items
 
     @items.setter
@@ -154,7 +155,7 @@ class RetainedPlan(LoadPlan):
         self._items, self._token = items, ""
 
     def send_to(self, rank: int) -> None:
-        """Sends the items along if a planner has given the plan to another rank than the one that made it."""
+        """Makes the pickle include the items if a planner has given the plan to a rank that did not make it."""
         if rank != self._rank:
             self.items = self.items
 
@@ -168,12 +169,12 @@ class RetainedPlan(LoadPlan):
 
 
 def _sent(token: str, rank: int, packed: bytes, storage_data: Any, planner_data: Any) -> RetainedPlan:
-    """Rebuilds the plan on the coordinator, with its items in one piece."""
+    """Rebuilds the plan on the coordinator, with the items as one blob."""
     plan = RetainedPlan([], storage_data, planner_data)
     plan._items, plan._packed, plan._token, plan._rank = None, packed, token, rank
     return plan
 
 
 def _back(token: str, storage_data: Any, planner_data: Any) -> RetainedPlan:
-    """Rebuilds the plan on the rank that made it, with the items that it has kept."""
+    """Rebuilds the plan on the rank that made it, with the items that the rank has held."""
     return RetainedPlan(_at_home[token].items, storage_data, planner_data)

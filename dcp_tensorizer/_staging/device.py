@@ -362,8 +362,8 @@ class Device:
                         f"{nbytes:,} bytes of host memory could not be pinned for GPU {index}: cudaHostRegister "
                         f"returned {int(status)} ({_name_of(cudart, status)}) at byte {start - address:,}. Copies from "
                         f"and to the GPU will be several times slower. Possible reasons: the machine or the container "
-                        f"is short of memory that can be pinned, the virtual machine or the sandbox has its own limit, or the "
-                        f"driver does not register memory of files."
+                        f"is short of memory that can be pinned, the virtual machine or the sandbox has its own limit, "
+                        f"or the driver does not register memory of files."
                     )
                 registered.append(start)
                 self._record(new=start)

@@ -60,7 +60,8 @@ class StagedSave:
         thread: The save's thread, once it has taken the staged state dict.
         begun: Whether DCP has called the save's first hook.
         abandoned: Whether a later save has timed out waiting for this one to be taken. Other saves then no longer wait
-        for it. distributed: Whether one of several ranks staged it.
+            for it.
+        distributed: Whether one of several ranks staged it.
         stager: The thread that copies.
         context: The process context when staging began. Relative paths of the save are relative to its directory.
         description: The `SaveDescription` for the layers above.

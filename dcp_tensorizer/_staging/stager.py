@@ -38,16 +38,16 @@ class Stager:
         saves: The staged saves and buffers, which stagers may share. None: this stager's own.
         cache_staged_state_dict: Retain the buffer after a save. Otherwise each save allocates and frees its memory.
         thread_count: The number of threads that copy on the host if torch itself has only one (as ``torchrun`` sets
-        it).
+            it).
         way: Which tensors are copied, and by which process.
         overlap_staging: Whether `stage` returns before the staged state dict is complete; see `StagedSave.wait_copied`
-        and `StagedSave.wait_released`.
+            and `StagedSave.wait_released`.
         device: The kind of accelerator that tensors may be on.
         limits: Limits of gathering on a device before the copy to the host.
 
     Attributes:
         dtype_of: Maps the dtype of tensors that this process copies from a device to their staged dtype; the device
-        casts them before the copy. Other tensors are not cast. None: no tensor is.
+            casts them before the copy. Other tensors are not cast. None: no tensor is.
     """
 
     def __init__(

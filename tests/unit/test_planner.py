@@ -285,7 +285,7 @@ def test_a_reference_that_nobody_knows_is_an_error_once() -> None:
     others = [SavePlanner(), *planners[1:]]
     with pytest.raises(
         WriteError,
-        match=r"^rank 1 refers to a plan that this coordinator does not know: .* Keep one planner on every rank",
+        match=r"^rank 1 refers to a plan that this coordinator does not know: .* Use one planner per rank",
     ):
         plan_save(others, states_of())
     compared(plan_save(others, states_of()), plan_save([DefaultSavePlanner() for _ in range(RANKS)], states_of()))
@@ -347,7 +347,7 @@ def test_what_torch_refuses_is_refused_by_name(places: list[Place], problem: str
     with pytest.raises(WriteError, match="^" + re.escape(f"'layer0' cannot be saved: {problem}") + "$"):
         plan_save([SavePlanner(), SavePlanner()], states)
     many = [{f"layer{n}": Shards((6, 4), [place]) for n in range(9)} for place in places]
-    with pytest.raises(WriteError, match=r"'layer1' .*'layer2' .*; and so it is with 6 other keys$"):
+    with pytest.raises(WriteError, match=r"'layer1' .*'layer2' .*; and 6 other keys have such faults$"):
         plan_save([SavePlanner(), SavePlanner()], many)
 
 
