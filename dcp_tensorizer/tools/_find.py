@@ -1,4 +1,4 @@
-"""Finds the checkpoints in and below a directory, and the leftovers of saves."""
+"""Finds the checkpoints and the leftovers of saves in and below a directory."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ State = Literal["committed", "unfinished", "unflushed", "flushed", "incomplete",
 logger = logging.getLogger("dcp_tensorizer")
 
 _NUMBER = re.compile(r"\d+")
-_TRAILER = 24  # bytes at the end, which distinguish a pickle of this package from torch's
-_MAX_NAMED, _MAX_DEPTH = 3, 2  # the checkpoints that a hint names, and how deep it looks for them
+_TRAILER = 24  # bytes at the end that distinguish this package's pickles from torch's
+_MAX_NAMED, _MAX_DEPTH = 3, 2  # of a hint: checkpoints named, and levels of directories searched
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +55,18 @@ class CheckpointInfo:
     Attributes:
         path: The path, without credentials.
         step: The last number in the directory's name.
-        saved: When it was saved, in UTC, by its own record, which copies keep. Without one, when a file in it was last
-            written. None if the storage does not tell, or the year is beyond 9999.
-        state: ``committed``: whole. ``unfinished``: a save is in progress there, or has died. ``unflushed``: it is in a
-            local folder (``local=...``), and not on the remote yet. ``flushed``: the local copy of what the remote has.
-            ``incomplete``: data files that its metadata names are missing or of other sizes, as in a copy in progress.
+        saved: The time of the save in UTC, as the checkpoint records it. Without a record, the time of the last write
+            to a file in the directory. None if the storage has no times, or for a year beyond 9999.
+        state: ``committed``: complete. ``unfinished``: a save is in progress, or has died. ``unflushed``: in a local
+            folder (``local=...``), and not on the remote yet. ``flushed``: a local copy of the remote's checkpoint.
+            ``incomplete``: data files that the metadata names are missing or of other sizes, as in a copy in progress.
             ``torch``: written by torch's own ``FileSystemWriter``. ``unreadable``: damaged, or of another format.
-        nbytes: Bytes of all files in it.
-        shared_nbytes: Bytes of those files that also have names elsewhere, and take space once (``reuse_unchanged``).
-        ranks, tensors, objects: How many ranks wrote it, and how many values it has; None if it is not committed.
+        nbytes: Bytes of all files in the directory.
+        shared_nbytes: Bytes of files that other checkpoints share, and that take space once (``reuse_unchanged``).
+        ranks, tensors, objects: Number of ranks that wrote the checkpoint, and of its values; None unless committed.
         leftover_nbytes: Bytes of files that are not part of the checkpoint, as far as a listing shows.
-        metrics: The metrics that a manager has recorded.
-        best: The metric of ``keep_best`` by which it is the best of its manager's checkpoints; None if it is not.
+        metrics: The metrics that a manager recorded.
+        best: The metric of ``keep_best`` by which this is the best of its manager's checkpoints; otherwise None.
     """
 
     path: str
@@ -89,14 +89,14 @@ class Folder:
 
     Attributes:
         info: The record that `list_checkpoints` returns; None for a directory without a checkpoint or leftovers.
-        step: The step that a manager has recorded, if the directory's name has that number; otherwise `step_of` it.
+        step: The step that a manager recorded, if the directory's name contains it; otherwise `step_of` the name.
         parts: The number of ranks that have committed, if each saves for itself; otherwise 0.
-        leftovers: Files of uncommitted saves, as far as a listing shows, in the order in which to remove them. Files
-            that a flush needs are left out.
-        dead: The leftovers of dead saves, unless a save is in progress there.
-        unknown: Why there may be more leftovers; empty if there are no others.
-        keys: A hash of the keys; None if it is not committed.
-        record: The manager's record; None without one, or if the directory's name has another step.
+        leftovers: Files of uncommitted saves, as far as a listing shows, in the order in which to remove them, without
+            files that a flush needs.
+        dead: The leftovers of dead saves; empty while a save is in progress.
+        unknown: Why there may be more leftovers; otherwise empty.
+        keys: A hash of the keys; None unless committed.
+        record: The manager's record; None without a record, or if the directory's name has another step.
     """
 
     storage: Storage
@@ -116,12 +116,12 @@ class Folder:
         return self.storage.path.rstrip("/").rpartition("/")[2]
 
     def walk(self) -> Iterator[Folder]:
-        """The directory and all directories below it, parents first."""
+        """Yields the directory and all directories below it, parents first."""
         yield self
         for folder in self.folders:
             yield from folder.walk()
 
-    # What follows is of all checkpoints in it and below it: of one, or of the parts of one.
+    # The properties below cover all checkpoints in and below the directory: a single one, or the parts of one.
 
     @property
     def checkpoints(self) -> list[Folder]:
@@ -141,19 +141,19 @@ class Folder:
 
     @property
     def saved(self) -> float:
-        """The time of its last part, in seconds since the epoch; 0 if it is unknown."""
+        """The time of the last part, in seconds since the epoch; 0 if unknown."""
         return max(0.0 if info.saved is None else info.saved.timestamp() for info in self.infos)
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that have committed, if each saves for itself."""
+        """The number of ranks that have committed, if each saves for itself; otherwise 0."""
         return min(part.parts for part in self.checkpoints)
 
 
 def list_checkpoints(
     path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> tuple[CheckpointInfo, ...]:
-    """Lists the checkpoints in a directory and below it: directory by directory, the highest step first.
+    """Lists the checkpoints in and below a directory, by directory and then by step, the highest first.
 
     Links to directories are not followed.
 
@@ -174,7 +174,7 @@ def list_checkpoints(
 
     def order(info: CheckpointInfo) -> tuple[list[tuple[int, str]], float, str]:
         above, _, name = info.path.rstrip("/").rpartition("/")
-        # by their text, and by the numbers in them, the highest first
+        # by text, and by the numbers in the text, the highest first
         naturally = [(-int(number or 0), text) for number, text in re.findall(r"(\d*)(\D*)", above)]
         return naturally, math.inf if info.step is None else -info.step, name
 
@@ -182,13 +182,13 @@ def list_checkpoints(
 
 
 def step_of(name: str) -> int | None:
-    """The step in the name of a checkpoint's directory: the last number."""
+    """Returns the last number in the name of a checkpoint's directory."""
     numbers = _NUMBER.findall(name)
     return int(numbers[-1]) if numbers else None
 
 
 def read_parts_at(storage: Storage) -> dict[int | None, Metadata]:
-    """Reads a checkpoint's metadata as `read_parts` does. `NotCommitted` also names checkpoints below it."""
+    """Reads a checkpoint's metadata (see `read_parts`). `NotCommitted` also names checkpoints below the path."""
     try:
         return read_parts(storage)
     except NotCommitted as error:
@@ -196,7 +196,7 @@ def read_parts_at(storage: Storage) -> dict[int | None, Metadata]:
 
 
 def checkpoints_in(storage: Storage) -> list[str]:
-    """The names of the subdirectories that hold a checkpoint, the highest step first; none if there is no directory."""
+    """Returns the subdirectories that hold a checkpoint, the highest step first; for a missing directory, none."""
     try:
         return list(_checkpoints_below(storage, 1))
     except NotCommitted:
@@ -204,7 +204,7 @@ def checkpoints_in(storage: Storage) -> list[str]:
 
 
 def where_below(storage: Storage) -> str:
-    """A hint at the checkpoints below a directory without one; empty if there are none."""
+    """Returns a hint that names the checkpoints below a directory. Without any, returns an empty string."""
     try:
         found = list(itertools.islice(_checkpoints_below(storage, _MAX_DEPTH), _MAX_NAMED + 1))
     except CheckpointError:
@@ -214,7 +214,7 @@ def where_below(storage: Storage) -> str:
 
 
 def _checkpoints_below(storage: Storage, depth: int) -> Iterator[str]:
-    """The paths of checkpoints below a directory, without reading them."""
+    """Yields the paths of checkpoints below a directory, found by their file names."""
     for name in sorted(storage.listing()[1], key=lambda name: (step_of(name) or 0, name), reverse=True):
         child = storage.child(name)
         if any(is_metadata_file_name(file.name) for file in child.listing()[0]):
@@ -246,19 +246,19 @@ def walk(storage: Storage) -> Folder:
 
 
 class _Uploads(NamedTuple):
-    """Data files that are being uploaded in and below a directory, by their paths below it. No listing shows them.
+    """Data files in incomplete uploads in and below a directory, by their paths below it.
 
-    Without other files, no listing shows the directory either, for example if its first save was killed.
+    No listing shows them, nor a directory that has no other files, for example after its first save was killed.
     """
 
     files: Sequence[FileInfo]
     unknown: str = ""
-    """Why there may be more; empty if there are no others."""
+    """Why there may be more uploads; otherwise empty."""
 
     def here(self, storage: Storage, listed: Sequence[FileInfo]) -> list[FileInfo]:
-        """The uploads in the directory itself. A model's files count only if a record says that a save has begun them.
+        """Returns the uploads in the directory itself; files of a model only if a save has recorded them.
 
-        Uploads to listed files are left out: these may be committed, and `discard` removes the file as well.
+        Uploads to listed files are skipped: such a file may be committed, and `discard` would remove it as well.
         """
         names = {file.name for file in listed}
         begun = [file for file in self.files if "/" not in file.name and file.name not in names]
@@ -268,7 +268,7 @@ class _Uploads(NamedTuple):
         return [file for file in begun if is_data_file_name(file.name) or file.name in recorded]
 
     def below(self) -> dict[str, _Uploads]:
-        """The uploads below the directory, by its subdirectories."""
+        """Returns the uploads below the directory, by subdirectory."""
         found: dict[str, list[FileInfo]] = {}
         for file in self.files:
             folder, slash, rest = file.name.partition("/")
@@ -278,7 +278,7 @@ class _Uploads(NamedTuple):
 
 
 def _walk(storage: Storage, saves: Mapping[str, str], uploads: _Uploads) -> Folder:
-    """Lists a directory as `walk` does. ``saves`` are those of the local folders around it: see `_local_saves`."""
+    """Lists a directory (see `walk`). ``saves`` are those of the local folders around it (see `_local_saves`)."""
     files: list[FileInfo] = []
     names: list[str] = []
     try:
@@ -295,7 +295,7 @@ def _walk(storage: Storage, saves: Mapping[str, str], uploads: _Uploads) -> Fold
         except NotCommitted:
             pass  # removed meanwhile
         except CheckpointError as error:  # other directories may be readable
-            logger.warning("a directory is not listed: %s", error)
+            logger.warning("a directory is missing from the listing: %s", error)
     here = uploads.here(storage, files)
     folder = Folder(storage, tuple(files), tuple(folders))
     folder = replace(folder, step=step_of(folder.name))
@@ -304,16 +304,16 @@ def _walk(storage: Storage, saves: Mapping[str, str], uploads: _Uploads) -> Fold
 
 
 def _local_saves(folder: Path) -> dict[str, str]:
-    """The state of each save with a record in a local folder, by its id.
+    """Returns the state of each save with a record in a local folder, by the id of the save.
 
-    Their files never count as those of dead saves, even if they are old: the flush removes them when it may.
+    Their files never count as leftovers, whatever their age: the flush deletes them itself.
     """
-    entries = queue.Queue(folder).entries()  # of all ranks of the node; the one that is furthest behind counts
+    entries = queue.Queue(folder).entries()  # of all ranks of the node; the state of the slowest rank counts
     return {entry.id: entry.state for entry in sorted(entries, key=lambda entry: entry.state in queue.OPEN)}
 
 
 def _with_checkpoint(folder: Folder, saves: Mapping[str, str], uploads: Sequence[FileInfo], unseen: str) -> Folder:
-    """Adds what is in a directory: a checkpoint, or the leftovers of a save."""
+    """Returns the folder with its checkpoint, or with the leftovers of a save."""
     storage, files = folder.storage, folder.files
     left, dead, unknown = _leftovers(storage, files, saves)
     leftovers = (*uploads, *left)
@@ -366,7 +366,7 @@ def _with_checkpoint(folder: Folder, saves: Mapping[str, str], uploads: Sequence
 
 
 def _is_torchs(storage: Storage, files: Sequence[FileInfo]) -> bool:
-    """Returns whether ``.metadata`` is a pickle of torch's own writer. Of a large file, only the ends are read."""
+    """Returns whether ``.metadata`` is a pickle of torch's own writer. Reads only its first and last bytes."""
     name = metadata_file_name()
     for nbytes in (file.nbytes for file in files if file.name == name):
         with suppress(CheckpointError):
@@ -378,7 +378,7 @@ def _is_torchs(storage: Storage, files: Sequence[FileInfo]) -> bool:
 def _leftovers(
     storage: Storage, files: Sequence[FileInfo], saves: Mapping[str, str]
 ) -> tuple[tuple[FileInfo, ...], tuple[FileInfo, ...], str]:
-    """The ``leftovers``, ``dead`` and ``unknown`` of a `Folder`."""
+    """Returns ``leftovers``, ``dead`` and ``unknown`` of a `Folder`."""
 
     def is_known(name: str) -> bool:
         return is_ours(name) and save_id_in(name) in saves
@@ -395,16 +395,16 @@ def _leftovers(
 
 
 def _time(seconds: float) -> datetime | None:
-    with suppress(ValueError, OverflowError):  # some file systems have times beyond the year 9999
+    with suppress(ValueError, OverflowError):  # some file systems report times beyond the year 9999
         return datetime.fromtimestamp(seconds, timezone.utc)
     return None
 
 
-# --- telling steps from parts of one checkpoint -----------------------------------------------------------------------
+# --- distinguishing steps from parts of one checkpoint ----------------------------------------------------------------
 #
-# A manager records the step of each checkpoint. Without records the names decide. But ranks and models have numbers,
-# too, often with the same keys. So a number alone does not make a step. The name must look more like a step than the
-# name of the directory around it. Otherwise the checkpoint may be a part of a larger one.
+# A manager records the step of each checkpoint. Without records, the names decide. A number alone does not make a step:
+# ranks and models also have numbers, often with the same keys. The name must look more like a step than the name of the
+# directory around it. Otherwise the checkpoint may be a part of a larger one.
 
 _STEP = re.compile(r"(?:step|iter|iteration|epoch|checkpoint|ckpt)[-_=. ]*\d", re.IGNORECASE)
 _PART = re.compile(
@@ -414,23 +414,23 @@ _PART = re.compile(
 
 
 Group = tuple[list[Folder], str]
-"""The checkpoints in one directory, and why none of them may be removed as an old step; empty if they may."""
+"""The checkpoints in one directory, and why they must not be removed as old steps; empty if they may be removed."""
 
 
 def arrange(top: Folder) -> list[Group]:
-    """The checkpoints below a given directory, directory by directory."""
+    """Returns the checkpoints below a directory, grouped by directory."""
     return _arrange(top, None)[1]
 
 
 def _arrange(folder: Folder, outer: int | None) -> tuple[Folder | None, list[Group]]:
-    """Decides what a directory is: one checkpoint, alone or in parts, or groups of checkpoints.
+    """Decides whether a directory is one checkpoint (possibly in parts) or holds groups of checkpoints.
 
-    ``outer`` rates how strongly the directories around it claim to be steps; None for the directory that was named.
+    ``outer`` is the highest `_claim` of the directories around it; None for the directory that the user named.
     """
     if folder.info is not None:
         return folder, []
     own = _claim(folder.name)
-    around = max(0, own - 1) if outer is None else max(own, outer)  # the user has named it: it may have steps
+    around = max(0, own - 1) if outer is None else max(own, outer)  # the user named this directory: it may hold steps
     found: list[Folder] = []
     groups: list[Group] = []
     for child in folder.folders:
@@ -449,7 +449,7 @@ def _arrange(folder: Folder, outer: int | None) -> tuple[Folder | None, list[Gro
 
 
 def steps_of(folders: Sequence[Folder]) -> list[Step]:
-    """The committed steps of a `Group`, as a manager sees them."""
+    """Returns the committed steps of a `Group`, as a manager sees them."""
     return [
         Step(folder.step, folder.name, saved_at=int(folder.saved * 1e9), record=folder.record)
         for folder in folders
@@ -458,9 +458,9 @@ def steps_of(folders: Sequence[Folder]) -> list[Step]:
 
 
 def of_manager(steps: Sequence[Step]) -> tuple[Retention, list[Step]]:
-    """The rules by which a manager retains some of the steps of a directory, and the steps that the rules are about.
+    """Returns a manager's retention rules as of the last save, and the steps of its branch, to which they apply.
 
-    These are the rules of the last save, and the steps of its branch. Without a manager there are no rules.
+    Without a manager, the rules are empty.
     """
     own = members(steps, current_branch(steps) or ())
     last = last_saved(own)
@@ -470,12 +470,12 @@ def of_manager(steps: Sequence[Step]) -> tuple[Retention, list[Step]]:
 
 
 def _jobs(folders: Sequence[Folder]) -> tuple[list[list[Folder]], list[Folder]]:
-    """Separates the steps that managers have recorded, by job, from other checkpoints in a directory.
+    """Separates the steps that managers recorded, by job, from the other checkpoints in a directory.
 
-    The names of a job's steps differ only by the step. A checkpoint with such a name that was saved without a manager
-    is a step of that job as well, as it is for the manager.
+    The names of a job's steps differ only by the step. A checkpoint with such a name counts as a step of the job even
+    if it was saved without a manager, as it does for the manager.
     """
-    jobs: dict[str, list[Folder]] = defaultdict(list)  # by a pattern of their names
+    jobs: dict[str, list[Folder]] = defaultdict(list)  # by a pattern of the names
     unrecorded: list[Folder] = []
     for folder in folders:
         if folder.record is None:
@@ -495,8 +495,8 @@ def _jobs(folders: Sequence[Folder]) -> tuple[list[list[Folder]], list[Folder]]:
 def _arrangement(folders: Sequence[Folder], around: int) -> Literal["steps", "parts", "unknown"]:
     """Decides whether checkpoints in a directory are ``steps`` of one job, ``parts`` of one checkpoint, or ``unknown``.
 
-    Parts are such as Accelerate's ``pytorch_model_fsdp_0`` and ``optimizer_0``: several names with the same numbers and
-    different contents. The names of steps differ only by a number, and their contents are nearly the same.
+    Parts have several names with the same numbers and different contents, such as Accelerate's
+    ``pytorch_model_fsdp_0`` and ``optimizer_0``. Steps have names that differ only by a number, and similar contents.
     """
     by_name = defaultdict(list)
     for folder in folders:
@@ -508,7 +508,7 @@ def _arrangement(folders: Sequence[Folder], around: int) -> Literal["steps", "pa
     if len(numbered) != 1 or not (len(folders) == 1 or _some_are_alike(numbered[0])):
         return "unknown"
     claim = _claim(numbered[0][0].name)
-    # A run may also consist of several checkpoints: ``run-1`` with a model and an optimizer in it.
+    # ``run-1`` with a model and an optimizer in it is also one numbered name, but several checkpoints.
     is_step = claim > around and (claim > 1 or all(folder.info is not None for folder in numbered[0]))
     return "steps" if is_step else "unknown"
 
@@ -519,7 +519,7 @@ def _some_are_alike(folders: Sequence[Folder]) -> bool:
 
 
 def _claim(name: str) -> int:
-    """Rates how strongly a name claims to be a step: ``step-10`` 3, ``10`` 2, ``model-10`` 1, ``rank-10`` 0."""
+    """Rates how much a name looks like a step: ``step-10`` 3, ``10`` 2, ``model-10`` 1, ``rank-10`` 0."""
     if _PART.search(name) or not _NUMBER.search(name):
         return 0
     if _STEP.search(name):

@@ -1,8 +1,8 @@
-"""Verifies that a checkpoint's files hold what was saved, at the disk's speed and in little memory.
+"""Verifies that a checkpoint's files hold what was saved, at disk speed and in little memory.
 
 Threads read sections of files (see `file_sections`) past the page cache, and hash each piece while it is in the core's
-own cache. The executor of loads would not do. It stops at the first damage, while verification names every damaged
-block and every range that cannot be read. And loads never read the other parts of a file: headers, index and end.
+own cache. The executor of loads cannot be used: it stops at the first damage, whereas verification reports every
+damaged block and unreadable range, and it does not read the headers, index and end of a file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ._view import CheckpointView, StoredTensor, blocks_of, data_files, read_par
 
 _PIECE = 512 << 10  # see `_tensor_file.encode`: hashing data that is in the core's own cache
 _READ = 8 << 20
-_MAX_READERS = 16  # each with a buffer of that size
+_MAX_READERS = 16  # each with a buffer of _READ bytes
 _PAGE = 4096
 _MAX_NAMED = 3  # keys in the message about a lost file
 _OF_THIS_PROCESS = {errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
@@ -50,8 +50,8 @@ class Damage:
 
     Attributes:
         file: The data file, relative to the checkpoint's directory.
-        key: The key of the damaged tensor; None for the whole file, or for bytes that belong to no tensor.
-        offset: The first damaged byte of the file, as far as that is known.
+        key: The key of the damaged tensor; None for a whole file, or for bytes outside any tensor.
+        offset: The first damaged byte of the file, as far as known.
         what: A description of the damage.
     """
 
@@ -69,10 +69,10 @@ class Verified:
         files: Number of data files.
         items: Number of chunks of tensors, and of objects.
         nbytes: Bytes read.
-        seconds: How long it took.
-        damages: The damages, sorted by file and offset; empty if the checkpoint is undamaged.
-        checkpoints: Number of checkpoints: more than 1 for a folder of several.
-        digests: Whether the format has digests to compare. Without them, everything was read, and has its size.
+        seconds: The time taken.
+        damages: The damages, sorted by file and offset.
+        checkpoints: Number of verified checkpoints; more than 1 only for a folder.
+        digests: Whether the format has digests. Otherwise only sizes were checked, and that everything can be read.
     """
 
     files: int
@@ -91,25 +91,24 @@ def verify(
     storage_options: Mapping[str, Any] | None = None,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Verified:
-    """Compares a checkpoint's files with what was saved. Encrypted ones need no key.
+    """Compares a checkpoint's files with what was saved. An encrypted checkpoint needs no key.
 
-    It takes a few MiB of memory per thread, whatever the size of the tensors. Of the other formats that `convert`
-    reads, only tensorizer's has digests. The files of the others are read from beginning to end, and must have their
-    sizes.
+    Memory is a few MiB per thread, whatever the size of the tensors. Of the other formats that `convert` reads, only
+    tensorizer's has digests. Files of the others are read as a whole, and their sizes are checked.
 
     Args:
-        checkpoint: The checkpoint, or a folder with several, such as that of a manager: then all of them are verified,
-            and damages name files relative to the folder.
+        checkpoint: The checkpoint, or a folder of checkpoints, such as a manager's. In a folder, all checkpoints are
+            verified, and damages name files relative to the folder.
         full: Check every byte of the files, and tensorizer's own hashes, instead of only the digests of the data.
         storage_options: Passed to the fsspec filesystem of a URL.
-        on_progress: Called with the bytes that were read and the bytes in all; by several threads, one at a time.
+        on_progress: Called with the bytes read so far and the total, by several threads, one at a time.
 
     Raises:
         NotCommitted: there is no checkpoint.
-        UnsupportedFormat: it is of a newer version.
-        MetadataError: its metadata is damaged, so that there is nothing to compare with.
-        ConversionError: it is of another format, and damaged, or has values that cannot be read.
-        ReadError: it cannot be read, which proves no damage; or it was replaced or removed while it was verified.
+        UnsupportedFormat: the checkpoint was written by a newer version.
+        MetadataError: the metadata is damaged, so that there is nothing to compare with.
+        ConversionError: a checkpoint of another format is damaged, or has values that cannot be read.
+        ReadError: the checkpoint cannot be read, which proves no damage, or was replaced or removed meanwhile.
     """
     storage = open_storage(checkpoint, storage_options)
     try:
@@ -130,7 +129,7 @@ def _verify_each(
     storage_options: Mapping[str, Any] | None,
     on_progress: Callable[[int, int], object],
 ) -> Verified:
-    """Verifies the checkpoints of a folder. One that is deleted meanwhile is left out."""
+    """Verifies the checkpoints of a folder, and skips those that are deleted meanwhile."""
     started = time.monotonic()
     results: list[Verified] = []
     damages: list[Damage] = []
@@ -138,7 +137,7 @@ def _verify_each(
         before = sum(result.nbytes for result in results)
 
         def show(done: int, total: int, before: int = before, left: int = len(names) - number) -> None:
-            on_progress(before + done, before + total * left)  # as if those that follow had the size of this one
+            on_progress(before + done, before + total * left)  # assumes that the others have the size of this one
 
         location = folder.child(name).location
         try:
@@ -195,7 +194,7 @@ def verify_files(
     full: bool = False,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Verified:
-    """Compares a checkpoint's files with its metadata (see `read_parts`), as `verify` does."""
+    """Compares a checkpoint's files with its metadata (see `verify`)."""
     started = time.monotonic()
     files = {name: (nbytes, part) for part in parts.values() for name, nbytes in part.storage_data["files"].items()}
     items = items_by_file(parts)
@@ -212,7 +211,7 @@ def verify_files(
             cut[name] = size
         runs += _runs(name, size, file_sections(items[name], nbytes, part) if full else block_sections(items[name]))
     check = _Check(storage, on_progress, sum(run.stop - run.start for run in runs))
-    # Twice as many threads as full speed needs, because each also hashes what it has read. ``full`` hashes longer.
+    # Twice as many threads as reading needs, because each also hashes. ``full`` hashes longer.
     threads = min(_MAX_READERS, 2 * storage.reads.max_threads) + (cores() if full else 0)
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         try:
@@ -225,7 +224,7 @@ def verify_files(
             now = data_files(read_parts(storage))
         except NotCommitted:
             now = {}
-        if now != data_files(parts):  # each save has its own file names, and removes those of the one that it replaces
+        if now != data_files(parts):  # file names are unique to a save, which deletes those of the save it replaces
             raise ReadError(f"{storage.path} was replaced or removed while it was verified. Verify it again.")
         damages = _with_other_names(storage, _folded(damages, cut))
     damages.sort(key=lambda damage: (damage.file, damage.key is not None, damage.offset))
@@ -233,7 +232,7 @@ def verify_files(
 
 
 def _folded(damages: Sequence[Damage], cut: Mapping[str, int]) -> list[Damage]:
-    """Joins the damages of all tensors beyond the end of a file into one. ``cut`` has the ends of such files."""
+    """Merges the damages of tensors beyond the end of a truncated file. ``cut`` maps such files to their sizes."""
     lost: dict[str, dict[str, None]] = defaultdict(dict)
     for damage in damages:
         if damage.key is not None and damage.offset >= cut.get(damage.file, damage.offset + 1):
@@ -249,7 +248,7 @@ def _folded(damages: Sequence[Damage], cut: Mapping[str, int]) -> list[Damage]:
 
 
 def _with_other_names(storage: Storage, damages: Sequence[Damage]) -> list[Damage]:
-    """Adds to each damage whether the file has other names: then the checkpoints that share it are damaged as well."""
+    """Adds to each damage how many other names (hard links) the file has: checkpoints that share it are damaged too."""
     names: dict[str, int] = {}
     with suppress(CheckpointError):
         names = {file.name: file.shared.names for file in storage.listing()[0] if file.shared is not None}
@@ -264,9 +263,9 @@ def _with_other_names(storage: Storage, damages: Sequence[Damage]) -> list[Damag
 
 
 def _is_damage(storage: Storage, error: Exception) -> bool:
-    """Returns whether a failed read proves damage, as an error of a disk does.
+    """Returns whether a failed read proves damage, as a disk error does.
 
-    A server may be overloaded, or refuse. A lack of permissions or resources proves nothing, either.
+    Refusals of a server and a lack of permissions or resources do not.
     """
     if isinstance(storage, RemoteStorage):
         return isinstance(error, EOFError | FileNotFoundError)
@@ -275,7 +274,7 @@ def _is_damage(storage: Storage, error: Exception) -> bool:
 
 
 def _size(storage: Storage, name: str) -> int | str:
-    """The size of a file, or why it is unknown."""
+    """Returns the size of a file, or why it is unknown."""
     try:
         size = storage.head(name)
     except CheckpointError as error:
@@ -286,13 +285,13 @@ def _size(storage: Storage, name: str) -> int | str:
 
 
 def _lost(keys: Sequence[str]) -> str:
-    """Describes which keys are lost with a file."""
+    """Describes the keys that are lost with a file."""
     names = ", ".join(map(repr, keys[:_MAX_NAMED])) + (", ..." if len(keys) > _MAX_NAMED else "")
     return f"and with it {names} ({len(keys):,} in all)" if keys else "and held nothing"
 
 
 class _ReadRun(NamedTuple):
-    """Sections of a file that one thread reads, with the gaps between them."""
+    """Sections of a file that one thread reads, including the gaps between them."""
 
     file: str
     file_nbytes: int
@@ -328,7 +327,7 @@ class _Check:
         self._buffers = threading.local()
 
     def run(self, run: _ReadRun) -> list[Damage]:
-        """Reads and checks a run of sections; returns the damages. Ranges that cannot be read also are damages."""
+        """Reads and checks a run of sections; returns the damages, unreadable ranges included."""
         try:
             reader = self._storage.open_uncached(run.file)
         except OSError as error:
@@ -341,9 +340,9 @@ class _Check:
         return unreadable + [Damage(run.file, *problem) for section in run.sections for problem in section.problems()]
 
     def _read(self, reader: RangeReader, run: _ReadRun) -> Iterator[Damage]:
-        """Reads a run for its sections. Yields a damage for each range that cannot be read; its sections get zeros."""
+        """Reads a run for its sections. Yields a damage for each unreadable range, which sections see as zeros."""
         stop = min(run.stop, run.file_nbytes)
-        for begin in range(run.start // _PAGE * _PAGE, stop, _READ):  # aligned for reads past the page cache
+        for begin in range(run.start // _PAGE * _PAGE, stop, _READ):  # aligned for direct I/O
             end = min(begin + _READ, stop)
             if not hasattr(self._buffers, "memory"):
                 self._buffers.memory = direct_memory(_READ)
@@ -364,7 +363,7 @@ class _Check:
                 self._progress(self.done, self._total)
 
     def _check_damage(self, file: str, error: Exception) -> None:
-        """Raises `ReadError` if the error does not show whether the file is damaged."""
+        """Raises `ReadError` if the error does not prove damage."""
         if not _is_damage(self._storage, error):
             message = f"cannot read {self._storage.path}/{file}: {type(error).__name__}: {error}"
             raise ReadError(self._storage.scrub(message)) from self._storage.cause(error)
@@ -372,17 +371,17 @@ class _Check:
 
 # --- sections of a data file, and their expected contents -------------------------------------------------------------
 #
-# Each block has a digest in the metadata. The rest of a file follows from the metadata and the hashes of the data.
+# Each block has a digest in the metadata. The other bytes of a file follow from the metadata and the data's hashes.
 
 SECTION_BYTES = 64 << 20
-"""The bytes that one thread checks: enough for fast reads, and few enough to spread a large tensor over threads."""
+"""Bytes that one thread checks: enough for fast reads, few enough to spread a large tensor over threads."""
 
 Problem = tuple[str | None, int, str]
-"""Key, offset in the file, and a description."""
+"""Key (None outside any tensor), offset in the file, and description."""
 
 
 class KeyedItem(NamedTuple):
-    """A write item with bytes, its key and its shape."""
+    """A non-empty write item, with its key and shape."""
 
     key: str
     item: StoredItem
@@ -390,7 +389,7 @@ class KeyedItem(NamedTuple):
 
 
 class CheckedRange(Protocol):
-    """A range of a file that is checked as one."""
+    """A range of a file that is checked as a unit."""
 
     start: int
     stop: int
@@ -399,11 +398,11 @@ class CheckedRange(Protocol):
         """Takes the next bytes of the range."""
 
     def problems(self) -> Iterator[Problem]:
-        """The problems of the range. Called after the last `update`."""
+        """Yields the problems of the range, after the last `update`."""
 
 
 def items_by_file(parts: Mapping[int | None, Metadata]) -> dict[str, list[KeyedItem]]:
-    """The items in each file, in its order."""
+    """Returns the items of each file, in the order of their offsets."""
     files: dict[str, list[KeyedItem]] = defaultdict(list)
     for part in parts.values():
         shapes = {
@@ -422,7 +421,7 @@ def items_by_file(parts: Mapping[int | None, Metadata]) -> dict[str, list[KeyedI
 
 
 def block_sections(items: Sequence[KeyedItem]) -> Iterator[CheckedRange]:
-    """The data of items, without the bytes between them."""
+    """Yields the ranges of the items' data, without the bytes between them."""
     for key, item, _ in items:
         step = item.block * max(1, SECTION_BYTES // item.block)
         for start in range(0, item.length, step):
@@ -430,13 +429,13 @@ def block_sections(items: Sequence[KeyedItem]) -> Iterator[CheckedRange]:
 
 
 def file_sections(items: Sequence[KeyedItem], nbytes: int, part: Metadata) -> Iterator[CheckedRange]:
-    """The ranges that make up every byte of a file of ``nbytes`` bytes; ``part`` is the metadata that names it."""
+    """Yields ranges that cover every byte of a file of ``nbytes`` bytes. ``part`` is the metadata that names it."""
     record = part.storage_data.get("encryption")
     cipher = None
     if record is not None:  # the layout does not depend on the key
         cipher = Cipher(b"", None if record["derivation"] is None else Derivation(*record["derivation"]))
     tensors = [TensorSource(i.name, i.dtype, shape, i.length, i.kind) for _, i, shape in items]
-    # The size of the headers' hashes decides the tensors' offsets. Padding may make both layouts equal.
+    # The offsets of the tensors show which hashes the headers have, unless padding makes both layouts equal.
     layouts = [lay_out(tensors, cipher, sha256=sha256) for sha256 in (False, True)]
     offsets = [keyed.item.offset for keyed in items]
     fitting = [layout for layout in layouts if [entry.offset for entry in layout.entries] == offsets] or layouts[:1]
@@ -447,7 +446,7 @@ def file_sections(items: Sequence[KeyedItem], nbytes: int, part: Metadata) -> It
 
 
 class _Blocks:
-    """Compares some blocks of an item with their digests."""
+    """Compares blocks of an item with their digests."""
 
     def __init__(self, key: str, item: StoredItem, start: int, stop: int) -> None:
         self.start, self.stop = item.offset + start, item.offset + stop
@@ -468,9 +467,9 @@ class _Blocks:
 
 
 class _TensorWithHeader:
-    """A tensor with its header, which has tensorizer's hashes of both; for an encrypted tensor, the nonce and MACs.
+    """A tensor with its header, which holds tensorizer's hashes of both, or the nonce and MACs of an encrypted tensor.
 
-    ``entries`` are its possible layouts, which differ in their hashes.
+    ``entries`` are the possible layouts, which differ in their hashes.
     """
 
     def __init__(self, key: str, item: StoredItem, entries: Sequence[Entry[TensorSource]]) -> None:
@@ -490,7 +489,7 @@ class _TensorWithHeader:
         (self._hashes or self._blocks).update(piece[missing:])
 
     def _begin_hashes(self) -> TensorHashes:
-        """Begins hashes of the kinds that the header names. If it names none, they are those of the first layout."""
+        """Begins hashes of the kinds that the header names. If it names none, uses the kinds of the first layout."""
         for other in self._others:
             start, zero = other.hashes_offset, other.with_hashes(0, bytes(32))
             if self._header[start:][:4] == zero[start:][:4]:  # the number of hashes, and the kind of the first
@@ -513,7 +512,7 @@ class _TensorWithHeader:
 
 
 class _Constant:
-    """Bytes whose values are known."""
+    """A range whose bytes are known from the metadata."""
 
     def __init__(self, start: int, expected: bytes, name: str) -> None:
         self.start, self.stop = start, start + len(expected)
