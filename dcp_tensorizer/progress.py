@@ -15,20 +15,20 @@ _CLEAR = "\r\033[K"
 
 
 class ProgressLine:
-    """A line with the bytes of a load or a save that are done, their rate, and the time left.
+    """A line with the finished bytes of a load or a save, the rate, and the time left.
 
-    Pass it as ``on_progress`` to a writer or a reader, or both to a manager::
+    Pass a line as ``on_progress`` to a writer or a reader, or two lines to a manager::
 
         CheckpointManager(
             "run", on_progress=ProgressLine("saving"), reader_options={"on_progress": ProgressLine("loading")}
         )
 
-    The line appears before the first byte is read or written, and is cleared at the end. It is written by rank 0, and
-    only to a terminal. It serves any number of loads or saves, one after the other.
+    The line appears before the first byte is read or written, and is cleared at the end. Only rank 0 writes it, and
+    only to a terminal. One object serves any number of loads or saves, one after the other.
 
     Args:
         doing: The beginning of the line.
-        stream: Where it is written; None for the standard error stream.
+        stream: The stream to write to; None for the standard error stream.
     """
 
     def __init__(self, doing: str = "loading", stream: TextIO | None = None) -> None:
@@ -38,7 +38,7 @@ class ProgressLine:
         self._shown = 0.0
 
     def __call__(self, done: int, total: int) -> None:
-        """Takes the bytes done and the bytes in all."""
+        """Updates the line with the bytes done and the total bytes."""
         now = time.monotonic()
         if self._began is None or not done:
             self._began, self._shown = now, 0.0
@@ -56,7 +56,7 @@ class ProgressLine:
 
 
 def size(nbytes: float) -> str:
-    """Bytes in decimal units: ``1.5 GB``."""
+    """Returns a number of bytes in decimal units: ``1.5 GB``."""
     if nbytes < 1000:
         return f"{nbytes:.0f} B"
     value, units = nbytes / 1000, ["kB", "MB", "GB", "TB", "PB"]

@@ -1,4 +1,4 @@
-"""Writes the spans of saves and loads to files, for Perfetto: `TraceFile`, an ``on_report``."""
+"""Trace files with the spans of saves and loads, for Perfetto: `TraceFile`, an ``on_report``."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["Span", "TraceFile"]
 
 
 class TraceFile:
-    """Writes the spans of each report to a file, from which ``dcp-tensorizer trace`` makes a picture.
+    """A file of the spans of reports, which ``dcp-tensorizer trace`` converts for Perfetto.
 
-    Pass one to each writer and reader, with the same folder on all ranks::
+    Pass a `TraceFile` to each writer and reader, with the same folder on all ranks::
 
         trace = TraceFile("run/trace")
         manager = CheckpointManager("run", on_report=trace, reader_options={"on_report": trace})
 
-    Each process appends to a file of its own, one line for a report, and opens it only for that.
+    Each process appends one line per report to its own file, and closes the file after each line.
 
     Args:
-        folder: A local folder, which is made if necessary. Ranks of other hosts may use another one: the command takes
-            several.
+        folder: A local folder, created if necessary. Ranks of other hosts may use other folders: the command takes
+            several folders.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -38,7 +38,7 @@ class TraceFile:
         self._lock = free_in_child(threading.Lock())
 
     def __call__(self, report: SaveReport | LoadReport) -> None:
-        """Appends the spans of a report; raises `OSError` if they cannot be written."""
+        """Appends the spans of a report. Raises `OSError` if the file cannot be written."""
         host, boot = _host()
         if isinstance(report, LoadReport):
             kind, number = "load", report.load_id
@@ -58,7 +58,7 @@ class TraceFile:
         with self._lock:
             self._folder.mkdir(parents=True, exist_ok=True)
             with (self._folder / f"{host}-{os.getpid()}.spans.jsonl").open("a+b") as file:
-                # A full disk, or a killed process of the same number, as in containers, leaves an incomplete last line.
+                # A full disk, or a killed process of the same pid, as in containers, leaves an incomplete last line.
                 if file.seek(0, os.SEEK_END):
                     file.seek(-1, os.SEEK_END)
                     if file.read(1) != b"\n":
@@ -69,7 +69,7 @@ class TraceFile:
 
 @functools.cache
 def _host() -> tuple[str, str]:
-    """The name of this host, and the id of its last boot, which identifies its clock."""
+    """Returns the name of this host, and the id of its last boot, which identifies its clock."""
     try:
         return socket.gethostname(), boot_id().strip()
     except OSError:  # not Linux

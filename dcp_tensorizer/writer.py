@@ -1,11 +1,11 @@
 """Saving: `TensorizerStorageWriter`, the storage writer and stager for ``torch.distributed.checkpoint``.
 
-state dict --stage()--> SharedBuffer                      training thread     [all that training waits for]
+state dict --stage()--> SharedBuffer                      training thread     [training waits for this only]
            --DCP planner--> SavePlan --write_data()-->     the save's thread
            WriteRequest (offsets only) --> writer process  hashes and writes
            --WriteResults--> finish() --> .metadata        coordinator         [the commit]
 
-DCP calls the hooks here. ``_saving.save`` does their work.
+DCP calls the hooks of this module, which pass the work to ``_saving.save``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from ._tensor_file.encryption import EncryptionParams
     from .errors import StagingError
 
-_PER_PROCESS = {"_saver", "_local"}  # tied to this process, or to one of its threads
+_PER_PROCESS = {"_saver", "_local"}  # bound to this process, or to one of its threads
 _OF_GROUP = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
 """Environment variables that DCP has set in its own process, for its process group."""
 
@@ -61,7 +61,7 @@ __all__ = ["SaveReport", "TensorizerStorageWriter", "WriterOptions"]
 
 
 class WriterOptions(TypedDict, total=False):
-    """The options of `TensorizerStorageWriter`, so that type checkers know their names where they are passed on."""
+    """The options of `TensorizerStorageWriter`, for type checks of code that passes them on."""
 
     cache_staged_state_dict: bool
     staging: Staging
@@ -81,43 +81,45 @@ class WriterOptions(TypedDict, total=False):
 
 
 class TensorizerStorageWriter(StorageWriter, AsyncStager):
-    """Writes checkpoints as tensorizer files, while training goes on.
+    """Writer of checkpoints as tensorizer files, while training continues.
 
-    Pass it as ``storage_writer`` to ``dcp.async_save`` (or ``dcp.save``), and close it before
+    Pass the writer as ``storage_writer`` to ``dcp.async_save`` (or ``dcp.save``), and close it before
     ``destroy_process_group()``::
 
         with TensorizerStorageWriter("checkpoints/latest") as writer:
             for step in ...:
                 future = dcp.async_save(state_dict, storage_writer=writer, process_group=gloo_group)
 
-    ``async_save`` copies the rank's state into a buffer of shared memory and returns; another process hashes and
-    writes the buffer. The checkpoint appears, whole, when every rank's data is durable. Saves of one process group run
-    one at a time.
+    ``async_save`` copies the rank's state into a buffer of shared memory and returns; the writer process hashes and
+    writes the buffer. When every rank's data is durable, the complete checkpoint appears at once. Saves of one process
+    group run one at a time.
 
-    A writer is a cheap handle. All writers of a process share buffer and process, which the first ``async_save`` or
-    `prewarm` starts. So you may make a new writer for every save. You need not close it if you wait for the future of
-    its last save.
+    A writer is a cheap handle. All writers of a process share the buffer and the writer process, which the first
+    ``async_save`` or `prewarm` starts. So you may make a new writer for every save. If you wait for the future of a
+    writer's last save, you need not close the writer.
 
-    Memory: one buffer of the size of the rank's state is kept between saves. `prewarm` allocates it in the background;
-    otherwise the first save does, and takes longer. It is allocated again when the state outgrows it. The writer
-    process takes some 40 MB for its imports (200 MB with ``staging="device"``), and up to ``limits.buffer_bytes`` for
-    the parts of files (64 MB for local files, which it keeps). ``dcp.save`` writes from the tensors themselves.
+    Memory: one buffer of the size of the rank's state is cached between saves. `prewarm` allocates the buffer in the
+    background; without it, the first save does, and takes longer. If the state outgrows the buffer, the buffer is
+    allocated again. The writer process takes some 40 MB for its imports (200 MB with ``staging="device"``), and up to
+    ``limits.buffer_bytes`` for the parts of files (64 MB for local files, cached between saves). ``dcp.save`` writes
+    from the tensors themselves.
 
     Args:
         path: Where to save: a local directory that all ranks share, or any URL that fsspec opens. A save's
             ``checkpoint_id`` overrides it for that save.
-        cache_staged_state_dict: Keep the staging buffer between saves.
-        staging: ``"buffer"``: everything is copied to the staging buffer. ``"shared"``: everything except CPU tensors
-            in shared memory. Those are written from where they are, and may be changed once they are written. It
-            excludes encryption. ``"device"``: the writer process copies CUDA tensors to the buffer, and has a CUDA
-            context of its own. Unless staging overlaps, ``async_save`` returns when the state may be changed.
+        cache_staged_state_dict: Cache the staging buffer between saves.
+        staging: ``"buffer"``: all tensors are copied to the staging buffer. ``"shared"``: CPU tensors in shared memory
+            are not copied, but written from that memory, and may be changed once they are written; all others are
+            copied. It cannot be combined with encryption. ``"device"``: the writer process, with a separate CUDA
+            context, copies CUDA tensors to the buffer. Unless staging overlaps, ``async_save`` returns when the state
+            may be changed.
         overlap_staging: ``async_save`` returns before the state is copied, with an ``AsyncSaveResponse``. The state may
             be changed when its ``staging_completion`` is done; see `lock`.
-        overwrite: Replace a checkpoint at the path; if False, that is an error.
-        sync_files: Return only when data is on permanent storage (fsync). Without it a checkpoint can be lost or
-            damaged when the machine fails, not when the job does.
-        thread_count: Threads that copy while training waits, and that hash in the writer process; None: the cores of
-            the node divided by its ranks, up to four.
+        overwrite: Replace a checkpoint at the path. If False, a checkpoint at the path is an error.
+        sync_files: Finish a save only when its data is on permanent storage (fsync). If False, a checkpoint can be lost
+            or damaged when the machine fails, but not when only the job fails.
+        thread_count: Number of threads that copy while training waits, and that hash in the writer process. If None,
+            the node's cores divided by its ranks, up to four.
         storage_options: Passed to the fsspec filesystem. They reach the writer process through a socket, and are never
             written to disk.
         on_report: Called once with the `SaveReport` of each save, on the save's thread: on the coordinator when the
@@ -125,19 +127,20 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             ``dcp_tensorizer``).
         on_progress: Called with the bytes that this rank has written and the bytes that it writes in all: before the
             first byte, about once a second, and at the end; by one thread at a time. `ProgressLine` shows them on a
-            terminal. An error in it is logged; the save does not fail.
+            terminal. An error of ``on_progress`` is logged, and does not fail the save.
         sha256: Put a SHA-256 of each tensor into the files, beside the CRC-32. It takes 0.6 s of CPU time per GB in the
-            writer process. Both find damage. Neither protects against an attacker who changes the data: they can also
-            change the hash.
+            writer process. Both hashes detect damage. Neither protects against an attacker who changes the data, and
+            can also change the hash.
         reuse_unchanged: Do not rewrite tensors that have not changed since the last saves. Their files get another name
-            by a hard link, or are copied by the object store. Every checkpoint is still complete. It excludes
-            encryption and ``local``.
-        encryption: `tensorizer.EncryptionParams`, the same on every rank: the key with which all tensors and objects
-            are encrypted. Names, shapes and dtypes stay readable. The key reaches the writer process through a socket,
-            and is never written to disk.
-        limits: How long a save may wait, how much memory it may take, and how many may fail: see `SaveLimits`.
-        local: A folder on a disk of each node, which mirrors the path. Saves are first made durable there. They are
-            sent to the path while no save needs the writer process. Then ``on_report`` is called once more.
+            by a hard link, or are copied by the object store. Every checkpoint is still complete. It cannot be combined
+            with encryption or ``local``.
+        encryption: `tensorizer.EncryptionParams`, the same on every rank, with the key that encrypts all tensors and
+            objects. Names, shapes and dtypes stay readable. The key reaches the writer process through a socket, and is
+            never written to disk.
+        limits: Limits on waiting, memory and failures: see `SaveLimits`.
+        local: A folder on a disk of each node, which mirrors the path. Saves are first made durable in the folder, and
+            sent to the path while no save needs the writer process. When the path has a save, ``on_report`` is called
+            again.
         max_unflushed: Training waits when this many checkpoints are only in the local folder; 3 by default.
 
     Raises:
@@ -145,8 +148,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         ValueError: an argument has a value that is not allowed; ``local`` has no path; or two options cannot be
             combined: ``encryption`` and ``sha256``, ``reuse_unchanged`` or ``staging="shared"``; ``local`` and
             ``reuse_unchanged``; ``staging="device"`` and torch's expandable segments.
-        WriteError: there is a key, but no libsodium; the path is read-only (http), or relative, and there is no working
-            directory; or its URL is of an unknown protocol, or needs a library that is missing.
+        WriteError: ``encryption`` needs libsodium, which is missing; the path is read-only (http), or relative without
+            a working directory; or its URL has an unknown protocol, or needs a library that is missing.
     """
 
     def __init__(
@@ -190,7 +193,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._begin(options, SaveCallbacks(on_report, on_progress))
 
     def __repr__(self) -> str:
-        """The path and the options, without secrets."""
+        """Returns the path and the options, without secrets."""
         return shown(self, self._path, self._options.storage_options, self._options.arguments())
 
     # --- lifetime -----------------------------------------------------------------------------------------------
@@ -198,9 +201,10 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
         """Starts the writer process, and allocates the staging buffer for state dicts of this size.
 
-        It returns at once: memory is allocated in the background, and the first save waits for it if necessary.
-        ``Stateful`` values are asked for their state, as in a save. Call it after the first optimizer step. Before
-        that, ``get_optimizer_state_dict`` makes the optimizer's state by a step of its own, which Adam counts.
+        Returns at once: memory is allocated in the background, and the first save waits for the allocation if
+        necessary. ``Stateful`` values are replaced by their ``state_dict()``, as in a save. Call `prewarm` after the
+        first optimizer step: before that step, ``get_optimizer_state_dict`` makes the optimizer's state by running an
+        extra step, which Adam counts.
 
         Raises:
             StagingError: memory is short, or a value cannot be saved; names the key.
@@ -210,15 +214,15 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     def close(self, timeout: float | None = None) -> None:
         """Waits for this writer's saves, and with ``local`` until the path also has them. Idempotent.
 
-        It ends the writer process and frees the memory, unless another writer that has staged something is open. Call
-        it before ``destroy_process_group()``, which would make a running save fail. A signal handler may call it at any
-        time. If it has interrupted the copying of a state, the save of that state is abandoned at once.
+        Ends the writer process and frees the memory, unless another writer that has staged a state is open. Call
+        `close` before ``destroy_process_group()``, which would make a running save fail. A signal handler may call
+        `close` at any time. If the handler has interrupted the copy of a state, that state's save is abandoned at once.
 
         Args:
-            timeout: Timeout in seconds for all of this; 0: do not wait. After that the save in progress is
-                abandoned, its writer process is killed, and the previous checkpoint stays. None: as long as the save
-                takes. Checkpoints that are only in the local folder then stay there for the next job, and the log says
-                so.
+            timeout: Timeout in seconds for the whole call; 0: do not wait. On timeout the save in progress is
+                abandoned, its writer process is killed, and the previous checkpoint stays. Checkpoints that are only in
+                the local folder then stay there for the next job, and are logged. If None, waits as long as the save
+                takes.
 
         Raises:
             TypeError, ValueError: the timeout is not a number of seconds.
@@ -232,10 +236,12 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             self._saver.free(deadline)
 
     def wait_remote(self, timeout: float | None = None) -> bool:
-        """Waits until the path has everything from the local folder, also from jobs that died; returns whether it has.
+        """Waits until the path has everything from the local folder, including saves of dead jobs.
+
+        Returns False on timeout.
 
         Args:
-            timeout: Timeout in seconds. None: as long as the flush makes progress.
+            timeout: Timeout in seconds. If None, waits as long as the flush makes progress.
 
         Raises:
             TypeError, ValueError: the timeout is not a number of seconds.
@@ -247,7 +253,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     @property
     def last_report(self) -> SaveReport | None:
-        """The report of the last save that this rank wrote; None before the first."""
+        """The report of the last save that this rank wrote; None before the first save."""
         return self._saver.reports.last
 
     def __enter__(self) -> TensorizerStorageWriter:
@@ -267,7 +273,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """Copies the state dict into the staging buffer, once the previous saves are over.
 
         Returns:
-            The staged state dict; with ``overlap_staging`` a future that is done when the state may be changed.
+            The staged state dict; with ``overlap_staging``, a future that is done when the state may be changed.
         """
         staged = self._saver.stage(state_dict, SaveDescription(), path_of_save() or self._path)
         return StagingFuture(staged) if self._options.overlap_staging else staged
@@ -278,7 +284,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         return self._saver.stager.way.holds_training or self._saver.refusal is not None
 
     def synchronize_staging(self) -> None:
-        """Waits until training may change everything that was staged.
+        """Waits until training may change the staged state.
 
         Raises:
             WriteError: on the coordinator, when ``max_consecutive_failures`` saves in a row were not committed.
@@ -288,7 +294,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Makes the code inside wait for copies that are still running.
+        """Makes the code inside the context wait for running copies.
 
         With ``overlap_staging``, enter it around ``optimizer.step()``::
 
@@ -296,11 +302,11 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                 optimizer.step()
 
         It is not a real lock: several threads may be inside at once, and leaving does nothing. Other checkpointers use
-        the same name. If the remaining copies all come from a GPU, entering returns at once, and work that is
-        queued inside on the current stream waits for them. Otherwise entering waits until the state may be changed.
+        the same name. If all remaining copies are from a GPU, entering returns at once, and work that is queued inside
+        on the current stream waits for the copies. Otherwise entering waits until the state may be changed.
 
         Raises:
-            StagingError: a CUDA graph is being captured, whose replays would not wait.
+            StagingError: a CUDA graph is being captured; its replays would not wait.
             WriteError: on the coordinator, when ``max_consecutive_failures`` saves in a row were not committed.
         """
         self._saver.raise_refusal()
@@ -310,15 +316,15 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     def hold_optimizer(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Makes each step of an optimizer wait as inside `lock`, for ``overlap_staging`` without a change to the loop.
 
-        It applies only to `optimizer.step()`. Other code that changes the state needs `lock`: a forward pass with
+        Applies only to ``optimizer.step()``. Other code that changes the state needs `lock`: a forward pass with
         BatchNorm, moving averages of the weights, optimizers that step in the backward pass, the scales of FP8. A step
-        that a CUDA graph captures raises `StagingError`: take `lock` around the graph's replays.
+        that a CUDA graph captures raises `StagingError`: enter `lock` around the graph's replays.
 
         Args:
-            optimizer: Its steps wait as long as the writer lives.
+            optimizer: The optimizer. Its steps wait as long as the writer lives.
 
         Returns:
-            A handle, whose ``remove()`` ends it.
+            A handle, whose ``remove()`` removes the hook.
         """
         writer = weakref.ref(self)
 
@@ -333,34 +339,34 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str] | None:
-        """The destination of the calling thread's save; without one, of the next save without a ``checkpoint_id``."""
+        """The path of the calling thread's save. Before a save, the path of the next one without ``checkpoint_id``."""
         return getattr(self._local, "path", None) or self._path
 
     @property
     def save_id(self) -> str:
-        """The id of the last save that began in this process; before the first one, of the first."""
+        """The id of the last save that began in this process; before the first save, the first save's id."""
         return self._saver.save_id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Called by DCP before a save with a ``checkpoint_id``.
+        """Sets the path of the calling thread's save. DCP calls it before a save with a ``checkpoint_id``.
 
-        The path holds for the calling thread's save. If a ``state_dict()`` or a planner's ``set_up_planner`` fails
-        before the save begins, it holds for the next save without an id. It may be relative to the working directory at
-        the time of staging.
+        If a ``state_dict()`` or a planner's ``set_up_planner`` fails before the save begins, the path applies to the
+        next save without an id. The path may be relative to the working directory at the time of staging.
         """
         if checkpoint_id is not None:
             check_path(checkpoint_id)
         self._local.path = checkpoint_id
 
     def storage_meta(self) -> StorageMeta:
-        """Returns the destination of the calling thread's save, and its id.
+        """Returns the path and the id of the calling thread's save.
 
-        It is DCP's first hook in every save, inside the step in which DCP sends errors to all ranks. The save of a
-        staged state begins here. Other saves begin with the next hook, so that a call of this one alone begins nothing.
+        This is DCP's first hook in every save, inside the step in which DCP sends errors to all ranks. It begins the
+        save of a staged state. Other saves begin in `set_up_storage_writer`, so that a call of `storage_meta` alone
+        begins no save.
 
         Raises:
             StagingError: this rank could not stage its state dict.
-            WriteError: there is no path for the staged state, or the writer is closed.
+            WriteError: the staged state has no path, or the writer is closed.
         """
         self._saver.before_save()
         staged_save = self._saver.engine.saves.begin(self._saver.stager)
@@ -368,22 +374,22 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             try:
                 self._local.begun = self.checkpoint_id, self._saver.begin(self.checkpoint_id, staged_save)
             except BaseException:
-                self._local.path = None  # it was for that save
+                self._local.path = None  # the path was for the failed save
                 raise
         if (begun := self._begun()) is not None:
             return StorageMeta(checkpoint_id=begun.path, save_id=begun.id)
         path, context = self.checkpoint_id, self._context_of_trainer
         if path is not None:
-            with suppress(WriteError):  # the save will report it
+            with suppress(WriteError):  # the save reports the error
                 path = redact(str(absolute_path(path, None if context is None else context.directory)))
         return StorageMeta(checkpoint_id=path, save_id=self._saver.next_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Called by DCP with this rank's part in the save. A save without staging begins here.
+        """Sets this rank's role in the save. Begins a save without staging. DCP calls it after `storage_meta`.
 
         Raises:
             StagingError: this rank could not stage its state dict.
-            WriteError: there is no path, or the writer is closed.
+            WriteError: the save has no path, or the writer is closed.
         """
         try:
             save = self._begun()
@@ -403,7 +409,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """Creates the directory. The coordinator locks it, and removes the files of dead saves.
 
         Raises:
-            WriteError: it cannot be created, or holds a checkpoint that must not be overwritten.
+            WriteError: the directory cannot be created, or holds a checkpoint that must not be overwritten.
         """
         age_objects()
         prepared = self._saver.save.prepare(plan)
@@ -412,10 +418,10 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         return plan_with(prepared, wholes_of(plan, prepared.storage_data))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Adds to the plans, on the coordinator, what each rank may leave out of its results.
+        """On the coordinator: adds to each plan the tables that the rank may leave out of its results.
 
         Raises:
-            WriteError: ranks have tensors of other shapes or dtypes under one key, of which one would be kept.
+            WriteError: ranks have tensors of different shapes or dtypes under one key, so all but one would be lost.
         """
         age_objects()
         save = self._saver.save
@@ -427,7 +433,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """Writes this rank's items and makes them durable.
 
         Raises:
-            WriteError: names path, rank and, where known, key; this rank's files are removed.
+            WriteError: the items cannot be written; names path, rank and, where known, key. This rank's files are
+                removed.
         """
         future: Future[list[WriteResult]] = Future()
         with self._saver.around_write():
@@ -435,23 +442,22 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits the save, on the coordinator (without collectives: every rank its own part).
+        """Commits the save on the coordinator. Without collectives, every rank commits its own part.
 
         Raises:
-            WriteError: it is not committed, and the previous checkpoint is untouched.
+            WriteError: the save is not committed, and the previous checkpoint is untouched.
         """
         self._saver.save.finish(metadata, results)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Returns whether it is a local path, or a URL of a known protocol. It is not opened."""
+        """Returns whether ``checkpoint_id`` is a local path, or a URL of a known protocol. Does not open it."""
         return is_location(checkpoint_id)
 
     def _begun(self) -> Save | None:
-        """Returns the calling thread's save of a staged state, if it has begun, and DCP has not called
-        `set_up_storage_writer`.
+        """Returns the calling thread's save of a staged state between `storage_meta` and `set_up_storage_writer`.
 
-        None after a planner failed between the two hooks: then DCP goes on to another path, or the state is dropped.
+        If a planner has failed between the two hooks, DCP uses another path or has dropped the state: returns None.
         """
         path, save = getattr(self._local, "begun", None) or (None, None)
         return None if save is None or save.is_dropped or path != self.checkpoint_id else save
@@ -461,8 +467,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     def _begin(self, options: SaveOptions, callbacks: SaveCallbacks) -> None:
         if options.staging == "device" and (setting := expandable_segments()) is not None:
             raise ValueError(
-                f"staging='device' and expandable segments ({setting}) cannot be combined: such memory is not safe to "
-                f"hand to another process, which may be ended by it. Use staging='buffer', or turn them off"
+                f"staging='device' and expandable segments ({setting}) cannot be combined: another process that opens "
+                f"such memory may crash. Use staging='buffer', or disable expandable segments."
             )
         self._options = options
         self._error_of_trainer: StagingError | None = None
@@ -471,7 +477,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     def _begin_here(self, saver: Saver) -> None:
         self._saver = saver
-        # The path of each thread's save, because saves without staging may run at the same time.
+        # Per thread, because saves without staging may run at the same time.
         self._local = threading.local()
         in_child(self, TensorizerStorageWriter._renew)
 
@@ -479,12 +485,12 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         return Saver(self._options, callbacks, closed=closed)
 
     def _renew(self) -> None:
-        """Begins anew in a forked child: the writer process, the buffers and the saves belong to its parent."""
+        """Makes a new saver in a forked child: writer process, buffers and saves belong to the parent."""
         self._saver = self._new_saver(self._saver.callbacks, closed=self._saver.closed)
         self._local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy in another process."""
+        """Returns the state for a copy in another process."""
         staged_save = self._saver.engine.saves.begin(self._saver.stager)
         state = {name: value for name, value in self.__dict__.items() if name not in _PER_PROCESS}
         state["_closed"] = self._saver.closed
@@ -493,14 +499,14 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Makes a copy, which writes in its own process. If it stages, it is a trainer's writer."""
+        """Restores a copy, which writes in the process that unpickles it. It may also stage."""
         closed = state.pop("_closed")
         self.__dict__.update(state)
         self._begin_here(self._new_saver(SaveCallbacks(), closed=closed))
 
 
 class DescribedStager(AsyncStager):
-    """Stages for one save, which ``save`` describes, as its writer does. Closing it ends nothing."""
+    """A stager for one save, which ``save`` describes. It stages with its writer; `close` does nothing."""
 
     def __init__(self, writer: TensorizerStorageWriter, save: SaveDescription = SaveDescription()) -> None:  # noqa: B008 - a tuple
         self._writer, self._save = writer, save

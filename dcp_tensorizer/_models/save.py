@@ -547,7 +547,7 @@ class ModelSaver(Saver):
 
 
 class _RankJob:
-    """A rank's work in writing a model: first the blocks of its own, then, in rounds, those shared with other ranks.
+    """A rank's work in writing a model: first its own blocks, then, in rounds, those shared with other ranks.
 
     A rank that fails still takes part in the next collective, to report the failure, so that no rank hangs.
     """

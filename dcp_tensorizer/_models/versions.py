@@ -114,7 +114,7 @@ class VersionsOfWriter:
             self.wait(deadline)
         with self._changed:
             if (left := self._waiting) is not None:
-                logger.error("%s: not published, because the writer was closed before that", left.storage.path)
+                logger.error("%s: not published, because the writer was closed", left.storage.path)
             self._waiting, self._published, self._is_closed = None, None, True
         self._client.end_process(deadline)
         with suppress(WriteError):

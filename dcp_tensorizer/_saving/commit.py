@@ -233,7 +233,7 @@ def _named_files(storage: Storage, name: str) -> set[str]:
     return set() if file is None else set(file.files)
 
 
-# --- uploads of a model's files, where no lock tells whether a save is in progress -----------------------------------
+# --- uploads of a model's files, for storages without locks that show whether a save is in progress -------------------
 #
 # A save records its files before it begins their uploads, and then the uploads. The next save to the same directory
 # aborts recorded uploads; a save that is still alive then fails. Completed files carry the id of their save. Before
@@ -333,8 +333,8 @@ def remove_files(storage: Storage, names: Sequence[str]) -> None:
 # --- files of a save that has failed on another rank ------------------------------------------------------------------
 #
 # A rank whose own part fails removes its files. The others have written theirs by then, and learn of the failure from
-# DCP's error. If locks are visible, the next save or restore removes their files. Elsewhere only the rank itself knows
-# its files, so each rank removes its own.
+# DCP's error. If locks are visible, the next save or restore removes their files. On other storages only
+# the rank itself knows its files, so each rank removes its own.
 
 _MARK = "_dcp_tensorizer_before_commit"  # attribute of an error that goes to the other ranks
 

@@ -207,7 +207,7 @@ class WriterClient:
             raise
         except WriterProcessDied as error:
             if is_closed():
-                raise WriterProcessDied("the writer was closed before that") from error
+                raise WriterProcessDied("the writer was closed before the model was published") from error
             logger.warning("%s; publishing once more with a fresh process", str(error))
             done = self.ensure_process(context).ask(request, None, timeout, context)
         return done

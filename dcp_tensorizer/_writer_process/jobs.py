@@ -1,4 +1,4 @@
-"""The files that one rank writes in one save: all of them or none. It runs in the writer process or in the trainer."""
+"""The job that writes one rank's files of one save, all or none, in the writer process or in the trainer."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ..errors import CheckpointError, WriteError, describe
 from .options import SaveOptions
 from .protocol import FileRequest, FileResult, TensorSource, WriteDone
 
-_UNFINISHED = 4  # files that may be open at once; each holds a descriptor until the disk has it
+_UNFINISHED = 4  # files that may be open at once; each holds a descriptor until it is on the disk
 
 
 class FileJob:
-    """Writes the files of one request.
+    """A job that writes the files of one request.
 
-    ``contents`` gives the bytes that a source describes. ``memory`` is that of the parts; it is cleared at the end, but
-    for what it keeps. ``is_abandoned``: the files are no longer needed.
+    ``contents`` returns the bytes that a source describes. ``memory`` is the memory of the parts; at the end it is
+    cleared, except for what it caches. ``is_abandoned``: the files are no longer needed.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class FileJob:
         self._contents = contents
         self._options = options
         self._clock = clock
-        # If no file has been adopted for this many seconds, no other is tried: the rest are written.
+        # If no file has been adopted for this many seconds, the job writes all other files.
         self._patience = patience_of(options.limits.timeout)
         self._adopts_until = clock() + self._patience
         self._adopted_bytes = 0
@@ -64,19 +64,19 @@ class FileJob:
 
     @property
     def bytes_written(self) -> int:
-        """Grows as long as there is progress; may be read from another thread."""
+        """A number that grows while the job makes progress. May be read from another thread."""
         return self._adopted_bytes + self._refusals + sum(sink.bytes_written for sink in self._sinks)
 
     def run(self) -> WriteDone:
-        """Writes everything; raises `WriteError`, which names file and cause, after it has removed what was written."""
+        """Writes all files. On failure, removes them and raises `WriteError`, naming file and cause."""
         started = time.perf_counter()
         name = ""
         try:
-            with self._completing:  # as a completion: a file copied during a removal would stay
+            with self._completing:  # like a completion: a file copied during `remove` would stay
                 adopted = in_threads(self._adopt, self._files)
             results = {result.name: result for result in adopted if result is not None}
             written = [file for file in self._files if file.name not in results]
-            # The end of a file waits for the disk, or the server. The next one is begun meanwhile.
+            # Completing a file waits for the disk or the server. The next file is encoded in parallel.
             with Workers(1, thread_name_prefix="complete") as pool:
                 completions: list[Future[Span]] = []
                 encoded: list[Span] = []
@@ -84,7 +84,7 @@ class FileJob:
                     if len(completions) >= _UNFINISHED:
                         wait([completions[-_UNFINISHED]])
                     if any(completion.done() and completion.exception() for completion in completions):
-                        break  # the files after it are not wanted either
+                        break  # the job has failed: no other file is needed
                     name = file.name
                     began = time.perf_counter()
                     results[name], parts = self._write(file)
@@ -112,26 +112,26 @@ class FileJob:
             message = f"cannot write {self._storage.path}/{name}: {describe(error)}"
             raise WriteError(self._storage.scrub(message)) from self._storage.cause(error)
         finally:
-            self._memory.clear()  # the job may live on for a while, in its error or in what reports on it
+            self._memory.clear()  # its error or a progress report may keep the job alive for a while
 
     def remove(self) -> None:
-        """Removes this job's files, if any."""
+        """Removes this job's files."""
         for file in self._files:
             with suppress(Exception):
                 self._storage.discard(file.name)
 
     def _adopt(self, file: FileRequest) -> FileResult | None:
-        """Adopts a file from a location of the same bytes, if there is one and it can be done in time.
+        """Adopts an earlier file of the same bytes. Returns None if that is impossible or takes too long.
 
-        A server may take longer for its own copy than the job may take without progress: trying each would take
+        A server may take longer for a copy than the job may take without progress, and trying each location would take
         several times as long.
         """
         for earlier in file.earlier:
             if self.is_abandoned or self._clock() > self._adopts_until:
                 break
             if _protocol(earlier.location) != _protocol(self._storage.location):
-                continue  # opening it may take a second
-            with suppress(CheckpointError):  # then it is written
+                continue  # opening another storage may take a second
+            with suppress(CheckpointError):  # a file that cannot be adopted is written
                 source = self._open_folder(earlier.location)
                 identity = self._storage.adopt(
                     source, earlier.name, earlier.identity, file.name, sync=self._options.sync_files
@@ -140,20 +140,20 @@ class FileJob:
                     self._adopted_bytes += file.nbytes
                     self._adopts_until = self._clock() + self._patience
                     return FileResult(file.name, file.nbytes, (), identity, adopted=True)
-            self._refusals += 1  # a refusal is progress, too
+            self._refusals += 1  # a refusal is also progress
         return None
 
     def abandon(self) -> None:
-        """Removes the files while another thread may still be writing them; none of them is completed any more.
+        """Removes the files while another thread may still be writing them, and prevents later completions.
 
-        Waits for a file that is being completed: if it were removed before its completion arrived, it would stay.
+        Waits for a file that is being completed: if the removal came before the completion, the file would stay.
         """
         self.is_abandoned = True
         with self._completing:
             self.remove()
 
     def _write(self, file: FileRequest) -> tuple[FileResult, FileParts]:
-        """Encodes a file, whose last parts may still be on their way."""
+        """Encodes a file. On return, its last parts may still be in transfer."""
         options = self._options
         layout = lay_out(file.tensors, options.cipher, sha256=options.sha256)
         sink = self._storage.create(file.name, layout.nbytes, sync=options.sync_files)
@@ -189,9 +189,9 @@ def _protocol(location: str) -> str:
 
 # --- digests of tensors -----------------------------------------------------------------------------------------------
 #
-# They take a tenth of the time of a write, and run in the writer process.
+# Digests take a tenth of the time of a write, and run in the writer process.
 
-_PIECE = 16 << 20  # after each, there has been progress
+_PIECE = 16 << 20  # bytes between two reports of progress
 
 
 def take_digests(
@@ -200,9 +200,9 @@ def take_digests(
     thread_count: int,
     done: list[int] | None = None,
 ) -> tuple[bytes, ...]:
-    """Takes the XXH3-128 of tensors, which has enough bits for equality to rest on it.
+    """Computes the XXH3-128 of tensors. 128 bits are enough to treat tensors with equal digests as equal.
 
-    ``done`` gets the bytes of each tensor that have been read, for a thread that reports progress.
+    ``done`` receives the number of bytes read of each tensor, for a thread that reports progress.
     """
     counts = [] if done is None else done
     counts[:] = [0] * len(tensors)

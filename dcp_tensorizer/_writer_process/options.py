@@ -1,4 +1,4 @@
-"""The options of saves, checked when they are made. Each request to the writer process carries them: no torch here."""
+"""The options of saves, checked when they are made. Requests to the writer process carry them, so without torch."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 Staging = Literal["buffer", "shared", "device"]
 
 MAX_UNFLUSHED = 3
-"""Checkpoints that may be only in a local folder before training waits for the remote."""
+"""Number of checkpoints only in the local folder at which training waits for the remote."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveLimits:
-    """Limits of a save: how long it may wait, how much memory it may take, and how many may fail.
+    """Limits of saves: waiting time, memory, failures in a row, and reuses of a file.
 
     Attributes:
-        timeout: Seconds after which a wait for the storage is given up, 600 by default: for a write that makes no
+        timeout: Seconds after which a wait for the storage times out, 600 by default: for a write that makes no
             progress, a disk or a mount that does not answer an asynchronous save, or another save's clean-up of the
-            same directory. Requests to S3 and SFTP servers that stay silent for a tenth of that are tried again.
+            same directory. Requests to S3 and SFTP servers that stay silent for a tenth of the timeout are retried.
         buffer_bytes: Memory in the writer process for the parts of files that are being made or sent; 256 MiB by
-            default. With less, fewer parts are on their way at once.
+            default. With less memory, fewer parts are sent at once.
         max_consecutive_failures: After this many failed saves in a row of one process group, to paths that differ in
-            numbers alone, the next one fails on all ranks, and ``async_save`` raises on the coordinator (with
-            ``overlap_staging``, the next ``lock``). So a job that ignores its futures does not train on without
-            checkpoints. None: never.
-        max_reuses: With ``reuse_unchanged``: how many saves in a row may share a file. The next one writes its tensors
-            anew, so that a file that is damaged does not spoil every later checkpoint.
+            numbers alone, the next save fails on all ranks, and ``async_save`` raises on the coordinator (with
+            ``overlap_staging``, the next ``lock``). So a job that ignores its futures does not continue to train
+            without checkpoints. If None, there is no limit.
+        max_reuses: With ``reuse_unchanged``: number of saves in a row that may share a file. The next save writes the
+            file's tensors again, so that a damaged file does not spoil every later checkpoint.
 
     Raises:
-        TypeError: one of them is not a number.
-        ValueError: one of them is not positive, or the timeout is not finite.
+        TypeError: a limit is not a number.
+        ValueError: a limit is not positive, or the timeout is not finite.
     """
 
     timeout: float = TIMEOUT
@@ -66,7 +66,8 @@ class SaveLimits:
 class SaveOptions:
     """The options of a writer under the names of its arguments: see `TensorizerStorageWriter`.
 
-    ``cipher`` is made of the key, and ``target`` of the path and the local folder. Raises `TypeError` or `ValueError`.
+    ``cipher`` is made from the key, and ``target`` from the path and the local folder. Raises `TypeError` or
+    `ValueError`.
     """
 
     cache_staged_state_dict: bool = True
@@ -93,28 +94,28 @@ class SaveOptions:
         if self.cipher is not None and self.sha256:
             raise ValueError(
                 "sha256 and encryption cannot be combined: encrypted tensors are authenticated, and a hash of their "
-                "contents would reveal what is in them"
+                "contents would reveal information about them. Omit sha256."
             )
         if self.cipher is not None and self.reuse_unchanged:
             raise ValueError(
-                "reuse_unchanged and encryption cannot be combined: whether two encrypted tensors are equal cannot be "
-                "seen, and must not be"
+                "reuse_unchanged and encryption cannot be combined: encryption must hide whether two tensors are "
+                "equal. Omit reuse_unchanged."
             )
         if self.cipher is not None and self.staging == "shared":
             raise ValueError(
                 "staging='shared' and encryption cannot be combined: a tensor may be read twice, and if it changed in "
-                "between, one key and nonce would encrypt two texts"
+                "between, one key and nonce would encrypt two texts. Use staging='buffer'."
             )
         if self.target is not None and self.reuse_unchanged:
             raise ValueError(
-                "reuse_unchanged and local cannot be combined: local copies go when they have been flushed, and a "
-                "flush sends whole files"
+                "reuse_unchanged and local cannot be combined: local copies are deleted after their flush, and a "
+                "flush sends whole files. Omit reuse_unchanged."
             )
         object.__setattr__(self, "thread_count", self.thread_count or min(4, cores()))
         object.__setattr__(self, "storage_options", dict(self.storage_options or {}))
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the writer's arguments without secrets: of ``encryption`` only whether there is one."""
+        """Returns the writer's arguments without secrets: ``encryption`` is replaced by whether it is set."""
         hidden = {"storage_options", "target", "max_unflushed"}
         values = {option.name: getattr(self, option.name) for option in fields(self) if option.name not in hidden}
         values["cipher"] = self.cipher is not None

@@ -1,8 +1,8 @@
 """The messages between a trainer and its writer process.
 
-Only offsets into shared memory cross, never tensors: a request stays small, and one descriptor serves any number of
-tensors. Records that exist once for each tensor are tuples. They pickle in a tenth of the time of a dataclass, and the
-trainer's interpreter lock is held meanwhile.
+Messages carry offsets into shared memory, never tensors: a request stays small, and one descriptor serves any number of
+tensors. Records that exist once for each tensor are tuples: they pickle in a tenth of the time of a dataclass, and
+pickling holds the trainer's GIL.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 
 
 class TensorSource(NamedTuple):
-    """A tensor to be written, and where its bytes are, in C order."""
+    """A tensor to write, and the location of its bytes, in C order."""
 
     name: str
-    """Its name in the file."""
+    """The tensor's name in the file."""
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     kind: str = "tensor"
     """See `StoredItem.kind`."""
     memory: int | MappedFile | None = None
-    """The number of a shared buffer, or a file that the trainer maps; None where nothing crosses to a process."""
+    """The number of a shared buffer, or a file that the trainer maps; None if this process writes the tensor."""
     offset: int = 0
-    """First byte in that memory."""
+    """The offset of the first byte in ``memory``."""
 
 
 class EarlierFile(NamedTuple):
-    """The location of a file of the same bytes, of an earlier save."""
+    """The location of an earlier save's file of the same bytes."""
 
     location: str
     """The directory, as `open_storage` takes it."""
@@ -56,11 +56,11 @@ class FileRequest:
 
     name: str
     tensors: tuple[TensorSource, ...]
-    earlier: tuple[EarlierFile, ...] = ()  # of the same bytes: it is written only if none of them can be adopted
-    nbytes: int = 0  # of the file; only known if there are earlier files
+    earlier: tuple[EarlierFile, ...] = ()  # of the same bytes: if one can be adopted, the file is not written
+    nbytes: int = 0  # of the file; 0 without earlier files
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles the tensors as columns, in a fifth of the time."""
+        """Pickles the tensors as columns, which takes a fifth of the time."""
         return _of_columns, (self.name, tuple(zip(*self.tensors, strict=True)), self.earlier, self.nbytes)
 
 
@@ -71,7 +71,7 @@ def _of_columns(
 
 
 class DeviceTensor(NamedTuple):
-    """A tensor on a GPU, and the offset in a shared buffer where its elements go in C order."""
+    """A tensor on a GPU, and the offset in a shared buffer to copy its elements to, in C order."""
 
     storage: int
     dtype: str
@@ -85,17 +85,17 @@ class DeviceTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRequest:
-    """Copy GPU memory of the trainer to a shared buffer."""
+    """A request to copy GPU memory of the trainer to a shared buffer."""
 
-    buffer: int  # its number
-    device: int  # a GPU that one of the tensors is on
-    storages: tuple[tuple[Any, ...], ...]  # what torch needs to open each storage, which can be opened once
+    buffer: int  # the buffer's number
+    device: int  # the GPU of one of the tensors
+    storages: tuple[tuple[Any, ...], ...]  # torch's arguments to open each storage, which can be opened only once
     tensors: tuple[DeviceTensor, ...]
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
 class WriteRequest:
-    """Write ``files`` below ``path`` and make them durable. The answer is a `WriteDone`."""
+    """A request to write ``files`` below ``path`` and make them durable. The answer is a `WriteDone`."""
 
     path: str
     options: SaveOptions
@@ -104,50 +104,50 @@ class WriteRequest:
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
 class SharedWriteRequest:
-    """Write pieces of tensors into files below ``path`` that other processes write, too, and make them durable.
+    """A request to write pieces of tensors into files below ``path`` that several processes write.
 
-    The answer is a `WriteDone` with parts.
+    The process makes the pieces durable. The answer is a `WriteDone` with parts.
     """
 
     path: str
     options: SaveOptions
     files: tuple[SharedFilePart, ...]
-    pieces: Pieces  # which tensor, by its number in ``tensors``, goes where
+    pieces: Pieces  # ``source`` is an index into ``tensors``
     tensors: tuple[TensorSource, ...]
-    dtypes: tuple[str, ...]  # the dtype that each tensor is written as
+    dtypes: tuple[str, ...]  # the dtype in which each tensor is written
 
 
 @dataclass(frozen=True, slots=True)
 class PublishRequest:
-    """Publish a model that has been written, as the next version of a directory.
+    """A request to publish a written model as the next version of a directory.
 
-    The answer is the version, and the claim with which the next one is to be published.
+    The answer is the version, and the lease for publishing the next version.
     """
 
     publication: Publication
-    own: LeaseRecord | None  # the lease of that directory; None before the first version
+    own: LeaseRecord | None  # the lease of the directory; None before the first version
 
 
 @dataclass(frozen=True, slots=True)
 class DigestRequest:
-    """Take the XXH3-128 of each of these tensors. The answer has them in the same order."""
+    """A request for the XXH3-128 of each tensor. The answer has the digests in the same order."""
 
     tensors: tuple[TensorSource, ...]
     thread_count: int
 
 
 Request = WriteRequest | SharedWriteRequest | DigestRequest | SnapshotRequest | PublishRequest | FlushTarget
-"""A `FlushTarget` is to be flushed from now on, between requests."""
+"""A `FlushTarget` is a request to flush it from now on, between other requests."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
 class Call:
-    """A request, and what it needs. The descriptors of new buffers travel with the message."""
+    """A request with its buffers and context. The descriptors of new buffers are sent with the message."""
 
     request: Request | None  # None: only release buffers
-    kept: tuple[int, ...]  # the numbers of shared buffers that the process has; it releases all others
-    new: tuple[tuple[int, int], ...] = ()  # the number and size of each buffer that it gets
-    context: ProcessContext | None = None  # when and where the save was asked for; None for the present one
+    kept: tuple[int, ...]  # the numbers of shared buffers that the process retains; it releases all others
+    new: tuple[tuple[int, int], ...] = ()  # the number and size of each new buffer
+    context: ProcessContext | None = None  # the process context of the save; None: the process's current one
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,33 +156,33 @@ class FileResult:
 
     name: str
     nbytes: int
-    tensors: tuple[StoredItem, ...]  # empty if it was adopted
-    identity: FileIdentity | None = None  # what it will be recognised by; None where files are not adopted
-    adopted: bool = False  # it was not written, because the same bytes were there
+    tensors: tuple[StoredItem, ...]  # empty if the file was adopted
+    identity: FileIdentity | None = None  # for later adoptions; None if files are not adopted
+    adopted: bool = False  # the file was not written, because a file of the same bytes existed
 
 
 @dataclass(frozen=True, slots=True)
 class WriteDone:
-    """The request is fulfilled."""
+    """The answer to a write request that has succeeded."""
 
     files: tuple[FileResult, ...]
     seconds: float
-    """Wall-clock time for all of it."""
+    """Wall-clock time of the request."""
     hash_seconds: float
-    """Until all hashes were known, or everything was copied; it writes meanwhile."""
+    """Time until all hashes were known, or everything was copied. Writes overlap it."""
     write_seconds: float
-    """In write calls and fsync."""
+    """Time in write calls and fsync."""
     spans: tuple[Span, ...] = ()
-    """Of all of it, and of its files."""
+    """The spans of the request and of its files."""
     attempts: int = 1
-    """2 if the writer process died, and a fresh one wrote everything again."""
+    """2 if the writer process died, and a fresh one wrote everything again; otherwise 1."""
     nbytes: int = 0
-    """Of shared files: the bytes written here."""
+    """For shared files: the bytes that this rank has written."""
     parts: Mapping[int, Mapping[int, Mapping[str, str]]] = field(default_factory=dict)
-    """Of shared files: by the number of the file, its `Sink.parts`."""
+    """For shared files: the `Sink.parts` of each file, by the file's number."""
 
     def __add__(self, other: WriteDone) -> WriteDone:
-        """The result of two requests for the same files."""
+        """Returns the result of two requests for the same files."""
         return WriteDone(
             tuple(dict.fromkeys((*self.files, *other.files))),
             self.seconds + other.seconds,

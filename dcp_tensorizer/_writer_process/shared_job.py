@@ -1,4 +1,4 @@
-"""One process's part of files that several processes write: pieces of tensors are written to their offsets."""
+"""One process's part of files that several processes write: the process writes pieces of tensors to their offsets."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from ..errors import WriteError, describe
 from .options import SaveOptions
 from .protocol import FileResult, WriteDone
 
-_PART = 4 << 20  # as in files that one process writes
+_PART = 4 << 20  # the same as for files that one process writes
 _MIN_PARTS = 2
 
 Fill = Callable[[int, int, np.ndarray], None]
-"""Fills memory with bytes of a source, by its number, from an offset on."""
+"""Takes the number of a source, an offset in it, and memory to fill with the source's bytes from that offset."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """Runs of bytes by file and offset, in columns of one length."""
+    """Runs of bytes by file and offset, as columns of equal length."""
 
-    file: Integers
+    file: Integers  # number of the file
     offset: Integers  # in the file
     nbytes: Integers
-    source: Integers  # its number
+    source: Integers  # number of the source
     start: Integers  # offset in the source
 
     def __len__(self) -> int:
@@ -51,13 +51,13 @@ class Pieces:
 
     @classmethod
     def joined(cls, parts: Sequence[Pieces]) -> Pieces:
-        """Joins several lists of pieces."""
+        """Concatenates several tables of pieces."""
         columns = [[part.file, part.offset, part.nbytes, part.source, part.start] for part in parts]
         none = [np.zeros(0, dtype=np.int64)] * 5
         return cls(*(np.concatenate(column) for column in zip(none, *columns, strict=True)))
 
     def cut(self, sizes: Integers) -> Pieces:
-        """Cuts the pieces at offsets that are multiples of ``sizes``, one number for each piece."""
+        """Cuts each piece at the offsets that are multiples of its element of ``sizes``."""
         first, last = self.offset // sizes, (self.offset + self.nbytes - 1) // sizes
         counts = np.maximum(0, last - first + 1)
         rows = np.repeat(np.arange(len(self)), counts)
@@ -70,7 +70,7 @@ class Pieces:
 
 
 class SharedFilePart(NamedTuple):
-    """A shared file, and the size of the blocks in which it is written."""
+    """A shared file, and the size of the blocks in which processes write it."""
 
     file: SharedFile
     granule: int
@@ -78,9 +78,10 @@ class SharedFilePart(NamedTuple):
 
 
 class SharedWriteJob:
-    """Writes pieces into shared files, and makes them durable.
+    """A job that writes pieces into shared files, and makes them durable.
 
-    If a file has granules, each granule is here as a whole or not at all. ``fill`` returns the bytes of the sources.
+    If a file has granules, the pieces cover each granule as a whole or not at all. ``fill`` reads the bytes of the
+    sources.
     """
 
     def __init__(
@@ -101,11 +102,11 @@ class SharedWriteJob:
 
     @property
     def bytes_written(self) -> int:
-        """Grows while there is progress; may be read from another thread."""
+        """A number that grows while the job makes progress. May be read from another thread."""
         return sum(sink.bytes_written for sink in list(self._sinks.values()))
 
     def run(self) -> WriteDone:
-        """Writes everything. Raises `WriteError`, naming file and cause. The files stay; their creator drops them."""
+        """Writes all pieces. On failure, raises `WriteError`, naming file and cause. The files stay."""
         started = time.perf_counter()
         try:
             sizes = np.array([part.granule if part.granule > 1 else _PART for part in self._files], dtype=np.int64)
@@ -151,10 +152,10 @@ class SharedWriteJob:
             raise WriteError(self._storage.scrub(message)) from self._storage.cause(error)
         finally:
             for sink in self._sinks.values():
-                sink.abort()  # of an incomplete part, it closes the file
+                sink.abort()  # closes the file of an incomplete part
 
     def _threads(self, sizes: Integers, pieces: Pieces) -> int:
-        """Returns how many threads copy and write: as many as make the storage fast, if there is memory for them."""
+        """Returns the number of threads that copy and write: the storage's concurrency, limited by the memory."""
         if not len(pieces):
             return 1
         wanted = max(self._sink(int(number)).concurrency for number in np.unique(pieces.file)[:1])
@@ -169,13 +170,14 @@ class SharedWriteJob:
                     self._sinks[number] = self._storage.open_shared(file, sync=self._options.sync_files)
                 except FileNotFoundError as error:
                     raise WriteError(
-                        f"{self._storage.path}/{file.token}, which the coordinator has made, is not there: the ranks "
-                        f"do not share this path (a disk of each machine's own), or it was removed meanwhile"
+                        f"{self._storage.path}/{file.token}, which the coordinator has created, does not exist: the "
+                        f"ranks do not share this path (a local disk of each machine), or the file was removed during "
+                        f"the save. Pass a path that all ranks share."
                     ) from error
             return self._sinks[number]
 
     def _write(self, pieces: Pieces, block: range, size: int, memory: memoryview) -> None:
-        """Copies the pieces of one block of a file side by side, and writes the resulting runs."""
+        """Copies the pieces of one block of a file into memory, and writes each contiguous run with one call."""
         number = int(pieces.file[block.start])
         base = int(pieces.offset[block.start]) // size * size
         sink = self._sink(number)
@@ -195,7 +197,7 @@ class SharedWriteJob:
 
 
 def _blocks_of(pieces: Pieces, sizes: Integers) -> Iterator[range]:
-    """Returns the pieces of each block. No piece is in two blocks."""
+    """Yields the rows of each block's pieces. No piece may be in two blocks."""
     if not len(pieces):
         return
     block = pieces.offset // sizes[pieces.file]

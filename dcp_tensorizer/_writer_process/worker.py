@@ -1,9 +1,9 @@
 """The writer process: takes requests from its trainer and writes the files.
 
-It is started by `interpreter`, with the trainer's modules behind the standard library.
+`interpreter` starts the process, with the trainer's modules behind the standard library.
 
-It shares no interpreter with the trainer, so hashing and writing never hold the trainer's interpreter lock. It runs at
-low priority, ignores the terminal's signals (the trainer decides when to stop), and ends with its trainer.
+The process shares no interpreter with the trainer, so hashing and writing never hold the trainer's GIL. It runs at low
+priority, ignores the terminal's signals (the trainer decides when to stop), and ends with its trainer.
 """
 
 from __future__ import annotations
@@ -46,27 +46,27 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# Where all cores are busy, a save takes the same CPU time from training whatever its priority is; the priority decides
-# how long the save takes. Two and four ranks on two cores, each with a training loop: with a niceness of 7, data was
-# durable after 1.0 and 1.4 s, at 76% and 65% of the loop's speed. With 10 it was after 1.6 and 2.0 s, at 79% and 76%,
-# so training lost more. Where cores are idle, a save needs nothing of a busy one: beside a training loop on one of two
-# cores, a niceness of 10 cost the loop 7% of its speed, and 19 cost 1-5%, at the same throughput.
-NICENESS_BUSY = 7  # also lowers the I/O priority, which follows it unless set apart
+# If all cores are busy, a save takes the same CPU time from training at any priority, and the priority decides how long
+# the save takes. Two and four ranks on two cores, each with a training loop: with a niceness of 7, data was durable
+# after 1.0 and 1.4 s, at 76% and 65% of the loop's speed; with 10, after 1.6 and 2.0 s, at 79% and 76%, so training
+# lost more. If cores are idle, a save needs no busy core: beside a training loop on one of two cores, a niceness of 10
+# cost the loop 7% of its speed, and 19 cost 1-5%, at the same throughput.
+NICENESS_BUSY = 7  # also lowers the I/O priority, which follows the niceness unless set separately
 _NICENESS_SPARE = 19
-MIN_SPARE_CORES = 0.75  # idle, or used by this process: four threads get less than that where all cores are busy
+MIN_SPARE_CORES = 0.75  # idle, or used by this process: if all cores are busy, four threads get less
 _SAMPLE_SECONDS = 0.1
 _MIN_SAMPLES = 3  # in a row: with two trainers on two cores, one sample in some hundreds sees an idle core
 _PROGRESS_SECONDS = 1.0
-# The memory for parts that is kept between saves: all that two threads and a local disk need. Saves get 3-15% faster.
+# Memory for parts that is cached between saves, enough for two threads and a local disk. Saves get 3-15% faster.
 _KEPT_BYTES = 64 << 20
-_ABANDON_SECONDS = 20.0  # to remove the files; the staged state stays in memory meanwhile
+_ABANDON_SECONDS = 20.0  # to remove the files; the staged state stays in memory until then
 
 
 class SpareCores:
-    """The number of cores that were idle, or busy with this process, on average between two samples.
+    """The average number of cores between two samples that were idle, or busy with this process.
 
-    ``machine`` gives the first line of ``/proc/stat``: ticks in several states, added up over cores. ``own`` gives the
-    seconds of CPU time that this process has had.
+    ``machine`` returns the first line of ``/proc/stat``: ticks by state, summed over cores. ``own`` returns the CPU
+    time of this process in seconds.
     """
 
     def __init__(self, machine: Callable[[], str], own: Callable[[], float]) -> None:
@@ -75,7 +75,7 @@ class SpareCores:
         self._before = self._sample()
 
     def since_last(self) -> float:
-        """Returns the average since the last call, or since this was made; 0 if no time has passed."""
+        """Returns the average since the last call, or since construction. If no time has passed, returns 0."""
         before, self._before = self._before, self._sample()
         total, idle, own = (now - earlier for now, earlier in zip(self._before, before, strict=True))
         seconds = total / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
@@ -96,7 +96,7 @@ def _thread_ids() -> set[int]:
 
 
 class Worker:
-    """Answers the requests of a trainer."""
+    """The server of one trainer's requests."""
 
     def __init__(self, channel: Channel, snapshots: Snapshots | None) -> None:
         self._channel = channel
@@ -117,7 +117,7 @@ class Worker:
         self._channel.serve(self._answer)
 
     def abandon(self) -> None:
-        """Removes the files of an unfinished request, which no trainer can commit any more."""
+        """Removes the files of an unfinished request after the trainer's death: no process can commit them."""
         job = self._job
         if job is not None:
             job.abandon()
@@ -141,7 +141,7 @@ class Worker:
                 self._snapshots.take(request, self._buffers[request.buffer])
             case FlushTarget() as target:
                 if self._flushes is None:
-                    from .._tiers.flush import FlushThread  # its imports would make every start a fifth longer
+                    from .._tiers.flush import FlushThread  # at the top, its imports would make every start 20% longer
 
                     self._flushes = FlushThread(lambda: self._progress is not None)
                 self._flushes.add(target)
@@ -167,7 +167,7 @@ class Worker:
         )
 
     def _publish(self, request: PublishRequest) -> tuple[Any, ...]:
-        with suppress(OSError):  # of this thread and those that it starts; their I/O follows. No save waits for them
+        with suppress(OSError):  # for this thread and those that it starts, and their I/O: no save waits for them
             os.setpriority(os.PRIO_PROCESS, 0, _NICENESS_SPARE)
         done = [0]
 
@@ -177,7 +177,7 @@ class Worker:
         return self._run(lambda: request.publication.publish(request.own, progress), lambda: done[0])
 
     def write(self, request: WriteRequest) -> WriteDone:
-        """Writes the files of a request; raises `WriteError`."""
+        """Writes the files of a request. Raises `WriteError` if that fails."""
         options = request.options
         storage = open_storage(request.path, options.storage_options, options.limits.timeout)
         self._connection = storage.connection
@@ -187,7 +187,7 @@ class Worker:
             done = self._run(job.run, lambda: job.bytes_written)
         finally:
             self._job = None
-        self._part_memory = memory  # not that of a job that failed: some of it may never have come back
+        self._part_memory = memory  # only after success: a failed job may not have returned all of it
         return done
 
     def _write_shared(self, request: SharedWriteRequest) -> WriteDone:
@@ -196,7 +196,7 @@ class Worker:
         self._connection = storage.connection
         fill: Fill = functools.partial(self._fill, request.tensors)
         if any(source.dtype != dtype for source, dtype in zip(request.tensors, request.dtypes, strict=True)):
-            from .casts import filling  # torch, which takes two seconds and 200 MB, where nothing else can cast
+            from .casts import filling  # imports torch (2 s and 200 MB), so only if a tensor is cast
 
             fill = filling(request.tensors, request.dtypes, self._bytes)
         job = SharedWriteJob(storage, request.files, request.pieces, fill, options)
@@ -206,9 +206,9 @@ class Worker:
         memory[:] = np.frombuffer(self._bytes(sources[number])[start : start + memory.nbytes], dtype=np.uint8)
 
     def _run(self, work: Callable[[], _T], progress: Callable[[], int]) -> _T:
-        """Does the work of a request. What ``progress`` returns grows as long as there is any."""
+        """Runs the work of a request. The result of ``progress`` grows while the work makes progress."""
         self._progress = progress
-        with suppress(OSError, RuntimeError):  # without /proc, or another thread, the priority stays
+        with suppress(OSError, RuntimeError):  # without /proc, or if no thread can start, the priority stays
             arguments = progress, _thread_ids(), SpareCores(_first_line_of_stat, time.process_time)
             threading.Thread(target=self._use_spare_cores, args=arguments, name="priority", daemon=True).start()
         try:
@@ -220,7 +220,7 @@ class Worker:
     def _bytes(self, source: TensorSource) -> memoryview:
         match source.memory:
             case MappedFile() as file:
-                with self._mapping:  # when the first tensor in it is written, for as long as the request takes
+                with self._mapping:  # mapped at the first tensor in the file, until the request ends
                     if file not in self._shared:
                         self._shared[file] = map_shared(file)
                     memory = self._shared[file]
@@ -235,9 +235,9 @@ class Worker:
             self._channel.send(message)
 
     def _use_spare_cores(self, progress: Callable[[], int], others: set[int], spare: SpareCores) -> None:
-        """Lowers the priority of a request's threads further, as soon as there are idle cores for them.
+        """Lowers the priority of a request's threads further, as soon as idle cores can run them.
 
-        Only its own threads, which end with it: without privileges a priority cannot be raised again.
+        Only threads that end with the request: without privileges a priority cannot be raised again.
         """
         samples = 0
         while self._progress is progress:
@@ -245,7 +245,7 @@ class Worker:
             samples = samples + 1 if spare.since_last() >= MIN_SPARE_CORES else 0
             if samples == _MIN_SAMPLES:
                 for thread in _thread_ids() - others:
-                    with suppress(OSError):  # it has ended
+                    with suppress(OSError):  # the thread has ended
                         os.setpriority(os.PRIO_PROCESS, thread, _NICENESS_SPARE)
                 return
 
@@ -265,11 +265,11 @@ def _exit(abandon: Callable[[], None]) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Arguments: those of `begin`, and 1 to use GPUs."""
+    """Runs the writer process. ``arguments`` are those of `begin`, then 1 to use GPUs, or 0."""
     channel, trainer, (devices,) = begin(arguments, NICENESS_BUSY)
     snapshots = None
     if int(devices):
-        import torch  # which takes two seconds and 200 MB: the process does without it where it can
+        import torch  # takes 2 s and 200 MB, so only with GPUs
 
         from .gpu_ipc import Snapshots
 

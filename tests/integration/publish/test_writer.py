@@ -184,7 +184,7 @@ def test_a_closed_writer_leaves_one_model(
     writer.close(0)
     assert len(list(model.glob("*.safetensors"))) == 4
     assert not [path for path in model.iterdir() if path.suffix not in (".safetensors", ".json")]
-    assert f"{model}: not published, because the writer was closed before that" in caplog.text
+    assert f"{model}: not published, because the writer was closed" in caplog.text
 
 
 def test_a_job_that_stops_waits_for_a_publication_only_so_long(
@@ -197,7 +197,7 @@ def test_a_job_that_stops_waits_for_a_publication_only_so_long(
     def held(self: WriterClient, request: PublishRequest, *arguments: Any) -> Any:
         publishing.append(self)
         assert closes.wait(WAIT)
-        raise WriteError("the writer was closed before that")
+        raise WriteError("the writer was closed before the model was published")
 
     def ended(self: WriterClient, deadline: Deadline) -> None:
         if self in publishing:
@@ -214,7 +214,10 @@ def test_a_job_that_stops_waits_for_a_publication_only_so_long(
     manager.save(1, {"model": state(1)})
     assert manager.stopping
     manager.close()
-    assert f"the model is saved to {model}, and cannot be published: the writer was closed before that" in caplog.text
+    words = (
+        f"the model is saved to {model}, and cannot be published: the writer was closed before the model was published"
+    )
+    assert words in caplog.text
     assert (model / "model.safetensors").exists()
 
 
@@ -231,7 +234,7 @@ def test_a_closed_writer_publishes_no_more(tmp_path: Path, caplog: pytest.LogCap
     assert [worker for worker in workers() if worker not in before] == []
     assert (tmp_path / "b" / "model.safetensors").exists()
     assert [info.version for info in list_versions(tmp_path / "published")] == [1]
-    assert "cannot be published: the writer was closed before that" in caplog.text
+    assert "cannot be published: the writer was closed before the model was published" in caplog.text
 
 
 def test_a_file_that_readers_prefer_to_an_index_is_not_replaced(tmp_path: Path) -> None:
