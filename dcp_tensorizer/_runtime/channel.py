@@ -189,7 +189,7 @@ class Channel:
                 raise TimeoutError
 
     def receive(self, wait: Callable[[], object] = lambda: None) -> tuple[Any, list[int]]:
-        """Receives a message. Calls ``wait`` before each read: the other end may stop in the middle of it."""
+        """Receives a message. Calls ``wait`` before each read: the other end may stop within a message."""
         self.fileno()
         try:
             wait()

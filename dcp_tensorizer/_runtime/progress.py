@@ -44,7 +44,7 @@ class TransferProgress:
 
 @contextmanager
 def each_second(do: Callable[[], object]) -> Iterator[None]:
-    """Calls a function about once a second while a block runs, in a new thread. Without threads, does not call it."""
+    """Calls a function about once a second while a block runs, in a new thread if one can be started."""
     is_over = threading.Event()
 
     def run() -> None:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 
 def is_distributed() -> bool:
-    """Returns whether the default process group is initialized."""
+    """Returns whether the default process group is initialised."""
     return dist.is_available() and dist.is_initialized()
 
 

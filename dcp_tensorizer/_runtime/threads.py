@@ -21,7 +21,7 @@ _CHECK_SECONDS = 0.001
 
 
 class Deadline:
-    """The common end of several waits, ``timeout`` seconds from now. With None there is no end."""
+    """The common end of several waits, ``timeout`` seconds from now, or never if that is None."""
 
     def __init__(self, timeout: float | None) -> None:
         self._end = None if timeout is None else time.monotonic() + timeout
@@ -71,7 +71,7 @@ class Hung(Exception):
 
 
 class Workers(ThreadPoolExecutor):
-    """A thread pool whose `shutdown` always waits for the work, because the caller then frees memory of the work.
+    """A thread pool whose `shutdown` always waits for the work, because the caller then frees memory that it uses.
 
     `shutdown` delays an exception of a signal handler, such as KeyboardInterrupt, until the work is done. After the
     main thread has ended, Python starts no threads, so `submit` runs the work in the calling thread.

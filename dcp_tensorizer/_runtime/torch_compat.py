@@ -336,7 +336,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def layout_of(value: object) -> tuple[Any, ...] | None:
     """Returns a value that identifies which part of a DTensor is on this rank. Equal layouts have equal values.
 
-    Returns None for a DTensor that describes its part, and for other values.
+    Returns None for a DTensor that describes its part, and for values that are not DTensors.
     """
     if type(value) is not DTensor or describes_part(value):
         return None

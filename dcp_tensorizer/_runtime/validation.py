@@ -52,7 +52,7 @@ def check_count(name: str, value: object, *, optional: bool = False) -> None:
 
 
 def check_storage_options(value: object) -> None:
-    """Raises `TypeError` unless the value is a mapping with str keys, or None. The error omits secrets: its values."""
+    """Raises `TypeError` unless the value is a mapping with str keys, or None. The error omits its values."""
     if value is None:
         return
     if not isinstance(value, Mapping):

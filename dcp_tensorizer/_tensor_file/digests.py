@@ -54,7 +54,7 @@ class TensorHashes:
     """The hashes of a tensor in pieces: CRC-32 and SHA-256 of header and data, and the data's digests.
 
     SHA-256 must not directly follow CRC-32: isal's CRC-32 leaves the upper halves of the vector registers in use, which
-    slows SHA-256 down by 1.4 (0.79 s/GB instead of 0.56 on Zen 4). XXH3 clears them, so it runs between the two.
+    slows SHA-256 down by a factor of 1.4 (0.79 s/GB instead of 0.56 on Zen 4). XXH3 clears them, so it runs in between.
     """
 
     def __init__(self, header: bytes, digester: Digester, *, sha256: bool = False) -> None:

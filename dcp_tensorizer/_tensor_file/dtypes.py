@@ -84,7 +84,7 @@ def is_ordinary(value: Any) -> TypeGuard[torch.Tensor]:
         and value.dtype in _ORDINARY
         and not value.is_meta
         and not value.is_nested
-        and not (value.__dict__ and describes_part(value))  # checking for an empty dict takes half the time of the call
+        and not (value.__dict__ and describes_part(value))  # testing the dict takes half the time of the call
     )
 
 
@@ -99,7 +99,7 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view in a dtype that torch copies in any layout, which excludes pairs of 4-bit floats."""
+    """Returns a uint8 view of a dtype that torch does not copy in every layout, otherwise the tensor."""
     return tensor.view(torch.uint8) if tensor.dtype in UNCOPYABLE else tensor
 
 

@@ -321,7 +321,7 @@ class PartMemory:
                 self._keep(buffer)
 
     def clear(self) -> None:
-        """Frees unused parts down to ``kept_bytes``, and later also the parts that are released."""
+        """Frees parts beyond ``kept_bytes``: unused ones now, the others when they are released."""
         self.allow(self._part_bytes, self._kept_bytes // max(1, self._part_bytes))
 
     def take(self) -> np.ndarray | None:

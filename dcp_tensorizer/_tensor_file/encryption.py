@@ -132,7 +132,7 @@ def check_decryption(params: DecryptionParams) -> None:
 
 
 def _decryption_cipher(params: DecryptionParams, derivation: Derivation | None) -> Cipher:
-    """Returns a reader's key for a checkpoint. Deriving it from a passphrase takes the time that the writer chose.
+    """Returns a reader's key. Deriving it from a passphrase takes the time and memory that the writer chose.
 
     Raises `DecryptionError` for a passphrase if the checkpoint was not encrypted with one.
     """

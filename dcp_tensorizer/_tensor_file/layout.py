@@ -221,7 +221,7 @@ _CRC32_AT = len(_NO_CRC32) - 4
 
 
 def _crypt_info(derivation: Derivation | None, nbytes: int, block: int) -> bytes:
-    """Returns the encryption record of a tensor, with zeros for nonce and MACs. Its sections follow their lengths."""
+    """Returns the encryption record of a tensor, with zeros for nonce and MACs. A length precedes each section."""
     macs = -(-nbytes // block)
     sections = [_BLOCKS.pack(_XSALSA20, block, b"", macs) + bytes(MAC_BYTES * macs)]
     if derivation is not None:

@@ -101,7 +101,7 @@ def overlapping_pair(starts: Integers, stops: Integers) -> tuple[int, int] | Non
         active = np.append(active, row)
         if len(active) > _MOST_SIDE_BY_SIDE:
             raise MetadataError(
-                f"the {len(starts):,} chunks of a tensor are neither a grid nor in C order. Save such chunks."
+                f"the {len(starts):,} chunks of a tensor are neither a grid nor in C order. Save a grid of chunks."
             )
     return None
 

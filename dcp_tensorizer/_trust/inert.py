@@ -363,7 +363,7 @@ class Inert:
 
 _Make = Callable[[Named, tuple[Any, ...]], Any]
 _UINT4 = struct.Struct("<I")
-# Numbers of opcodes.
+# The opcodes, as ints.
 _MARK, _TUPLE, _TUPLE1, _TUPLE2, _TUPLE3, _BININT1 = (
     pickle.MARK + pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3 + pickle.BININT1
 )
