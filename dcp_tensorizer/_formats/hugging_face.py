@@ -1,8 +1,8 @@
-"""Models as Hugging Face has them: safetensors files, also under other names, in other shapes, in parts, or quantised.
+"""Models in Hugging Face's layout: safetensors files, with tensors possibly renamed, reshaped, in parts or quantised.
 
-FP8 weights come with another tensor that has a scale for each block of elements. A weight is read as it is stored, and
-multiplied on its way to a target of another dtype. A target of the same FP8 dtype gets the stored elements, and one of
-another FP8 dtype is refused.
+A second tensor has a scale for each block of an FP8 weight. The weight is read as stored, and multiplied when it is
+copied to a target of another dtype. A target of the same FP8 dtype gets the stored elements; a target of another FP8
+dtype is an error.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class ModelCatalog(Catalog):
 
     Args:
         storage: The model's directory.
-        rename: The rules by which the model was saved; they are used the other way round.
+        rename: The rules by which the model was saved, applied in reverse.
         files: The files to read instead, by their headers.
 
     Raises:
-        NotCommitted: there are no such files.
-        MetadataError: the index or a header is damaged, or they contradict each other.
+        NotCommitted: there are no safetensors files.
+        MetadataError: the index or a header is damaged, or they are inconsistent.
         ReadError: ``rename`` does not fit the model.
     """
 
@@ -62,7 +62,7 @@ class ModelCatalog(Catalog):
         self._files, file_of = read_weight_files(storage) if files is None else (files, {})
         self._items: dict[str, tuple[StoredItem, Shape]] = {}  # the stored tensors, and their shapes
         self._quantised: dict[str, _Quantised] = {}
-        self._scales: tuple[str, torch.Tensor] | None = None  # of the last weight, whose items follow each other
+        self._scales: tuple[str, torch.Tensor] | None = None  # of the last weight, whose items are consecutive
         tensors = list(self._chosen(file_of))
         parts = next((file for file in self._files if file.notes.get(SHARDING)), None)
         if parts is None:
@@ -86,7 +86,7 @@ class ModelCatalog(Catalog):
         weights = [self._quantised[box.source] for box in boxes if box.source in self._quantised]
         if not weights:
             return None
-        if len(boxes) > 1 or not boxes[0].is_same:  # its blocks would no longer be where its scales say
+        if len(boxes) > 1 or not boxes[0].is_same:  # the blocks would no longer match the scales
             raise ReadError(
                 f"{self.path}: {weights[0].name!r} is quantised, and rename= cuts it or joins it. Load it under a name "
                 f"of its own."
@@ -99,7 +99,7 @@ class ModelCatalog(Catalog):
 
     @functools.cached_property
     def block(self) -> tuple[int, int]:
-        """The size of a quantised block, by the model's configuration; 128 x 128 if it names none."""
+        """The size of a quantised block in the model's configuration; by default 128 x 128."""
         with suppress(ValueError, TypeError, LookupError, RecursionError):
             content = json.loads(self._storage.read(_CONFIG) or b"{}")
             rows, columns = content["quantization_config"]["weight_block_size"]
@@ -108,7 +108,7 @@ class ModelCatalog(Catalog):
         return _BLOCK
 
     def scales_of(self, weight: _Quantised) -> torch.Tensor:
-        """The scales of a weight's blocks, in float32; raises `ReadError`."""
+        """Returns the scales of a weight's blocks, in float32. Raises `ReadError`."""
         if self._scales is None or self._scales[0] != weight.name:
             item = weight.scales
             content = bytearray(self._storage.read_range(item.file, item.offset, item.length))
@@ -117,7 +117,7 @@ class ModelCatalog(Catalog):
         return self._scales[1]
 
     def _chosen(self, file_of: dict[str, str]) -> Iterator[tuple[WeightFile, StoredBytes]]:
-        """The tensors of all files, each from the file that the index names if it names one."""
+        """Yields the tensors of all files, each from the file that the index names for it, if any."""
         missing = dict(file_of)
         for file in self._files:
             for tensor in file.tensors:
@@ -151,7 +151,7 @@ class ModelCatalog(Catalog):
         return placed
 
     def _joined(self, tensors: Sequence[tuple[WeightFile, StoredBytes]]) -> dict[str, Placed]:
-        """The tensors whose parts are in several files, as torch's ``HuggingFaceStorageWriter`` leaves them."""
+        """Returns the tensors whose parts are in several files, as torch's ``HuggingFaceStorageWriter`` writes them."""
         offsets: dict[str, dict[str, tuple[int, ...]]] = {}
         for file in self._files:
             try:
@@ -209,9 +209,9 @@ class ModelCatalog(Catalog):
                 continue
             stored, shape = self._items[box.source]
             part = here.within(wanted)
-            if len(shape) < len(part.size):  # a part of what is stacked here
+            if len(shape) < len(part.size):  # the target is stacked from it
                 shape, there = (1, *shape), Region((0, *there.start), (1, *there.size))
-            elif len(shape) > len(part.size):  # one of what is stacked there
+            elif len(shape) > len(part.size):  # the stored tensor is a stack
                 nbytes = stored.length // shape[0]
                 stored = stored._replace(offset=stored.offset + there.start[0] * nbytes, length=nbytes)
                 shape, there = shape[1:], Region(there.start[1:], there.size[1:])
@@ -219,7 +219,7 @@ class ModelCatalog(Catalog):
 
 
 class _Quantised(NamedTuple):
-    """A quantised weight: its name, where it is stored, and the scales of its blocks."""
+    """A quantised weight: its name, its location, and the scales of its blocks."""
 
     name: str
     item: StoredItem
@@ -229,15 +229,15 @@ class _Quantised(NamedTuple):
 
 
 class _BlockCoder:
-    """Multiplies a part of a weight, which begins at the row and column ``start``, by the scales of its blocks."""
+    """The coder of a part of a weight, from row and column ``start`` on: multiplies elements by their block's scale."""
 
     def __init__(self, catalog: ModelCatalog, weight: _Quantised, start: tuple[int, int]) -> None:
         self._catalog, self._weight, self._start = catalog, weight, start
 
     def memory_for(self, target: torch.Tensor) -> torch.Tensor:
-        """The target itself if it is of the stored dtype, or else memory for the stored elements.
+        """Returns the target itself if it is of the stored dtype, otherwise memory for the stored elements.
 
-        Raises `ReadError`, naming the key, if the scales do not fit the weight, or the target is of another FP8 dtype.
+        Raises `ReadError`, naming the key, if the scales do not fit the weight, or if the target has another FP8 dtype.
         """
         path, weight = self._catalog.path, self._weight
         dtype = named_dtype(weight.item.dtype)
@@ -259,7 +259,7 @@ class _BlockCoder:
         return torch.empty(target.shape, dtype=dtype, device="cpu")
 
     def decode(self, stored: torch.Tensor, target: torch.Tensor) -> None:
-        """Multiplies in float32, one row of blocks after the other."""
+        """Multiplies in float32, one row of blocks at a time."""
         if not stored.numel():
             return
         scales, (rows, columns) = self._catalog.scales_of(self._weight), self._catalog.block

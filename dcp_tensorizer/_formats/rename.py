@@ -1,9 +1,8 @@
 """New names of keys by patterns, the elements under them, and the reverse.
 
-A tensor may be the same under another name, or be cut into parts, or be one of the parts of another. `place` takes the
-tensors on one side of a `Renaming`. For each tensor on the other side it returns the boxes that make it up. A save
-passes its state dict, and gets the tensors of the files. A load passes the tensors of the files, and gets those of its
-state dict.
+A rule may rename a tensor, cut it into parts, or make it a part of another. `place` takes the tensors on one side of a
+`Renaming`, and returns for each tensor on the other side the boxes that make it up. A save passes its state dict, and
+gets the tensors of the files. A load passes the tensors of the files, and gets those of its state dict.
 """
 
 from __future__ import annotations
@@ -17,31 +16,31 @@ from .._tensor_file.regions import Region, carried
 
 
 class Parts:
-    """One tensor as its parts, in a rule of ``rename``: experts one by one, or queries, keys and values by themselves.
+    """The parts of a tensor in a rule of ``rename``: for example single experts, or queries, keys and values.
 
-    One side of a rule is the name of the whole tensor, and the other side its parts::
+    One side of a rule names the whole tensor, and the other side its parts::
 
         {
             "layers.*.experts.w1": Parts("model.layers.*.mlp.experts.{}.gate_proj.weight"),
             "*.qkv.weight": Parts("*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight", sizes=(4, 1, 1)),
         }
 
-    With ``{}`` in the names there are parts for each index of the whole tensor's first dimension, which they do not
-    have; ``{}`` stands for the index. Several names cut the tensor along ``dim``.
+    With ``{}`` in the names, there are parts for each index of the whole tensor's first dimension, and ``{}`` stands
+    for the index. The parts do not have this dimension. Several names cut the tensor along ``dim``.
 
-    Megatron's fused projection has the heads of one group after the other, each group with its queries, its key and its
-    value. With ``groups``, each part is taken from all groups: with 32 heads of queries in 8 groups,
-    ``Parts("*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight", sizes=(4, 1, 1), groups=8)``.
+    Megatron's fused projection has the heads group by group: the queries of a group, its key and its value. With
+    ``groups``, each part is collected from all groups: for 32 query heads in 8 groups, ``Parts("*.q_proj.weight",
+    "*.k_proj.weight", "*.v_proj.weight", sizes=(4, 1, 1), groups=8)``.
 
     Args:
-        names: Patterns with the same number of ``*`` each, as the other side has. All have ``{}``, or none.
-        dim: The dimension along which several names cut, as the parts count it.
-        sizes: The ratio of the parts' sizes along it. By default they are equal.
-        groups: The number of groups along it, each with all parts.
+        names: Patterns with as many ``*`` each as the other side. Either all or none have ``{}``.
+        dim: The dimension along which several names cut, counted in the parts.
+        sizes: The ratio of the parts' sizes along ``dim``. By default the sizes are equal.
+        groups: The number of groups along ``dim``, each with all parts.
 
     Raises:
-        TypeError: a name is no string, or a number is none.
-        ValueError: the names do not belong together, or a number is not allowed.
+        TypeError: a name is not a string, or a number is not an int.
+        ValueError: the names do not match, or a number is out of range.
     """
 
     __slots__ = ("dim", "groups", "names", "sizes")
@@ -77,7 +76,7 @@ class Parts:
         return self._is_numbered(self.names)
 
     def __repr__(self) -> str:
-        """The call that makes it."""
+        """Returns the call that makes the object."""
         numbers = f"dim={self.dim}, sizes={self.sizes}, groups={self.groups}"
         return f"Parts({', '.join(map(repr, self.names))}, {numbers})"
 
@@ -94,14 +93,15 @@ class Parts:
 
 
 Rules: TypeAlias = Mapping[Any, "str | Parts"]
-"""The keys are strings or `Parts`, too. Type checkers would take no ``dict[str, str]`` for a mapping of both."""
+"""The keys are strings or `Parts`. They are typed Any, because ``dict[str, str]`` is no mapping of both to type
+checkers."""
 
 
 class PartNumber(NamedTuple):
     """The number of a part of a tensor."""
 
-    part: int  # of the names of its `Parts`
-    row: int  # in the first dimension, where `Parts.is_numbered`
+    part: int  # the index of the name in its `Parts`
+    row: int  # the index in the first dimension, if `Parts.is_numbered`
 
 
 class Match(NamedTuple):
@@ -112,12 +112,12 @@ class Match(NamedTuple):
     number: PartNumber
 
     def new_name(self, part: int = 0, row: int = 0) -> str:
-        """The new name, or that of a part of it."""
+        """Returns the new name, or that of a part."""
         return self.rule.new[part].filled(self.stars, row)
 
 
 class Rule(NamedTuple):
-    """A rule, and what it was made of."""
+    """A rule, with the sides that it was made from."""
 
     old: tuple[_Pattern, ...]
     new: tuple[_Pattern, ...]
@@ -134,11 +134,11 @@ class Rule(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Returns whether it only gives a tensor another name."""
+        """Returns whether the rule only renames a tensor."""
         return isinstance(self.old_side, str) and isinstance(self.new_side, str)
 
     def match(self, key: str) -> Match | None:
-        """Matches a key, or returns None."""
+        """Returns the match of a key, or None."""
         for number, pattern in enumerate(self.old):
             if (found := pattern.match(key)) is not None:
                 return Match(self, found[0], PartNumber(number, found[1]))
@@ -146,18 +146,18 @@ class Rule(NamedTuple):
 
 
 class Renaming:
-    """Gives keys new names.
+    """Rules that give keys new names.
 
     Args:
-        rules: New names by patterns, in which only ``*`` has a meaning. The n-th ``*`` of a new name stands for the
-            same text as the n-th of its pattern. The first pattern that matches a key counts. Other keys stay as they
-            are. One side of a rule may be `Parts`.
+        rules: New names by patterns, in which only ``*`` is special. The n-th ``*`` of a new name stands for the same
+            text as the n-th ``*`` of its pattern. The first pattern that matches a key applies. Keys without a match do
+            not change. One side of a rule may be `Parts`.
 
     Attributes:
-        unused: The patterns that have not matched a key yet.
+        unused: The patterns that have not matched a key.
 
     Raises:
-        TypeError: a rule is not of strings and parts.
+        TypeError: a rule is not made of strings and `Parts`.
         ValueError: a new name is empty, or has more ``*`` than its pattern.
     """
 
@@ -169,7 +169,7 @@ class Renaming:
         self.unused = dict.fromkeys(rules)
 
     def find(self, key: str) -> Match | None:
-        """The rule for a key, if there is one."""
+        """Returns the match of the rule for a key; None if no rule matches."""
         for rule in self._rules:
             if (match := rule.match(key)) is not None:
                 self.unused.pop(rule.old_side, None)
@@ -177,17 +177,17 @@ class Renaming:
         return None
 
     def new_name(self, key: str) -> str:
-        """The new name of a key, where no rule has parts."""
+        """Returns the new name of a key, for rules without parts."""
         match = self.find(key)
         return key if match is None else match.new_name()
 
     def inverse(self) -> Renaming:
-        """The reverse rules. Raises `ValueError` if a new name has fewer ``*`` than its pattern."""
+        """Returns the reverse rules. Raises `ValueError` if a new name has fewer ``*`` than its pattern."""
         return Renaming({rule.new_side: rule.old_side for rule in self._rules})
 
 
 class _Pattern:
-    """A name with ``*`` and, among parts, ``{}`` in it."""
+    """A name with ``*`` and, in parts, ``{}``."""
 
     def __init__(self, text: str, *, is_numbered: bool) -> None:
         self.text = text
@@ -198,7 +198,7 @@ class _Pattern:
         self._regex = re.compile("".join(regex), re.DOTALL)
 
     def match(self, key: str) -> tuple[tuple[str, ...], int] | None:
-        """Returns the texts that the stars stand for, and the number."""
+        """Returns the texts that the stars stand for, and the index."""
         if (found := self._regex.fullmatch(key)) is None:
             return None
         signs = list(zip(self._pieces[1::2], found.groups(), strict=True))
@@ -206,7 +206,7 @@ class _Pattern:
         return tuple(text for sign, text in signs if sign == "*"), number
 
     def filled(self, stars: Sequence[str], number: int) -> str:
-        """The name with what the stars stand for, and the number."""
+        """Returns the name with its stars and its index filled in."""
         pieces, left = list(self._pieces), iter(stars)
         pieces[1::2] = (next(left) if sign == "*" else str(number) for sign in pieces[1::2])
         return "".join(pieces)
@@ -224,25 +224,25 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """Elements of a tensor, and where they are in another one.
+    """Elements of a tensor, and their region in another tensor.
 
     The regions hold the same elements in the same order. One of them may have another first dimension, of size 1.
     """
 
-    source: str  # the name of the tensor that they come from
-    there: Region  # in that tensor
+    source: str  # the name of the source tensor
+    there: Region  # in the source tensor
     here: Region  # in the tensor that has the box
     is_same: bool = False  # only the names of the two tensors differ
 
     def carry(self, region: Region) -> Region | None:
-        """Returns where the elements of a region of the source are here; None if none of them is in the box.
+        """Maps a region of the source to the tensor that has the box; returns None if the region is outside the box.
 
         The result has the elements of ``region`` that lie in `there`.
         """
         return carried(region, self.there, self.here)
 
     def fetch(self, region: Region) -> Region | None:
-        """Returns where the elements of a region here come from; None if none of them is in the box."""
+        """Maps a region of the tensor that has the box to the source; returns None if the region is outside the box."""
         return carried(region, self.here, self.there)
 
 
@@ -255,13 +255,13 @@ class Placed:
 
 
 def place(renaming: Renaming, shapes: Mapping[str, Shape]) -> dict[str, Placed]:
-    """The tensors on the other side of a renaming, in the order of those that they come from.
+    """Returns the tensors on the other side of a renaming, in the order of their sources.
 
-    ``shapes`` has the tensors on this side. Raises `ValueError`, naming them, if two would have one name, or a rule
-    does not fit their shapes.
+    ``shapes`` has the tensors on this side. Raises `ValueError`, naming the tensors, if two would have one name, or if
+    a rule does not fit their shapes.
     """
     placed: dict[str, Placed] = {}
-    joined: dict[str, dict[PartNumber, str]] = {}  # the parts of each tensor that is put together
+    joined: dict[str, dict[PartNumber, str]] = {}  # the parts of each tensor that is joined
     rules: dict[str, Match] = {}
     for key, shape in shapes.items():
         match = renaming.find(key)
@@ -304,7 +304,6 @@ class _Part(NamedTuple):
 
 
 def _cuts(parts: Parts, shape: Shape, key: str) -> Iterator[_Part]:
-    """Cuts a tensor."""
     outer, inner = (shape[:1], shape[1:]) if parts.is_numbered else ((), shape)
     dim, several, in_group = parts.dim, len(parts.sizes) > 1, sum(parts.sizes)
     units = in_group * parts.groups
@@ -329,7 +328,6 @@ def _cuts(parts: Parts, shape: Shape, key: str) -> Iterator[_Part]:
 
 
 def _join(name: str, parts: Parts, keys: Mapping[PartNumber, str], shapes: Mapping[str, Shape]) -> Placed:
-    """Puts a tensor together."""
     first = next(iter(keys.values()))
     shape = list(shapes[first])
     count = 1 + max(number.row for number in keys)
@@ -361,9 +359,9 @@ def _join(name: str, parts: Parts, keys: Mapping[PartNumber, str], shapes: Mappi
 
 
 def wrong_way_back(renaming: Renaming, placed: Mapping[str, Placed]) -> tuple[str, str, str] | None:
-    """A tensor to which the reverse rules do not lead back: its name, a new name, and the name that this leads to.
+    """Returns a tensor whose new name the reverse rules do not map back: its name, the new name, and what that maps to.
 
-    None if there is none: then a load with the same rules finds each tensor of a save.
+    Returns None if a load with the same rules finds each tensor of a save.
     """
     back = place(renaming.inverse(), {name: of.shape for name, of in placed.items()})
     leads = {(box.source, name, box.here, box.there) for name, of in back.items() for box in of.boxes}

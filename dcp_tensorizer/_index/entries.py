@@ -226,7 +226,7 @@ class TensorValue:
         return zip((region.start for region in self.layout.regions), self.owners.tolist(), strict=True)
 
     def chunks_in(self, offset: tuple[int, ...], region: Region) -> list[int]:
-        """Returns the numbers of the chunks to read for ``region`` in the chunk at ``offset`` in the load's metadata."""
+        """Returns the chunks to read for ``region`` in the chunk at ``offset`` in the load's metadata, by number."""
         if self.is_whole:
             return self.layout.touched_by(region.moved(offset))
         same = np.flatnonzero((self.layout.starts == np.array(offset, dtype="i8")).all(axis=1))
