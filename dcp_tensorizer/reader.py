@@ -444,7 +444,7 @@ class AnyFormatReader(TensorizerStorageReader):
         if found == "dcp_tensorizer":
             return super()._find(rank)
         if self._encryption is not None:
-            raise DecryptionError(f"{storage.path} is of the format {found}, which is not encrypted: leave the key out")
+            raise DecryptionError(f"{storage.path} is of the format {found}, which is not encrypted. Omit encryption=.")
         if found == "safetensors":
             if rank is not None:  # a model is of all ranks: it appeared after DCP's first call
                 raise nothing_committed(storage)

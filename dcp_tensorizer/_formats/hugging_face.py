@@ -71,7 +71,7 @@ class ModelCatalog(Catalog):
             self._placed = self._joined(tensors)
         else:
             raise MetadataError(
-                f"{self.path}/{parts.name} has parts of tensors, as torch's HuggingFaceStorageWriter leaves them "
+                f"{self.path}/{parts.name} has parts of tensors, as torch's HuggingFaceStorageWriter writes them "
                 f"without consolidation. Consolidate them, or load them without rename=."
             )
 
@@ -126,14 +126,14 @@ class ModelCatalog(Catalog):
                     yield file, tensor
         for key, name in missing.items():
             raise MetadataError(
-                f"{self.path}/{name} lacks {key!r}, which the index locates there. Files were exchanged, or are not "
-                f"all of one model: load another one."
+                f"{self.path}/{name} lacks {key!r}, which the index locates there. The files were replaced, or "
+                f"belong to different models. Load another model."
             )
 
     def _renamed(self, tensors: Sequence[tuple[WeightFile, StoredBytes]], rename: Rules) -> dict[str, Placed]:
         for file, tensor in tensors:
             if tensor.key in self._items:
-                raise MetadataError(f"{self.path} has {tensor.key!r} in two files: {file.name} and another one")
+                raise MetadataError(f"{self.path} has {tensor.key!r} in two files, one of which is {file.name}")
             self._items[tensor.key] = self._stored(file, tensor)
         self._quantised = {
             name: _Quantised(name, item, shape, *self._items[name + _SCALE])
@@ -147,7 +147,7 @@ class ModelCatalog(Catalog):
         for key, of_key in placed.items():
             sources = [box.source for box in of_key.boxes]
             if len({self._items[source][0].dtype for source in sources}) > 1:
-                raise ReadError(f"{self.path}: {listed(sources)} are {key!r} together, and differ in their dtypes")
+                raise ReadError(f"{self.path}: {listed(sources)} make up {key!r}, but differ in their dtypes")
         return placed
 
     def _joined(self, tensors: Sequence[tuple[WeightFile, StoredBytes]]) -> dict[str, Placed]:
@@ -157,7 +157,9 @@ class ModelCatalog(Catalog):
             try:
                 offsets[file.name] = saved_offsets(file.notes)
             except ValueError as error:
-                raise MetadataError(f"{self.path}/{file.name}: the note {SHARDING} is damaged: {error}") from None
+                raise MetadataError(
+                    f"{self.path}/{file.name}: its metadata entry {SHARDING} is damaged: {error}"
+                ) from None
         placed: dict[str, Placed] = {}
         for file, tensor in tensors:
             source = f"{file.name}\0{tensor.key}"
@@ -167,7 +169,7 @@ class ModelCatalog(Catalog):
             ends = [start + size for start, size in zip(offset, shape, strict=False)]
             if len(offset) != len(shape) or max(ends, default=0) > MAX_NUMBER:
                 raise MetadataError(
-                    f"{self.path}/{file.name}: the note {SHARDING} does not have the offset of {tensor.key!r}"
+                    f"{self.path}/{file.name}: its metadata entry {SHARDING} lacks the offset of {tensor.key!r}"
                 )
             whole = placed.setdefault(tensor.key, Placed((0,) * len(shape)))
             first = self._items[whole.boxes[0].source][0] if whole.boxes else item
@@ -253,8 +255,8 @@ class _BlockCoder:
         if len(weight.shape) != 2 or weight.scales_shape != blocks:
             raise ReadError(
                 f"{path}: {weight.name!r} is {weight.shape} and its scales are {weight.scales_shape}, which are not "
-                f"blocks of {rows} x {columns}: weight_block_size in {_CONFIG} has to say otherwise, or the weight is "
-                f"quantised in another way. A target of {weight.item.dtype} gets it as it is stored"
+                f"blocks of {rows} x {columns}: weight_block_size in {_CONFIG} is wrong, or the weight is "
+                f"quantised in another way. Pass a target of {weight.item.dtype} to load it as stored."
             )
         return torch.empty(target.shape, dtype=dtype, device="cpu")
 

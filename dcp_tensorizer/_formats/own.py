@@ -77,7 +77,9 @@ def read_index(storage: Storage, rank: int | None = None) -> Index | None:
     own = index.head.rank
     if own != rank:
         whose = "all ranks" if own is None else f"rank {own}"
-        raise MetadataError(f"{file.path} is the metadata of {whose}: files were exchanged, or renamed")
+        raise MetadataError(
+            f"{file.path} is the metadata of {whose}: files were swapped or renamed. Load another checkpoint."
+        )
     return index
 
 
@@ -100,7 +102,7 @@ def check_world_size(storage: Storage, has_own: bool, world_size: int) -> None:
     if not has_own or not has_last or storage.head(metadata_file_name(world_size)) is not None:
         raise MetadataError(
             f"{storage.path} was saved with use_collectives=False, each rank for itself, by another number of ranks "
-            f"than the {world_size} that load it: load it with as many"
+            f"than the {world_size} that load it. Load it with as many."
         )
 
 

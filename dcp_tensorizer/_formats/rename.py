@@ -47,12 +47,14 @@ class Parts:
 
     def __init__(self, *names: str, dim: int = 0, sizes: Sequence[int] = (), groups: int = 1) -> None:
         if not names or not all(isinstance(name, str) for name in names):
-            raise TypeError(f"Parts takes names, all strings, and got {names!r}")
+            raise TypeError(f"Parts takes names that are strings, got {names!r}.")
         if not all(type(number) is int for number in (dim, groups, *sizes)):
-            raise TypeError(f"dim, sizes and groups of Parts are ints, and are {dim!r}, {sizes!r} and {groups!r}")
+            raise TypeError(f"dim, sizes and groups of Parts must be ints, got {dim!r}, {sizes!r} and {groups!r}.")
         kinds = {(name.count("*"), name.count("{}")) for name in names}
         if len(kinds) > 1 or kinds.pop()[1] > 1:
-            raise ValueError(f"all names of Parts have as many * and at most one {{}}, all or none: {names!r}")
+            raise ValueError(
+                f"names of Parts must have equally many *, and either all or none one {{}}, got {names!r}."
+            )
         if len(names) == 1 and not self._is_numbered(names):
             raise ValueError(f"one part is the whole: {names[0]!r} has no {{}}")
         self.names: tuple[str, ...] = names
@@ -64,7 +66,7 @@ class Parts:
                 f"Parts has dim={dim}, groups={groups}, and {len(names)} names with the sizes {self.sizes}"
             )
         if len(names) == 1 and groups > 1:
-            raise ValueError(f"groups={groups} needs several names, and there is one: {names[0]!r}")
+            raise ValueError(f"groups={groups} of Parts needs several names, got {names[0]!r}.")
 
     @staticmethod
     def _is_numbered(names: Sequence[str]) -> bool:
@@ -127,9 +129,9 @@ class Rule(NamedTuple):
     @classmethod
     def of(cls, old: object, new: object) -> Rule:
         if not isinstance(old, str | Parts) or not isinstance(new, str | Parts):
-            raise TypeError(f"rename must give new keys by patterns, strings or Parts, and has {old!r}: {new!r}")
+            raise TypeError(f"rename must map strings or Parts to strings or Parts, got {old!r}: {new!r}.")
         if isinstance(old, Parts) and isinstance(new, Parts):
-            raise ValueError(f"one side of a rule is a whole tensor, and both are parts: {old!r}, {new!r}")
+            raise ValueError(f"one side of a rule must be a whole tensor, got Parts on both: {old!r}, {new!r}.")
         return cls(_patterns(old), _patterns(new), old, new)
 
     @property
@@ -165,7 +167,9 @@ class Renaming:
         self._rules = [Rule.of(old, new) for old, new in rules.items()]
         for rule in self._rules:
             if not all(pattern.text for pattern in rule.new) or rule.new[0].stars > rule.old[0].stars:
-                raise ValueError(f"{rule.old_side!r} cannot become {rule.new_side!r}: that is empty, or has a * more")
+                raise ValueError(
+                    f"{rule.old_side!r} cannot become {rule.new_side!r}: the new name is empty or has more *"
+                )
         self.unused = dict.fromkeys(rules)
 
     def find(self, key: str) -> Match | None:
@@ -308,7 +312,7 @@ def _cuts(parts: Parts, shape: Shape, key: str) -> Iterator[_Part]:
     dim, several, in_group = parts.dim, len(parts.sizes) > 1, sum(parts.sizes)
     units = in_group * parts.groups
     if (parts.is_numbered and not any(outer)) or (several and (len(inner) <= dim or inner[dim] % units)):
-        raise ValueError(f"{key!r} has the shape {shape}, which cannot be cut into {parts!r}")
+        raise ValueError(f"{key!r} of shape {shape} cannot be cut into {parts!r}")
     for index in range(*outer) if outer else (0,):
         lead, one = ((index,), (1,)) if outer else ((), ())
         first = 0

@@ -128,7 +128,7 @@ def saved_offsets(notes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """
     note = notes.get(SHARDING, "")
     if not isinstance(note, str):
-        raise ValueError(f"the note {SHARDING} is no text")
+        raise ValueError(f"the metadata entry {SHARDING} is not a string")
     return {key: saved.saved_offsets for key, saved in decode_json(_decode_saved, note.encode() or b"{}").items()}
 
 

@@ -109,8 +109,8 @@ class TorchCatalog(Catalog):
         if nbytes is None or end > nbytes:
             found = "does not exist" if nbytes is None else f"has {nbytes:,} bytes"
             raise ReadError(
-                f"{self._storage.path}/{info.relative_path} {found}, and {index.fqn!r} is at byte {info.offset:,} to "
-                f"{end:,} of it. Load another checkpoint."
+                f"{self._storage.path}/{info.relative_path} {found}, and {index.fqn!r} is at bytes {info.offset:,} to "
+                f"{end:,}. Load another checkpoint."
             )
         whole = Region((0,), (info.length,))
         item = StoredItem(info.relative_path, index.fqn, info.offset, info.length, "uint8", "object", b"")
@@ -152,5 +152,5 @@ def _unpickled(pickled: bytes, path: str) -> Metadata:
     except Exception as error:
         raise MetadataError(f"{path} cannot be read: {describe(error)}") from error
     if not isinstance(metadata, Metadata):
-        raise MetadataError(f"{path} holds a {type(metadata).__name__}, and no checkpoint's metadata")
+        raise MetadataError(f"{path} must hold a checkpoint's metadata, got a {type(metadata).__name__}")
     return metadata

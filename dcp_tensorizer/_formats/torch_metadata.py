@@ -74,7 +74,7 @@ class _Records(Inert):
 
 
 def _untrusted(name: str) -> UntrustedObject:
-    return UntrustedObject(f"{name}, which has no place in a checkpoint's metadata")
+    return UntrustedObject(f"{name}, which does not belong in a checkpoint's metadata")
 
 
 class _Values:
@@ -219,7 +219,7 @@ def _size(made: Made, values: _Values) -> torch.Size:
     if type(extents) not in (tuple, list) or len(extents) > MAX_DIMENSIONS:
         raise TypeError(f"a shape of more than {MAX_DIMENSIONS} dimensions, or of another type")
     if any(type(extent) is not int or not 0 <= extent < 2**63 for extent in extents):
-        raise ValueError("a shape of something else than sizes")
+        raise ValueError("a shape that is not made of sizes")
     return torch.Size(extents)
 
 

@@ -74,8 +74,8 @@ def check_unreplaced(storage: Storage, file: WeightFile) -> None:
     """Raises `ReadError` if a file was replaced after `read_weight_files`: its data may not match the header."""
     if file.identity is not None and storage.identity(file.name) != file.identity:
         raise ReadError(
-            f"{storage.path}/{file.name} was replaced while it was loaded, and what was loaded may be of two models: "
-            f"load it again"
+            f"{storage.path}/{file.name} was replaced while it was loaded, so tensors may be from two models. "
+            f"Load it again."
         )
 
 
@@ -98,21 +98,21 @@ def read_small(storage: Storage, name: str) -> bytes | None:
     """
     content = storage.read(name, MAX_HEADER + 1)
     if content is not None and len(content) > MAX_HEADER:
-        raise MetadataError(f"{storage.path}/{name} has more than {MAX_HEADER:,} bytes, which no index has")
+        raise MetadataError(f"{storage.path}/{name} is larger than an index may be ({MAX_HEADER:,} bytes)")
     return content
 
 
 def check_plain_name(name: str, path: str) -> None:
     """Raises `MetadataError` unless ``name``, read from a file, is in the directory."""
     if not is_plain_name(name):
-        raise MetadataError(f"{path} names the file {name!r}, which is no visible file of its directory")
+        raise MetadataError(f"{path} names the file {name!r}, which is not a visible file of its directory")
 
 
 def check_weight_name(name: str, path: str) -> None:
     """Raises `MetadataError` unless ``name``, read from a file, is a safetensors file in the directory."""
     check_plain_name(name, path)
     if not name.endswith(_ENDING):
-        raise MetadataError(f"{path} names the file {name!r}, which is no safetensors file")
+        raise MetadataError(f"{path} names the file {name!r}, which is not a safetensors file")
 
 
 def read_weight_file(storage: Storage, name: str) -> WeightFile:

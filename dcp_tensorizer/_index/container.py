@@ -189,8 +189,8 @@ def read_head(data: bytes, path: str, *, whole: bool = True) -> Head:
         raise _damaged(path, "its checksum does not match")
     if version != INDEX_VERSION:
         raise UnsupportedFormat(
-            f"{path} is of format version {version}, and this release reads version {INDEX_VERSION}: install the "
-            f"release of dcp_tensorizer that wrote it, or a newer one"
+            f"{path} is of format version {version}, and this release reads version {INDEX_VERSION}. Install the "
+            f"release of dcp_tensorizer that wrote it, or a newer one."
         )
     if nbytes < len(data) or (whole and nbytes != len(data)):
         raise _damaged(path, f"it has {len(data):,} bytes instead of {nbytes:,}")
@@ -243,7 +243,7 @@ def _check_head(head: Head, nbytes: int, path: str) -> None:
     end = 0
     for section in head.sections:
         if section.offset != end or (section.strong is None) != (head.encryption is None):
-            raise invalid_index(path, "its sections leave gaps, or not all of them have a strong digest")
+            raise invalid_index(path, "its sections leave gaps, or some have no strong digest")
         end += section.nbytes
     if end != nbytes:
         raise invalid_index(path, f"its sections have {end:,} bytes, and {nbytes:,} follow its head")

@@ -202,7 +202,7 @@ _MAX_LARGE = 128  # bytes
 
 
 def item_key(index: MetadataIndex) -> ItemKey:
-    """The key of an item in ``storage_data["items"]``, of builtin types only."""
+    """Returns the key of an item in ``storage_data["items"]``, of builtin types only."""
     return index.fqn, None if index.offset is None else tuple(index.offset)
 
 
@@ -220,7 +220,7 @@ def from_text(text: str | Ext) -> str:
     if isinstance(text, str):
         return text
     if text.code != _SURROGATES:
-        raise ValueError("an extension that is no string")
+        raise ValueError("a MessagePack extension that is not a string")
     return str(text.data, "utf-8", "surrogatepass")
 
 
