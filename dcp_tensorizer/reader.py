@@ -236,9 +236,9 @@ class TensorizerStorageReader(StorageReader):
         each chunk.
 
         Raises:
-            NotCommitted: there is none.
-            MetadataError: it is damaged, or of another format.
-            ReadError: it cannot be read.
+            NotCommitted: no checkpoint is committed at the path.
+            MetadataError: the metadata is damaged, or of another format.
+            ReadError: the metadata cannot be read.
         """
         storage = self._open(self._path)
         metadata = read_metadata(storage, rank)
