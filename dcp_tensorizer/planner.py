@@ -95,7 +95,7 @@ class SavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Called by DCP with the state to save."""
+        """Sets the state to save. DCP calls it."""
         _set_up(self, lambda: super(SavePlanner, self).set_up_planner(state_dict, storage_meta, is_coordinator))
 
     @collector_paused()
@@ -243,7 +243,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Called by DCP with the state to load into."""
+        """Sets the state to load into. DCP calls it."""
         _set_up(self, lambda: super(LoadPlanner, self).set_up_planner(state_dict, metadata, is_coordinator))
 
     @collector_paused()

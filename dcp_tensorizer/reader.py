@@ -56,7 +56,7 @@ __all__ = ["AnyFormatReader", "LoadReport", "ReaderOptions", "TensorizerStorageR
 
 
 class ReaderOptions(TypedDict, total=False):
-    """The options of `TensorizerStorageReader`, so that type checkers know their names where they are passed on."""
+    """The options of `TensorizerStorageReader`, for type checks of functions that pass them on."""
 
     storage_options: Mapping[str, Any] | None
     verify: bool
@@ -72,9 +72,9 @@ class ReaderOptions(TypedDict, total=False):
 
 
 class TensorizerStorageReader(StorageReader):
-    """Loads what `TensorizerStorageWriter` saved, onto any number of ranks and any sharding.
+    """A storage reader for checkpoints of `TensorizerStorageWriter`, for any number of ranks and any sharding.
 
-    Each rank reads only the bytes that it needs, in parallel, and straight into its tensors if their dtype and memory
+    Each rank reads only the bytes that it needs, in parallel, and directly into its tensors if their dtype and memory
     layout allow that.
 
     Args:
@@ -86,33 +86,33 @@ class TensorizerStorageReader(StorageReader):
         allow_pickle: Load objects of any type, which can run any code: only for checkpoints that you trust as you trust
             a program. Without it, data types of the standard library, NumPy and torch are loaded, and those passed to
             ``torch.serialization.add_safe_globals``.
-        thread_count: Parallel reads; None for a number that suits the storage.
-        page_cache: Leave the data of local disks in the page cache, for the next load. None: only if memory has room
-            for twice the bytes that the ranks of this machine read.
-        timeout: Seconds after which a wait for a remote storage is given up; 600 by default. Requests to S3 and SFTP
-            servers that stay silent for a tenth of that are tried again.
-        encryption: The key, or the passphrase, of an encrypted checkpoint (`tensorizer.DecryptionParams`). With one, a
-            checkpoint that is not encrypted is refused.
-        on_progress: Called with the bytes that this rank has loaded and the bytes that it loads in all: before the
-            first tensor, and then often; by several threads, one at a time. `ProgressLine` shows them on a terminal.
-        exchange: A process group. Data that all its ranks want is read once: each rank reads a part, and they exchange
+        thread_count: The number of parallel reads; None: the storage's default.
+        page_cache: Leave the data of local disks in the page cache, for the next load. None: only if free memory can
+            hold twice the bytes that the ranks of this machine read.
+        timeout: Seconds until a wait for a remote storage times out; 600 by default. Requests to S3 and SFTP servers
+            that do not respond for a tenth of that are retried.
+        encryption: The key, or the passphrase, of an encrypted checkpoint (`tensorizer.DecryptionParams`). If it is
+            given, loading an unencrypted checkpoint is an error.
+        on_progress: Called with the bytes that this rank has loaded and their total, before the first tensor and then
+            often, by several threads, one at a time. `ProgressLine` shows the progress on a terminal.
+        exchange: A process group whose ranks read data that all of them need once: each reads a part, and they exchange
             the parts. Use it if ranks hold the same state (DDP; for HSDP, pass the group of the replicas), and the
-            network between ranks is faster than the storage. It takes up to 200 MB of memory. All ranks of the group
-            must load together.
-        on_report: Called with the `LoadReport` of each load, on the thread that loads. An error in it is logged; the
-            load does not fail.
-        local: The writer's ``local`` folder. Files that are whole there are read from there. With it, ``path`` is the
-            writer's path. Pass the checkpoint below it as the ``checkpoint_id`` of ``dcp.load``.
+            network between ranks is faster than the storage. An exchange takes up to 200 MB of memory. All ranks of the
+            group must load together.
+        on_report: Called with the `LoadReport` of each load, on the thread that loads. Errors of the callback are
+            logged, and do not fail the load.
+        local: The writer's ``local`` folder. Files that are complete in this folder are read from it. Then ``path``
+            must be the writer's path: pass the checkpoint below that path as the ``checkpoint_id`` of ``dcp.load``.
 
     Attributes:
-        load_id: Identifies the load, in its report and in ``storage_meta`` of the metadata; `reset` makes another.
-        around_read: Makes the context in which this rank reads its data; for `CheckpointManager`.
+        load_id: Identifies the load in its report and in ``storage_meta`` of the metadata; `reset` makes a new one.
+        around_read: Returns the context manager in which this rank reads its data; for `CheckpointManager`.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
-        DecryptionError: there is a key, and no libsodium.
-        WriteError: the path is relative, and there is no working directory; or its URL is of an unknown protocol, or
-            needs a library that is missing.
+        DecryptionError: there is a key, but no libsodium.
+        WriteError: the path is relative, but there is no working directory; the protocol of the URL is unknown; or a
+            library that it needs is missing.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class TensorizerStorageReader(StorageReader):
         self.around_read: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def __repr__(self) -> str:
-        """The path and the options, without secrets."""
+        """Returns the call that makes the reader, without secrets."""
         arguments = {
             "verify": self._load_options.verify,
             "allow_pickle": self._load_options.allow_pickle,
@@ -174,16 +174,16 @@ class TensorizerStorageReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The checkpoint that is loaded."""
+        """The path or URL of the checkpoint."""
         return self._path
 
     @property
     def last_report(self) -> LoadReport | None:
-        """The report of the last load; None before the first one is done."""
+        """The report of the last load; None before the end of the first."""
         return self._last_report
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Called by DCP before a load, with the ``checkpoint_id`` if there is one."""
+        """Starts a new load, of ``checkpoint_id`` unless it is None. DCP calls it before a load."""
         if checkpoint_id:
             check_path(checkpoint_id)
             self._path = absolute_path(checkpoint_id)
@@ -191,16 +191,16 @@ class TensorizerStorageReader(StorageReader):
         self._storage = self._catalog = self._plan = self._load = self._metadata = self._error = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Reads the checkpoint's metadata, or with ``rank=`` that rank's own.
+        """Reads the checkpoint's metadata; with ``rank=``, that rank's own.
 
-        In it each tensor is one whole chunk, because DCP's planner visits all chunks of all tensors on each rank. The
-        reader finds the stored chunks when it reads. If the stored chunks do not cover a tensor, or if each rank
-        saved for itself, the metadata has the stored chunks. `stored_metadata` always has them.
+        Each tensor is one whole chunk in this metadata, because DCP's planner visits all chunks of all tensors on each
+        rank. The reader finds the stored chunks when it reads. If the stored chunks do not cover a tensor, or if each
+        rank saved for itself, the metadata has the stored chunks, as `stored_metadata` always has.
 
-        DCP swallows an error here, and asks again for the rank's own. A rank that gets an answer then skips the
-        collectives in which the other ranks wait. So a checkpoint of all ranks never answers ``rank=``, and the error
-        is kept for `set_up_storage_reader`, or for a planner that looks at the metadata before: there DCP sends it to
-        every rank.
+        DCP swallows an error of this method, and calls it again with ``rank=``. A rank for which that call succeeds
+        skips the collectives in which the other ranks wait. So for a checkpoint of all ranks, a call with ``rank=``
+        always fails. The error is recorded, and raised by `set_up_storage_reader`, or when a planner reads the metadata
+        before: then DCP sends it to every rank.
 
         Raises:
             NotCommitted: there is no metadata of all ranks, and ``rank`` was not given.
@@ -208,7 +208,7 @@ class TensorizerStorageReader(StorageReader):
         rank = kwargs.get("rank")
         self._error = None
         self._is_own_save = rank is not None
-        if rank is None:  # DCP's first question
+        if rank is None:  # DCP's first call
             self._clock = LoadClock()
         try:
             self._storage, self._catalog = self._find(rank)
@@ -230,15 +230,15 @@ class TensorizerStorageReader(StorageReader):
         return Metadata(_Unreadable(self._error), planner_data={}, storage_meta=StorageMeta(load_id=self.load_id))
 
     def stored_metadata(self, *, rank: int | None = None) -> Metadata:
-        """Returns the checkpoint's metadata with each chunk as it is stored; with ``rank`` that rank's own.
+        """Returns the checkpoint's metadata with each chunk as it is stored; with ``rank``, that rank's own.
 
-        Its ``storage_data`` is a dict. In it ``files`` has the bytes in each data file by name, and ``items`` the
-        location of each chunk.
+        The ``storage_data`` is a dict: ``files`` has the size of each data file by name, and ``items`` the location of
+        each chunk.
 
         Raises:
-            NotCommitted: there is none.
-            MetadataError: it is damaged, or of another format.
-            ReadError: it cannot be read.
+            NotCommitted: no checkpoint is committed at the path.
+            MetadataError: the metadata is damaged, or of another format.
+            ReadError: the metadata cannot be read.
         """
         storage = self._open(self._path)
         metadata = read_metadata(storage, rank)
@@ -247,7 +247,7 @@ class TensorizerStorageReader(StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises the error of `read_metadata`, if there was one; keeps the metadata, and checks the key.
+        """Sets the metadata, and checks the key. If `read_metadata` has failed, raises its error.
 
         Raises:
             DecryptionError: the key is missing or wrong, or the checkpoint is not encrypted.
@@ -261,11 +261,11 @@ class TensorizerStorageReader(StorageReader):
         self._per_rank = self._reads_alone = not kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Checks, before any target changes, that everything the plan asks for is there.
+        """Checks, before any target changes, that everything in the plan is stored.
 
         Raises:
             MetadataError: the stored chunks of a tensor do not cover it; names the key.
-            ReadError: a file is missing or has another size than when it was saved.
+            ReadError: a file is missing, or has not the size that was saved.
         """
         storage, catalog = self._opened()
         with collector_paused():
@@ -273,16 +273,16 @@ class TensorizerStorageReader(StorageReader):
                 check_coverage(storage.path, catalog, (read_item.storage_index.fqn for read_item in plan.items))
             self._load = self._begin(plan)
         check_files(storage, catalog.files, self._load.files & catalog.files.keys())
-        # If each rank saved for itself, each reads its own save, and there is nothing to agree on.
+        # If each rank saved for itself, each reads its own save, and the save ids differ.
         read_from = ReadFrom("" if self._is_own_save else self._save_id, *identity_of(self._group))
         self._plan = RetainedPlan.keep(plan, self._rank, read_from)
         return self._plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Checks that all ranks have read the metadata of the same save, which another job may replace.
+        """Checks that all ranks have read the metadata of one save: another job may have replaced it meanwhile.
 
         Raises:
-            MetadataError: they have not; no target has changed.
+            MetadataError: the ranks have read different metadata; no target has changed.
             ReadError: some ranks of the ``exchange`` group do not load, or do not pass the group.
         """
         path, carried = self._opened()[0].path, [plan.storage_data for plan in plans]
@@ -294,11 +294,11 @@ class TensorizerStorageReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads everything in the plan into the targets that the planner gives.
+        """Reads everything in the plan into the planner's targets.
 
         Raises:
-            MetadataError: each rank saved for itself, and this one other parts of a tensor than its target holds; names
-                the key.
+            MetadataError: each rank saved for itself, and this rank saved other parts of a tensor than its target
+                holds; names the key.
             ReadError: stored bytes cannot be read, or do not fit their target; names key and file.
             ChecksumMismatch: stored bytes are not the ones that were saved; names key, file and offset.
             UntrustedObject: objects could run code; names keys and types; no target has changed.
@@ -327,19 +327,19 @@ class TensorizerStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Returns whether it is a local path, or a URL of a known protocol. It is not opened."""
+        """Returns whether ``checkpoint_id`` is a local path or a URL of a known protocol. Does not open it."""
         return is_location(checkpoint_id)
 
     @property
     def _save_id(self) -> str:
-        """The id of the save whose metadata was read; empty if the metadata has none."""
+        """The id of the save whose metadata was read; empty if the metadata does not record it."""
         assert self._metadata is not None
         meta = self._metadata.storage_meta
         return "" if meta is None else meta.save_id or ""
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
-        """The ranks with which this one can exchange what they read."""
+        """The process group of the exchange; None without an exchange."""
         return self._exchange if self._opened()[1].has_digests else None
 
     def _opened(self) -> tuple[Storage, Catalog]:
@@ -355,9 +355,7 @@ class TensorizerStorageReader(StorageReader):
         )
 
     def _find(self, rank: int | None) -> tuple[Storage, Catalog]:
-        """Opens the checkpoint at the path, or with ``rank`` that rank's own; raises `CheckpointError` if there is
-        none.
-        """
+        """Opens the checkpoint at the path; with ``rank``, that rank's own. Raises `CheckpointError` without one."""
         storage = self._open(self._path)
         index = read_index(storage, rank)
         if rank is not None:
@@ -368,9 +366,9 @@ class TensorizerStorageReader(StorageReader):
 
 
 class _Unreadable(dict[str, Any]):
-    """Stands for the entries of an unreadable checkpoint: raises the reason on any access.
+    """The entries of an unreadable checkpoint: any access raises the reason.
 
-    DCP shows the metadata to the planner before it lets the storage raise the error.
+    DCP passes the metadata to the planner before it calls `set_up_storage_reader`, which raises the error.
     """
 
     def __init__(self, error: CheckpointError) -> None:
@@ -389,22 +387,21 @@ def open_reader(
     rename: Rules | None = None,
     **options: Unpack[ReaderOptions],
 ) -> AnyFormatReader:
-    """A reader for ``dcp.load`` that recognises the format of the checkpoint at a path.
+    """Returns a reader for ``dcp.load`` that recognises the format of the checkpoint at a path.
 
-    It reads checkpoints of this package, of torch's ``FileSystemWriter`` and ``FsspecWriter``, and directories of
-    safetensors files as Hugging Face has them: those that the index names, or the parts of tensors that torch's
-    ``HuggingFaceStorageWriter`` leaves without consolidation. FP8 weights with a scale for each block
-    (``weight_scale_inv``) are multiplied, unless the target is of the same FP8 dtype. The format is recognised anew in
-    each load, so that a job may switch its storage between two saves.
+    The reader loads checkpoints of this package, of torch's ``FileSystemWriter`` and ``FsspecWriter``, and directories
+    of safetensors files in Hugging Face's layout: the files that the index names, or the parts of tensors that torch's
+    ``HuggingFaceStorageWriter`` writes without consolidation. FP8 weights with a scale for each block
+    (``weight_scale_inv``) are multiplied, unless the target has the same FP8 dtype. Each load recognises the format
+    anew, so that a job may switch its storage between two saves.
 
-    No code of a checkpoint runs, whatever its format. torch's ``.metadata`` is a pickle, of which only DCP's own
-    records are built. Objects load under the same rules as those of this package. ``allow_pickle=True`` lifts the rules
-    for both.
+    A checkpoint of any format cannot run code. torch's ``.metadata`` is a pickle, from which only DCP's own records are
+    built. Objects load under the same rules as those of this package. ``allow_pickle=True`` lifts the rules for both.
 
     Args:
         path: A local path, or any URL that fsspec opens. The ``checkpoint_id`` of ``dcp.load`` overrides it.
-        rename: The rules by which a model was, or would be, saved (see `SafetensorsStorageWriter`), used the other way
-            round: its tensors get the names, and the shapes, that they have in the state dict. Only for safetensors.
+        rename: The rules by which a model was, or would be, saved (see `SafetensorsStorageWriter`), applied in reverse:
+            tensors get the names and shapes that they have in the state dict. Only for safetensors.
         options: Options of `TensorizerStorageReader`. ``verify`` and ``exchange`` apply only to checkpoints of this
             package, ``allow_pickle`` also to torch's own. ``encryption`` is refused for other formats.
 
@@ -413,14 +410,14 @@ def open_reader(
 
     ``dcp.load`` then raises, on each rank:
         NotCommitted: there is nothing at the path.
-        MetadataError: it is of none of these formats; the message says what was found.
-        ReadError: ``rename`` does not fit the model, or something else than a model is there.
+        MetadataError: the path holds none of these formats; names what was found.
+        ReadError: ``rename`` does not fit the model, or the path does not hold a model.
     """
     return AnyFormatReader(path, rename=rename, **options)
 
 
 class AnyFormatReader(TensorizerStorageReader):
-    """Recognises the format at the beginning of each load.
+    """A reader that recognises the format at the start of each load.
 
     The arguments are those of `open_reader`.
     """
@@ -435,7 +432,7 @@ class AnyFormatReader(TensorizerStorageReader):
         super().__init__(path, **options)
         Renaming(rename or {}).inverse()
         self._rename = rename
-        self._extensions: Any = None  # set by `install`: decoders of streams that torch's own writer has encoded
+        self._extensions: Any = None  # decoders of streams that torch's own writer has encoded; set by `install`
 
     def _find(self, rank: int | None) -> tuple[Storage, Catalog]:
         storage = self._open(self._path)
@@ -447,9 +444,9 @@ class AnyFormatReader(TensorizerStorageReader):
         if found == "dcp_tensorizer":
             return super()._find(rank)
         if self._encryption is not None:
-            raise DecryptionError(f"{storage.path} is of the format {found}, which is not encrypted: leave the key out")
+            raise DecryptionError(f"{storage.path} is of the format {found}, which is not encrypted. Omit encryption=.")
         if found == "safetensors":
-            if rank is not None:  # a model is of all ranks, and appeared after the first question
+            if rank is not None:  # a model is of all ranks: it appeared after DCP's first call
                 raise nothing_committed(storage)
             return storage, ModelCatalog(storage, self._rename)
         name = metadata_file_name(rank)

@@ -1,6 +1,6 @@
-"""The contents of a checkpoint of any format: DCP's metadata, and the stored bytes of a load plan's items.
+"""The contents of a checkpoint in any format: DCP's metadata, and the locations of a load plan's items.
 
-A load and a conversion read every format by its catalog: `own`, `torch_dcp` and `hugging_face` have one each.
+Loads and conversions read each format through its catalog: `own`, `torch_dcp` and `hugging_face` have one each.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from ..errors import MetadataError
 
 
 class Piece(NamedTuple):
-    """The part of one stored chunk that is to be read."""
+    """The part of a stored chunk to read."""
 
     item: StoredItem
     shape: tuple[int, ...]  # of the chunk
     region: Region  # in the chunk
-    part: Region  # in the region that was asked for
+    part: Region  # in the requested region
 
 
 class Coder(Protocol):
-    """Decodes a tensor that is not stored as its elements."""
+    """The decoder of a tensor that is not stored as its elements."""
 
     def memory_for(self, target: torch.Tensor) -> torch.Tensor:
-        """Returns memory for the stored form: the target itself if it takes that as it is. Raises `ReadError`."""
+        """Returns memory for the stored form: the target itself if it can hold that. Raises `ReadError`."""
 
     def decode(self, stored: torch.Tensor, target: torch.Tensor) -> None:
         """Fills the target from its stored form, in the memory of `memory_for`. Raises `ReadError`."""
 
 
 class Catalog(abc.ABC):
-    """The contents of one checkpoint.
+    """The contents of a checkpoint.
 
     Attributes:
         path: The checkpoint, or its metadata file, for messages.
         files: The size of each data file in bytes, by name; empty if the format does not record it.
-        in_memory: The contents of files that exist only here, by name.
-        encryption: The description of the key (see `encryption.unlock`); None if nothing is encrypted.
-        has_digests: Each stored item has digests, so that what is read can be verified.
+        in_memory: The contents of files that exist only in the catalog, by name.
+        encryption: The description of the key (see `encryption.unlock`); None if the checkpoint is not encrypted.
+        has_digests: Whether each stored item has digests, so that reads can be verified.
     """
 
     path: str
@@ -60,28 +60,28 @@ class Catalog(abc.ABC):
 
     @abc.abstractmethod
     def metadata(self) -> Metadata:
-        """DCP's metadata for a load."""
+        """Returns DCP's metadata for a load."""
 
     @abc.abstractmethod
     def locate(self, items: Sequence[ReadItem]) -> list[list[Piece]]:
-        """The stored chunks that have elements of each item; raises `MetadataError` or `ReadError`, naming the key."""
+        """Returns the stored chunks of each item. Raises `MetadataError` or `ReadError`, naming the key."""
 
     def incomplete_layouts(self) -> Mapping[Any, ChunkLayout]:
-        """The layouts of tensors whose stored chunks may not cover them, by key."""
+        """Returns the layouts of tensors that the stored chunks may not cover, by key."""
         return {}
 
     def coder(self, item: ReadItem) -> Coder | None:
-        """The coder of an item; None if its elements, or the ``torch.save`` bytes of an object, are stored as they
-        are. Raises `ReadError`.
+        """Returns the coder of an item; None if its elements, or an object's ``torch.save`` bytes, are stored
+        unencoded. Raises `ReadError`.
         """
         return None
 
     def decoded(self, item: ReadItem, content: bytes) -> bytes:
-        """The ``torch.save`` bytes of an object, from its stored bytes. Raises `ReadError`."""
+        """Returns the ``torch.save`` bytes of an object, from its stored bytes. Raises `ReadError`."""
         return content
 
     def check_unreplaced(self) -> None:  # noqa: B027
-        """Raises `ReadError` if a file was replaced since the catalog was made, so that data may not fit it."""
+        """Raises `ReadError` if a file was replaced after the catalog was made: its data may not match the catalog."""
 
 
 def check_length(path: str, key: str, item: StoredItem, shape: tuple[int, ...]) -> None:
@@ -101,17 +101,17 @@ def check_chunks(path: str, key: str, shape: Sequence[int], regions: Sequence[Re
 
 
 def check_coverage(path: str, catalog: Catalog, keys: Iterable[str]) -> None:
-    """Checks the chunks of every tensor among ``keys`` like `check_chunks`, unless the save has found them whole."""
+    """Checks the tensors among ``keys`` as `check_chunks` does, unless the save has verified their coverage."""
     incomplete = catalog.incomplete_layouts()
     for key in incomplete.keys() & keys:
         check_chunks(path, key, incomplete[key].shape, incomplete[key].regions)
 
 
 def copy_part(item: ReadItem, tensor: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies the part of a stored tensor that an item describes; raises `ValueError` if it does not fit the target."""
+    """Copies the part of a stored tensor that an item describes. Raises `ValueError` if it does not fit the target."""
     for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        if length < tensor.size(dim):  # only if needed: not every class can be narrowed
+        if length < tensor.size(dim):  # only if needed: some classes do not support `narrow`
             tensor = tensor.narrow(dim, start, length)
     if target.shape != tensor.shape:  # `copy_` might broadcast it
-        raise ValueError(f"it is of shape {tuple(tensor.shape)}, and its target of {tuple(target.shape)}")
+        raise ValueError(f"it is of shape {tuple(tensor.shape)}, but its target is of {tuple(target.shape)}")
     target.copy_(tensor)

@@ -1,8 +1,8 @@
-"""Models as Hugging Face has them: safetensors files, also under other names, in other shapes, in parts, or quantised.
+"""Models in Hugging Face's layout: safetensors files, with tensors possibly renamed, reshaped, in parts or quantised.
 
-FP8 weights come with another tensor that has a scale for each block of elements. A weight is read as it is stored, and
-multiplied on its way to a target of another dtype. A target of the same FP8 dtype gets the stored elements, and one of
-another FP8 dtype is refused.
+A second tensor has a scale for each block of an FP8 weight. The weight is read as stored, and multiplied when it is
+copied to a target of another dtype. A target of the same FP8 dtype gets the stored elements; a target of another FP8
+dtype is an error.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class ModelCatalog(Catalog):
 
     Args:
         storage: The model's directory.
-        rename: The rules by which the model was saved; they are used the other way round.
+        rename: The rules by which the model was saved, applied in reverse.
         files: The files to read instead, by their headers.
 
     Raises:
-        NotCommitted: there are no such files.
-        MetadataError: the index or a header is damaged, or they contradict each other.
+        NotCommitted: there are no safetensors files.
+        MetadataError: the index or a header is damaged, or they are inconsistent.
         ReadError: ``rename`` does not fit the model.
     """
 
@@ -62,7 +62,7 @@ class ModelCatalog(Catalog):
         self._files, file_of = read_weight_files(storage) if files is None else (files, {})
         self._items: dict[str, tuple[StoredItem, Shape]] = {}  # the stored tensors, and their shapes
         self._quantised: dict[str, _Quantised] = {}
-        self._scales: tuple[str, torch.Tensor] | None = None  # of the last weight, whose items follow each other
+        self._scales: tuple[str, torch.Tensor] | None = None  # of the last weight, whose items are consecutive
         tensors = list(self._chosen(file_of))
         parts = next((file for file in self._files if file.notes.get(SHARDING)), None)
         if parts is None:
@@ -71,7 +71,7 @@ class ModelCatalog(Catalog):
             self._placed = self._joined(tensors)
         else:
             raise MetadataError(
-                f"{self.path}/{parts.name} has parts of tensors, as torch's HuggingFaceStorageWriter leaves them "
+                f"{self.path}/{parts.name} has parts of tensors, as torch's HuggingFaceStorageWriter writes them "
                 f"without consolidation. Consolidate them, or load them without rename=."
             )
 
@@ -86,7 +86,7 @@ class ModelCatalog(Catalog):
         weights = [self._quantised[box.source] for box in boxes if box.source in self._quantised]
         if not weights:
             return None
-        if len(boxes) > 1 or not boxes[0].is_same:  # its blocks would no longer be where its scales say
+        if len(boxes) > 1 or not boxes[0].is_same:  # the blocks would no longer match the scales
             raise ReadError(
                 f"{self.path}: {weights[0].name!r} is quantised, and rename= cuts it or joins it. Load it under a name "
                 f"of its own."
@@ -99,7 +99,7 @@ class ModelCatalog(Catalog):
 
     @functools.cached_property
     def block(self) -> tuple[int, int]:
-        """The size of a quantised block, by the model's configuration; 128 x 128 if it names none."""
+        """The size of a quantised block in the model's configuration; by default 128 x 128."""
         with suppress(ValueError, TypeError, LookupError, RecursionError):
             content = json.loads(self._storage.read(_CONFIG) or b"{}")
             rows, columns = content["quantization_config"]["weight_block_size"]
@@ -108,7 +108,7 @@ class ModelCatalog(Catalog):
         return _BLOCK
 
     def scales_of(self, weight: _Quantised) -> torch.Tensor:
-        """The scales of a weight's blocks, in float32; raises `ReadError`."""
+        """Returns the scales of a weight's blocks, in float32. Raises `ReadError`."""
         if self._scales is None or self._scales[0] != weight.name:
             item = weight.scales
             content = bytearray(self._storage.read_range(item.file, item.offset, item.length))
@@ -117,7 +117,7 @@ class ModelCatalog(Catalog):
         return self._scales[1]
 
     def _chosen(self, file_of: dict[str, str]) -> Iterator[tuple[WeightFile, StoredBytes]]:
-        """The tensors of all files, each from the file that the index names if it names one."""
+        """Yields the tensors of all files, each from the file that the index names for it, if any."""
         missing = dict(file_of)
         for file in self._files:
             for tensor in file.tensors:
@@ -126,14 +126,14 @@ class ModelCatalog(Catalog):
                     yield file, tensor
         for key, name in missing.items():
             raise MetadataError(
-                f"{self.path}/{name} lacks {key!r}, which the index locates there. Files were exchanged, or are not "
-                f"all of one model: load another one."
+                f"{self.path}/{name} lacks {key!r}, which the index locates there. The files were replaced, or "
+                f"belong to different models. Load another model."
             )
 
     def _renamed(self, tensors: Sequence[tuple[WeightFile, StoredBytes]], rename: Rules) -> dict[str, Placed]:
         for file, tensor in tensors:
             if tensor.key in self._items:
-                raise MetadataError(f"{self.path} has {tensor.key!r} in two files: {file.name} and another one")
+                raise MetadataError(f"{self.path} has {tensor.key!r} in two files, one of which is {file.name}")
             self._items[tensor.key] = self._stored(file, tensor)
         self._quantised = {
             name: _Quantised(name, item, shape, *self._items[name + _SCALE])
@@ -147,17 +147,19 @@ class ModelCatalog(Catalog):
         for key, of_key in placed.items():
             sources = [box.source for box in of_key.boxes]
             if len({self._items[source][0].dtype for source in sources}) > 1:
-                raise ReadError(f"{self.path}: {listed(sources)} are {key!r} together, and differ in their dtypes")
+                raise ReadError(f"{self.path}: {listed(sources)} make up {key!r}, but differ in their dtypes")
         return placed
 
     def _joined(self, tensors: Sequence[tuple[WeightFile, StoredBytes]]) -> dict[str, Placed]:
-        """The tensors whose parts are in several files, as torch's ``HuggingFaceStorageWriter`` leaves them."""
+        """Returns the tensors whose parts are in several files, as torch's ``HuggingFaceStorageWriter`` writes them."""
         offsets: dict[str, dict[str, tuple[int, ...]]] = {}
         for file in self._files:
             try:
                 offsets[file.name] = saved_offsets(file.notes)
             except ValueError as error:
-                raise MetadataError(f"{self.path}/{file.name}: the note {SHARDING} is damaged: {error}") from None
+                raise MetadataError(
+                    f"{self.path}/{file.name}: its metadata entry {SHARDING} is damaged: {error}"
+                ) from None
         placed: dict[str, Placed] = {}
         for file, tensor in tensors:
             source = f"{file.name}\0{tensor.key}"
@@ -167,7 +169,7 @@ class ModelCatalog(Catalog):
             ends = [start + size for start, size in zip(offset, shape, strict=False)]
             if len(offset) != len(shape) or max(ends, default=0) > MAX_NUMBER:
                 raise MetadataError(
-                    f"{self.path}/{file.name}: the note {SHARDING} does not have the offset of {tensor.key!r}"
+                    f"{self.path}/{file.name}: its metadata entry {SHARDING} lacks the offset of {tensor.key!r}"
                 )
             whole = placed.setdefault(tensor.key, Placed((0,) * len(shape)))
             first = self._items[whole.boxes[0].source][0] if whole.boxes else item
@@ -209,9 +211,9 @@ class ModelCatalog(Catalog):
                 continue
             stored, shape = self._items[box.source]
             part = here.within(wanted)
-            if len(shape) < len(part.size):  # a part of what is stacked here
+            if len(shape) < len(part.size):  # the target is stacked from it
                 shape, there = (1, *shape), Region((0, *there.start), (1, *there.size))
-            elif len(shape) > len(part.size):  # one of what is stacked there
+            elif len(shape) > len(part.size):  # the stored tensor is a stack
                 nbytes = stored.length // shape[0]
                 stored = stored._replace(offset=stored.offset + there.start[0] * nbytes, length=nbytes)
                 shape, there = shape[1:], Region(there.start[1:], there.size[1:])
@@ -219,7 +221,7 @@ class ModelCatalog(Catalog):
 
 
 class _Quantised(NamedTuple):
-    """A quantised weight: its name, where it is stored, and the scales of its blocks."""
+    """A quantised weight: its name, its location, and the scales of its blocks."""
 
     name: str
     item: StoredItem
@@ -229,15 +231,15 @@ class _Quantised(NamedTuple):
 
 
 class _BlockCoder:
-    """Multiplies a part of a weight, which begins at the row and column ``start``, by the scales of its blocks."""
+    """The coder of a part of a weight, from row and column ``start`` on: multiplies elements by their block's scale."""
 
     def __init__(self, catalog: ModelCatalog, weight: _Quantised, start: tuple[int, int]) -> None:
         self._catalog, self._weight, self._start = catalog, weight, start
 
     def memory_for(self, target: torch.Tensor) -> torch.Tensor:
-        """The target itself if it is of the stored dtype, or else memory for the stored elements.
+        """Returns the target itself if it is of the stored dtype, otherwise memory for the stored elements.
 
-        Raises `ReadError`, naming the key, if the scales do not fit the weight, or the target is of another FP8 dtype.
+        Raises `ReadError`, naming the key, if the scales do not fit the weight, or if the target has another FP8 dtype.
         """
         path, weight = self._catalog.path, self._weight
         dtype = named_dtype(weight.item.dtype)
@@ -253,13 +255,13 @@ class _BlockCoder:
         if len(weight.shape) != 2 or weight.scales_shape != blocks:
             raise ReadError(
                 f"{path}: {weight.name!r} is {weight.shape} and its scales are {weight.scales_shape}, which are not "
-                f"blocks of {rows} x {columns}: weight_block_size in {_CONFIG} has to say otherwise, or the weight is "
-                f"quantised in another way. A target of {weight.item.dtype} gets it as it is stored"
+                f"blocks of {rows} x {columns}: weight_block_size in {_CONFIG} is wrong, or the weight is "
+                f"quantised in another way. Pass a target of {weight.item.dtype} to load it as stored."
             )
         return torch.empty(target.shape, dtype=dtype, device="cpu")
 
     def decode(self, stored: torch.Tensor, target: torch.Tensor) -> None:
-        """Multiplies in float32, one row of blocks after the other."""
+        """Multiplies in float32, one row of blocks at a time."""
         if not stored.numel():
             return
         scales, (rows, columns) = self._catalog.scales_of(self._weight), self._catalog.block

@@ -1,4 +1,4 @@
-"""This package's own checkpoints, by the index that ``.metadata`` holds."""
+"""This package's own checkpoints, read through the index in ``.metadata``."""
 
 from __future__ import annotations
 
@@ -52,22 +52,22 @@ from .recognise import nothing_committed
 if TYPE_CHECKING:
     from .._storage.base import Storage
 
-# Releases of torch may have more or fewer of these fields: all but the dtype are deprecated.
+# The fields depend on the release of torch: all but the dtype are deprecated.
 _FIELDS = {field.name for field in dataclasses.fields(TensorProperties)}
 
 
 def decode(data: bytes, path: str) -> Metadata:
-    """Decodes all of what `encode` made. Raises `MetadataError`, naming ``path``, if it is damaged or of another
+    """Decodes the whole result of `encode`. Raises `MetadataError`, naming ``path``, if it is damaged or of another
     version.
     """
     return Index(IndexFile(path, container.read_head(data, path), data)).stored_metadata()
 
 
 def read_index(storage: Storage, rank: int | None = None) -> Index | None:
-    """Reads and checks a checkpoint's index: that of all ranks, or one rank's own. None if there is none.
+    """Reads and checks a checkpoint's index, of all ranks or of one. If there is none, returns None.
 
-    The locations of a large one are read on demand. Raises `MetadataError` if it is damaged or of another format, and
-    `ReadError` if it cannot be read.
+    The locations of a large index are read on demand. Raises `MetadataError` if the index is damaged or of another
+    format, and `ReadError` if it cannot be read.
     """
     name = metadata_file_name(rank)
     file = committed(storage, name)
@@ -77,22 +77,24 @@ def read_index(storage: Storage, rank: int | None = None) -> Index | None:
     own = index.head.rank
     if own != rank:
         whose = "all ranks" if own is None else f"rank {own}"
-        raise MetadataError(f"{file.path} is the metadata of {whose}: files were exchanged, or renamed")
+        raise MetadataError(
+            f"{file.path} is the metadata of {whose}: files were swapped or renamed. Load another checkpoint."
+        )
     return index
 
 
 def read_metadata(storage: Storage, rank: int | None = None) -> Metadata | None:
-    """The whole index, as `Index.stored_metadata` returns it; raises what `read_index` raises."""
+    """Returns the whole index, as `Index.stored_metadata` does. Raises what `read_index` raises."""
     index = read_index(storage, rank)
     return None if index is None else index.stored_metadata()
 
 
 def check_world_size(storage: Storage, has_own: bool, world_size: int) -> None:
-    """Checks that a checkpoint whose ranks each saved for themselves is loaded by as many ranks.
+    """Checks that as many ranks load a checkpoint as saved it, if each rank saved for itself.
 
-    All ranks look at the same files, so that all find the same. ``has_own`` says whether this rank's own metadata
-    exists. Raises `NotCommitted` if not even the first rank's exists, and `MetadataError` if another number of ranks
-    saved it.
+    All ranks check the same files, so that all get the same result. ``has_own`` is whether this rank's own metadata
+    exists. Raises `NotCommitted` if rank 0's does not exist, and `MetadataError` if another number of ranks saved the
+    checkpoint.
     """
     if storage.head(metadata_file_name(0)) is None:
         raise nothing_committed(storage)
@@ -100,12 +102,12 @@ def check_world_size(storage: Storage, has_own: bool, world_size: int) -> None:
     if not has_own or not has_last or storage.head(metadata_file_name(world_size)) is not None:
         raise MetadataError(
             f"{storage.path} was saved with use_collectives=False, each rank for itself, by another number of ranks "
-            f"than the {world_size} that load it: load it with as many"
+            f"than the {world_size} that load it. Load it with as many."
         )
 
 
 _Wanted = tuple[Any, tuple[int, ...] | None, Region | None]
-"""A key, the offset of the chunk that a load was shown, and a region of that chunk; both None for an object."""
+"""A key, the offset of a chunk in the load's metadata, and a region of that chunk; both None for an object."""
 
 
 def _wanted_of(item: ReadItem) -> _Wanted:
@@ -117,7 +119,7 @@ def _wanted_of(item: ReadItem) -> _Wanted:
 
 
 class Index(Catalog):
-    """A checkpoint's index. Locations are read when they are needed. Raises `MetadataError` if it is damaged."""
+    """A checkpoint's index, whose locations are read on demand. Raises `MetadataError` if it is damaged."""
 
     has_digests = True
 
@@ -126,10 +128,10 @@ class Index(Catalog):
         self.head = file.head
         self.files = file.files
         self._file = file
-        self._known_properties: dict[Properties, dict[str, Any]] = {}  # tensors share a few
+        self._known_properties: dict[Properties, dict[str, Any]] = {}  # tensors share few distinct ones
         with _valid(self.path), collector_paused():
             self._sections = [section for section in file.head.sections if section.kind == "places"]
-            self._tables: dict[int, LocationTable] = {}  # by the number of their section
+            self._tables: dict[int, LocationTable] = {}  # by section number
             self._inline: LocationTable | None = None
             # Small values are located in a file that exists only in the index.
             inline, content = metadata_file_name(file.head.rank), b""
@@ -145,19 +147,19 @@ class Index(Catalog):
             self.encryption = {"derivation": key.derivation, "check": key.check, "seal": file.seal}
 
     def metadata(self) -> Metadata:
-        """DCP's metadata for a load, in which a tensor is one chunk if its stored chunks make up the whole.
+        """Returns DCP's metadata for a load. If the stored chunks of a tensor cover it, it is one chunk.
 
-        DCP's planners look at each chunk of each tensor on each rank. `locate` finds the stored chunks that a rank
-        needs. Tensors that are described alike share one description.
+        DCP's planners visit each chunk of each tensor on each rank. `locate` finds the stored chunks that a rank needs.
+        Tensors with equal descriptions share one object.
         """
         return self._metadata(whole=True)
 
     def stored_metadata(self) -> Metadata:
-        """DCP's metadata with all chunks as they are stored.
+        """Returns DCP's metadata with all chunks as they are stored.
 
-        Its ``storage_data`` is a dict: ``files``, the bytes in each data file by name; ``items``, a `StoredItem` for
-        each `item_key`; ``rank``; ``encryption``, where there is any; ``release``, ``torch`` and ``saved_at``; and
-        ``record``, a manager's (`SaveRecord`) or None.
+        The ``storage_data`` is a dict: ``files``, the size of each data file by name; ``items``, a `StoredItem` for
+        each `item_key`; ``rank``; ``encryption``, for encrypted checkpoints; ``release``, ``torch`` and ``saved_at``;
+        and ``record``, a manager's `SaveRecord` or None.
         """
         metadata = self._metadata(whole=False)
         with _valid(self.path), collector_paused():
@@ -167,14 +169,14 @@ class Index(Catalog):
         return metadata
 
     def incomplete_layouts(self) -> dict[Any, ChunkLayout]:
-        """The layouts of tensors whose stored chunks do not make up the whole, and so are shown by `metadata`."""
+        """Returns the layouts of tensors that their stored chunks do not cover: `metadata` has these chunks."""
         values = self._values.items()
         return {key: value.layout for key, value in values if type(value) is TensorValue and not value.is_whole}
 
     def _owners(self, key: Any, offset: tuple[int, ...] | None, region: Region | None) -> Iterable[int]:
-        """The sections that have some of what is wanted."""
+        """Returns the sections that have locations of a region."""
         value = self._values.get(key)
-        if value is None:  # there is no entry: any rank may have stored it
+        if value is None:  # without an entry, any rank may have stored the item
             return range(len(self._sections))
         if isinstance(value, int):
             return (value,)
@@ -184,9 +186,9 @@ class Index(Catalog):
         return [int(value.owners[number]) for number in chunks]
 
     def locate(self, items: Sequence[ReadItem]) -> list[list[Piece]]:
-        """The stored chunks that have elements of each item of a load plan, which was made of `metadata`.
+        """Returns the stored chunks with elements of each item of a load plan that was made from `metadata`.
 
-        Reads the locations of all ranks that stored some of them. Raises `MetadataError`, naming the key, if some are
+        Reads the locations of all ranks that stored such chunks. Raises `MetadataError`, naming the key, if chunks are
         missing, and `ReadError` if locations cannot be read.
         """
         with _valid(self.path):
@@ -264,7 +266,7 @@ class Index(Catalog):
         return MetadataError(f"{self.path} has no data for {key!r} at offset {at}")
 
     def _items(self) -> dict[ItemKey, StoredItem]:
-        """The location of everything that is stored."""
+        """Returns the location of every stored item."""
         items: dict[ItemKey, StoredItem] = {}
         self._load_tables(range(len(self._sections)))
         for key, value in self._values.items():
@@ -348,14 +350,14 @@ class Index(Catalog):
 
     @functools.cached_property
     def _inline_hashes(self) -> Collection[int]:
-        """The hashes of the items that are stored in the index itself."""
+        """The hashes of the items in the index itself."""
         return frozenset() if self._inline is None else frozenset(self._inline.hashes.tolist())
 
     def _load_tables(self, numbers: Iterable[int]) -> None:
-        """Reads the sections of locations with these numbers, unless they have been read."""
+        """Reads the sections of locations with these numbers that have not been read."""
         missing = sorted({number for number in numbers if number >= 0} - self._tables.keys())
         sections = [self._sections[number] for number in missing]
-        # Threads help only if sections must be requested.
+        # Threads help only if sections must be read from the storage.
         get_all = map if self._file.read is None else in_threads
         for number, section, content in zip(missing, sections, get_all(self._file.section, sections), strict=True):
             files = [(file.name, file.nbytes) for file in section.files]
@@ -367,17 +369,17 @@ class Index(Catalog):
         return LocationTable(rows, files, is_encrypted=self.head.encryption is not None)
 
     def _find(self, key: Any, item_hash: int, owner: int) -> StoredItem | None:
-        """The location from which an item is best read; None if it is not stored.
+        """Returns the best location to read an item from; None if it is not stored.
 
-        ``item_hash`` is the `hash_of` its key and the offset of its chunk, or None for an object; ``owner`` the number
-        of the section that has it, or -1.
+        ``item_hash`` is the `hash_of` of the key and the chunk's offset (None for an object), and ``owner`` the number
+        of the item's section, or -1.
         """
         inline = None if self._inline is None else next(self._inline.find([key], [item_hash]))
         return inline or self._stored([key], [item_hash], owner)[0]
 
     def _stored(self, keys: Sequence[Any], hashes: Sequence[int], owner: int) -> list[StoredItem | None]:
-        """The locations of items in the data files of one section; None for an item that is in none, as all are if
-        ``owner`` is -1.
+        """Returns the locations of items in the data files of one section, None for missing items. If ``owner`` is -1,
+        all are missing.
         """
         if owner < 0:
             return [None] * len(keys)
@@ -388,7 +390,7 @@ class Index(Catalog):
 
 @contextmanager
 def _valid(path: str) -> Iterator[None]:
-    """Raises any error inside the block as a `MetadataError`: the index is invalid."""
+    """Converts any error inside the block to a `MetadataError`: the index is invalid."""
     try:
         yield
     except (ValueError, LookupError, TypeError, OverflowError) as error:
@@ -397,7 +399,7 @@ def _valid(path: str) -> Iterator[None]:
 
 @functools.cache
 def _origin(dimensions: int) -> torch.Size:
-    """The offset of a tensor's first element."""
+    """Returns the offset of a tensor's first element."""
     return torch.Size([0] * dimensions)
 
 

@@ -1,4 +1,4 @@
-"""The format of a directory, by its names and first bytes, and what to do if it holds no checkpoint."""
+"""Recognises the format of a directory, by names and first bytes, and makes the errors for other directories."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _SHOWN_NAMES = 5
 
 
 def format_of(storage: Storage, rank: int) -> DirectoryFormat | None:
-    """The format of a directory's checkpoint; None if it holds none. Raises `ReadError` if it cannot be read.
+    """Returns the format of a directory's checkpoint; None if it holds none. Raises `ReadError` if it cannot be read.
 
-    ``rank``'s own metadata counts if there is none of all ranks.
+    If there is no metadata of all ranks, ``rank``'s own counts.
     """
     for name in (metadata_file_name(), metadata_file_name(rank)):
         head = storage.read(name, _HEAD_BYTES)
@@ -32,7 +32,7 @@ def format_of(storage: Storage, rank: int) -> DirectoryFormat | None:
 
 
 def contents(storage: Storage) -> str:
-    """Some of the names in a directory, for an error; raises what `Storage.listing` raises."""
+    """Describes the contents of a directory by some names. Raises what `Storage.listing` raises."""
     files, folders = storage.listing()
     names = sorted([file.name for file in files] + [f"{folder}/" for folder in folders])
     if not names:
@@ -42,14 +42,12 @@ def contents(storage: Storage) -> str:
 
 
 def nothing_committed(storage: Storage) -> NotCommitted:
-    """The error for a path that holds no committed checkpoint; it says what is there instead, as far as that can be
-    seen.
-    """
+    """Returns the error for a path that holds no committed checkpoint, naming what it holds instead, if possible."""
     return NotCommitted(f"{storage.path} holds no committed checkpoint: {_instead(storage)}.")
 
 
 def not_committed(path: str) -> NotCommitted:
-    """The error for a path that holds no committed checkpoint."""
+    """Returns the error for a path that holds no committed checkpoint, without reading the path."""
     return NotCommitted(
         f"{path} holds no committed checkpoint: there is no {metadata_file_name()}. The path is wrong, or the save "
         f"that wrote there never finished."
@@ -57,7 +55,7 @@ def not_committed(path: str) -> NotCommitted:
 
 
 def has_data(storage: Storage) -> bool:
-    """Returns whether a directory has data of one of this package's saves; raises what `Storage.listing` raises."""
+    """Returns whether a directory has data of one of this package's saves. Raises what `Storage.listing` raises."""
     return any(is_data_file_name(file.name) for file in storage.listing()[0])
 
 
@@ -80,7 +78,7 @@ def _instead(storage: Storage) -> str:
 
 
 def kind_of_file(head: bytes) -> str:
-    """Describes a file that was given instead of a checkpoint, and says what to do."""
+    """Describes a file that was passed instead of a checkpoint, with advice."""
     if head.startswith(b"PK\3\4") or looks_like_pickle(head):
         return "of torch.save: load it by torch.load, or make a checkpoint of it by `dcp-tensorizer convert`"
     if head.startswith(MAGIC) or is_index(head):

@@ -1,9 +1,8 @@
 """New names of keys by patterns, the elements under them, and the reverse.
 
-A tensor may be the same under another name, or be cut into parts, or be one of the parts of another. `place` takes the
-tensors on one side of a `Renaming`. For each tensor on the other side it returns the boxes that make it up. A save
-passes its state dict, and gets the tensors of the files. A load passes the tensors of the files, and gets those of its
-state dict.
+A rule may rename a tensor, cut it into parts, or make it a part of another. `place` takes the tensors on one side of a
+`Renaming`, and returns for each tensor on the other side the boxes that make it up. A save passes its state dict, and
+gets the tensors of the files. A load passes the tensors of the files, and gets those of its state dict.
 """
 
 from __future__ import annotations
@@ -17,43 +16,45 @@ from .._tensor_file.regions import Region, carried
 
 
 class Parts:
-    """One tensor as its parts, in a rule of ``rename``: experts one by one, or queries, keys and values by themselves.
+    """The parts of a tensor in a rule of ``rename``: for example single experts, or queries, keys and values.
 
-    One side of a rule is the name of the whole tensor, and the other side its parts::
+    One side of a rule names the whole tensor, and the other side its parts::
 
         {
             "layers.*.experts.w1": Parts("model.layers.*.mlp.experts.{}.gate_proj.weight"),
             "*.qkv.weight": Parts("*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight", sizes=(4, 1, 1)),
         }
 
-    With ``{}`` in the names there are parts for each index of the whole tensor's first dimension, which they do not
-    have; ``{}`` stands for the index. Several names cut the tensor along ``dim``.
+    With ``{}`` in the names, there are parts for each index of the whole tensor's first dimension, and ``{}`` stands
+    for the index. The parts do not have this dimension. Several names cut the tensor along ``dim``.
 
-    Megatron's fused projection has the heads of one group after the other, each group with its queries, its key and its
-    value. With ``groups``, each part is taken from all groups: with 32 heads of queries in 8 groups,
-    ``Parts("*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight", sizes=(4, 1, 1), groups=8)``.
+    Megatron's fused projection has the heads group by group: the queries of a group, its key and its value. With
+    ``groups``, each part is collected from all groups: for 32 query heads in 8 groups, ``Parts("*.q_proj.weight",
+    "*.k_proj.weight", "*.v_proj.weight", sizes=(4, 1, 1), groups=8)``.
 
     Args:
-        names: Patterns with the same number of ``*`` each, as the other side has. All have ``{}``, or none.
-        dim: The dimension along which several names cut, as the parts count it.
-        sizes: The ratio of the parts' sizes along it. By default they are equal.
-        groups: The number of groups along it, each with all parts.
+        names: Patterns with as many ``*`` each as the other side. Either all or none have ``{}``.
+        dim: The dimension along which several names cut, counted in the parts.
+        sizes: The ratio of the parts' sizes along ``dim``. By default the sizes are equal.
+        groups: The number of groups along ``dim``, each with all parts.
 
     Raises:
-        TypeError: a name is no string, or a number is none.
-        ValueError: the names do not belong together, or a number is not allowed.
+        TypeError: a name is not a string, or a number is not an int.
+        ValueError: the names do not match, or a number is out of range.
     """
 
     __slots__ = ("dim", "groups", "names", "sizes")
 
     def __init__(self, *names: str, dim: int = 0, sizes: Sequence[int] = (), groups: int = 1) -> None:
         if not names or not all(isinstance(name, str) for name in names):
-            raise TypeError(f"Parts takes names, all strings, and got {names!r}")
+            raise TypeError(f"Parts takes names that are strings, got {names!r}.")
         if not all(type(number) is int for number in (dim, groups, *sizes)):
-            raise TypeError(f"dim, sizes and groups of Parts are ints, and are {dim!r}, {sizes!r} and {groups!r}")
+            raise TypeError(f"dim, sizes and groups of Parts must be ints, got {dim!r}, {sizes!r} and {groups!r}.")
         kinds = {(name.count("*"), name.count("{}")) for name in names}
         if len(kinds) > 1 or kinds.pop()[1] > 1:
-            raise ValueError(f"all names of Parts have as many * and at most one {{}}, all or none: {names!r}")
+            raise ValueError(
+                f"names of Parts must have equally many *, and either all or none one {{}}, got {names!r}."
+            )
         if len(names) == 1 and not self._is_numbered(names):
             raise ValueError(f"one part is the whole: {names[0]!r} has no {{}}")
         self.names: tuple[str, ...] = names
@@ -65,7 +66,7 @@ class Parts:
                 f"Parts has dim={dim}, groups={groups}, and {len(names)} names with the sizes {self.sizes}"
             )
         if len(names) == 1 and groups > 1:
-            raise ValueError(f"groups={groups} needs several names, and there is one: {names[0]!r}")
+            raise ValueError(f"groups={groups} of Parts needs several names, got {names[0]!r}.")
 
     @staticmethod
     def _is_numbered(names: Sequence[str]) -> bool:
@@ -77,7 +78,7 @@ class Parts:
         return self._is_numbered(self.names)
 
     def __repr__(self) -> str:
-        """The call that makes it."""
+        """Returns the call that makes the object."""
         numbers = f"dim={self.dim}, sizes={self.sizes}, groups={self.groups}"
         return f"Parts({', '.join(map(repr, self.names))}, {numbers})"
 
@@ -94,14 +95,15 @@ class Parts:
 
 
 Rules: TypeAlias = Mapping[Any, "str | Parts"]
-"""The keys are strings or `Parts`, too. Type checkers would take no ``dict[str, str]`` for a mapping of both."""
+"""The keys are strings or `Parts`. They are typed Any, because ``dict[str, str]`` is no mapping of both to type
+checkers."""
 
 
 class PartNumber(NamedTuple):
     """The number of a part of a tensor."""
 
-    part: int  # of the names of its `Parts`
-    row: int  # in the first dimension, where `Parts.is_numbered`
+    part: int  # the index of the name in its `Parts`
+    row: int  # the index in the first dimension, if `Parts.is_numbered`
 
 
 class Match(NamedTuple):
@@ -112,12 +114,12 @@ class Match(NamedTuple):
     number: PartNumber
 
     def new_name(self, part: int = 0, row: int = 0) -> str:
-        """The new name, or that of a part of it."""
+        """Returns the new name, or that of a part."""
         return self.rule.new[part].filled(self.stars, row)
 
 
 class Rule(NamedTuple):
-    """A rule, and what it was made of."""
+    """A rule, with the sides that it was made from."""
 
     old: tuple[_Pattern, ...]
     new: tuple[_Pattern, ...]
@@ -127,18 +129,18 @@ class Rule(NamedTuple):
     @classmethod
     def of(cls, old: object, new: object) -> Rule:
         if not isinstance(old, str | Parts) or not isinstance(new, str | Parts):
-            raise TypeError(f"rename must give new keys by patterns, strings or Parts, and has {old!r}: {new!r}")
+            raise TypeError(f"rename must map strings or Parts to strings or Parts, got {old!r}: {new!r}.")
         if isinstance(old, Parts) and isinstance(new, Parts):
-            raise ValueError(f"one side of a rule is a whole tensor, and both are parts: {old!r}, {new!r}")
+            raise ValueError(f"one side of a rule must be a whole tensor, got Parts on both: {old!r}, {new!r}.")
         return cls(_patterns(old), _patterns(new), old, new)
 
     @property
     def is_plain(self) -> bool:
-        """Returns whether it only gives a tensor another name."""
+        """Returns whether the rule only renames a tensor."""
         return isinstance(self.old_side, str) and isinstance(self.new_side, str)
 
     def match(self, key: str) -> Match | None:
-        """Matches a key, or returns None."""
+        """Returns the match of a key, or None."""
         for number, pattern in enumerate(self.old):
             if (found := pattern.match(key)) is not None:
                 return Match(self, found[0], PartNumber(number, found[1]))
@@ -146,18 +148,18 @@ class Rule(NamedTuple):
 
 
 class Renaming:
-    """Gives keys new names.
+    """Rules that give keys new names.
 
     Args:
-        rules: New names by patterns, in which only ``*`` has a meaning. The n-th ``*`` of a new name stands for the
-            same text as the n-th of its pattern. The first pattern that matches a key counts. Other keys stay as they
-            are. One side of a rule may be `Parts`.
+        rules: New names by patterns, in which only ``*`` is special. The n-th ``*`` of a new name stands for the same
+            text as the n-th ``*`` of its pattern. The first pattern that matches a key applies. Keys without a match do
+            not change. One side of a rule may be `Parts`.
 
     Attributes:
-        unused: The patterns that have not matched a key yet.
+        unused: The patterns that have not matched a key.
 
     Raises:
-        TypeError: a rule is not of strings and parts.
+        TypeError: a rule is not made of strings and `Parts`.
         ValueError: a new name is empty, or has more ``*`` than its pattern.
     """
 
@@ -165,11 +167,13 @@ class Renaming:
         self._rules = [Rule.of(old, new) for old, new in rules.items()]
         for rule in self._rules:
             if not all(pattern.text for pattern in rule.new) or rule.new[0].stars > rule.old[0].stars:
-                raise ValueError(f"{rule.old_side!r} cannot become {rule.new_side!r}: that is empty, or has a * more")
+                raise ValueError(
+                    f"{rule.old_side!r} cannot become {rule.new_side!r}: the new name is empty or has more *"
+                )
         self.unused = dict.fromkeys(rules)
 
     def find(self, key: str) -> Match | None:
-        """The rule for a key, if there is one."""
+        """Returns the match of the rule for a key; None if no rule matches."""
         for rule in self._rules:
             if (match := rule.match(key)) is not None:
                 self.unused.pop(rule.old_side, None)
@@ -177,17 +181,17 @@ class Renaming:
         return None
 
     def new_name(self, key: str) -> str:
-        """The new name of a key, where no rule has parts."""
+        """Returns the new name of a key, for rules without parts."""
         match = self.find(key)
         return key if match is None else match.new_name()
 
     def inverse(self) -> Renaming:
-        """The reverse rules. Raises `ValueError` if a new name has fewer ``*`` than its pattern."""
+        """Returns the reverse rules. Raises `ValueError` if a new name has fewer ``*`` than its pattern."""
         return Renaming({rule.new_side: rule.old_side for rule in self._rules})
 
 
 class _Pattern:
-    """A name with ``*`` and, among parts, ``{}`` in it."""
+    """A name with ``*`` and, in parts, ``{}``."""
 
     def __init__(self, text: str, *, is_numbered: bool) -> None:
         self.text = text
@@ -198,7 +202,7 @@ class _Pattern:
         self._regex = re.compile("".join(regex), re.DOTALL)
 
     def match(self, key: str) -> tuple[tuple[str, ...], int] | None:
-        """Returns the texts that the stars stand for, and the number."""
+        """Returns the texts that the stars stand for, and the index."""
         if (found := self._regex.fullmatch(key)) is None:
             return None
         signs = list(zip(self._pieces[1::2], found.groups(), strict=True))
@@ -206,7 +210,7 @@ class _Pattern:
         return tuple(text for sign, text in signs if sign == "*"), number
 
     def filled(self, stars: Sequence[str], number: int) -> str:
-        """The name with what the stars stand for, and the number."""
+        """Returns the name with its stars and its index filled in."""
         pieces, left = list(self._pieces), iter(stars)
         pieces[1::2] = (next(left) if sign == "*" else str(number) for sign in pieces[1::2])
         return "".join(pieces)
@@ -224,25 +228,25 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """Elements of a tensor, and where they are in another one.
+    """Elements of a tensor, and their region in another tensor.
 
     The regions hold the same elements in the same order. One of them may have another first dimension, of size 1.
     """
 
-    source: str  # the name of the tensor that they come from
-    there: Region  # in that tensor
+    source: str  # the name of the source tensor
+    there: Region  # in the source tensor
     here: Region  # in the tensor that has the box
     is_same: bool = False  # only the names of the two tensors differ
 
     def carry(self, region: Region) -> Region | None:
-        """Returns where the elements of a region of the source are here; None if none of them is in the box.
+        """Maps a region of the source to the tensor that has the box; returns None if the region is outside the box.
 
         The result has the elements of ``region`` that lie in `there`.
         """
         return carried(region, self.there, self.here)
 
     def fetch(self, region: Region) -> Region | None:
-        """Returns where the elements of a region here come from; None if none of them is in the box."""
+        """Maps a region of the tensor that has the box to the source; returns None if the region is outside the box."""
         return carried(region, self.here, self.there)
 
 
@@ -255,13 +259,13 @@ class Placed:
 
 
 def place(renaming: Renaming, shapes: Mapping[str, Shape]) -> dict[str, Placed]:
-    """The tensors on the other side of a renaming, in the order of those that they come from.
+    """Returns the tensors on the other side of a renaming, in the order of their sources.
 
-    ``shapes`` has the tensors on this side. Raises `ValueError`, naming them, if two would have one name, or a rule
-    does not fit their shapes.
+    ``shapes`` has the tensors on this side. Raises `ValueError`, naming the tensors, if two would have one name, or if
+    a rule does not fit their shapes.
     """
     placed: dict[str, Placed] = {}
-    joined: dict[str, dict[PartNumber, str]] = {}  # the parts of each tensor that is put together
+    joined: dict[str, dict[PartNumber, str]] = {}  # the parts of each tensor that is joined
     rules: dict[str, Match] = {}
     for key, shape in shapes.items():
         match = renaming.find(key)
@@ -304,12 +308,11 @@ class _Part(NamedTuple):
 
 
 def _cuts(parts: Parts, shape: Shape, key: str) -> Iterator[_Part]:
-    """Cuts a tensor."""
     outer, inner = (shape[:1], shape[1:]) if parts.is_numbered else ((), shape)
     dim, several, in_group = parts.dim, len(parts.sizes) > 1, sum(parts.sizes)
     units = in_group * parts.groups
     if (parts.is_numbered and not any(outer)) or (several and (len(inner) <= dim or inner[dim] % units)):
-        raise ValueError(f"{key!r} has the shape {shape}, which cannot be cut into {parts!r}")
+        raise ValueError(f"{key!r} of shape {shape} cannot be cut into {parts!r}")
     for index in range(*outer) if outer else (0,):
         lead, one = ((index,), (1,)) if outer else ((), ())
         first = 0
@@ -329,7 +332,6 @@ def _cuts(parts: Parts, shape: Shape, key: str) -> Iterator[_Part]:
 
 
 def _join(name: str, parts: Parts, keys: Mapping[PartNumber, str], shapes: Mapping[str, Shape]) -> Placed:
-    """Puts a tensor together."""
     first = next(iter(keys.values()))
     shape = list(shapes[first])
     count = 1 + max(number.row for number in keys)
@@ -361,9 +363,9 @@ def _join(name: str, parts: Parts, keys: Mapping[PartNumber, str], shapes: Mappi
 
 
 def wrong_way_back(renaming: Renaming, placed: Mapping[str, Placed]) -> tuple[str, str, str] | None:
-    """A tensor to which the reverse rules do not lead back: its name, a new name, and the name that this leads to.
+    """Returns a tensor whose new name the reverse rules do not map back: its name, the new name, and what that maps to.
 
-    None if there is none: then a load with the same rules finds each tensor of a save.
+    Returns None if a load with the same rules finds each tensor of a save.
     """
     back = place(renaming.inverse(), {name: of.shape for name, of in placed.items()})
     leads = {(box.source, name, box.here, box.there) for name, of in back.items() for box in of.boxes}

@@ -1,4 +1,4 @@
-"""The layout of safetensors files of torch's tensors, and of directories of them in Hugging Face's style.
+"""The layout of safetensors files with torch tensors, and of directories of them in Hugging Face's style.
 
 Files are laid out like those of ``safetensors.torch.save_file``, byte for byte.
 """
@@ -21,8 +21,7 @@ from .safetensors_header import decode_json, encode_header
 MAX_SHARD_BYTES = 5_000_000_000
 """The largest size of a file, as in Hugging Face's libraries."""
 
-# In the library's order: tensors of the first dtype come first in a file, so that each begins at a multiple of its
-# element size.
+# In the library's order: tensors of the first dtype come first in a file, so that the elements of each are aligned.
 DTYPES = {
     "U64": torch.uint64,
     "I64": torch.int64,
@@ -48,11 +47,12 @@ DTYPES = {
 """The dtypes of the format."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PAIRS = torch.float4_e2m1fn_x2
-"""Two elements in a byte, which count as one in torch's shapes, and as two in the format's last dimension."""
+"""Dtypes with two elements per byte, which count as one in torch's shapes, and as two in the format's last
+dimension."""
 
 SHARDING = "DCP_SHARDING_INFO"
-"""The note in the header of a file that has parts of tensors, with the offset of each part, as torch's
-``HuggingFaceStorageWriter`` leaves it without consolidation."""
+"""The metadata key of a file with parts of tensors, for the offset of each part, as torch's
+``HuggingFaceStorageWriter`` writes it without consolidation."""
 
 _ORDER = {dtype: number for number, dtype in enumerate(NAMES)}
 _NOTES = {"format": "pt"}
@@ -83,7 +83,7 @@ class SafetensorsLayout(Generic[T]):
 
 
 def fault_of(key: object, dtype: torch.dtype, shape: Sequence[int]) -> str | None:
-    """The reason why the format cannot hold a tensor, to follow its key in a sentence; None if it can."""
+    """Returns why the format cannot hold a tensor, as a predicate to its key; None if it can."""
     if dtype not in NAMES:
         return f"is of {dtype}, which safetensors does not have: leave it out, or convert it"
     if dtype == PAIRS and not shape:
@@ -100,9 +100,9 @@ def fault_of(key: object, dtype: torch.dtype, shape: Sequence[int]) -> str | Non
 
 
 def in_torch(name: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The dtype and the shape in torch of a tensor that a file describes.
+    """Returns torch's dtype and shape of a tensor that a file describes.
 
-    Raises `ValueError`, with a text to follow the tensor's key in a sentence, if torch has no such tensors.
+    Raises `ValueError`, with a predicate to the tensor's key, if torch has no such tensors.
     """
     dtype = DTYPES.get(name)
     if dtype is None:
@@ -122,23 +122,22 @@ _decode_saved = Decoder(dict[str, _SavedOffset]).decode
 
 
 def saved_offsets(notes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The offset of each part of a tensor in the whole tensor, from the notes of a file; empty without `SHARDING`.
+    """Returns the offset of each part in its whole tensor, from the notes of a file; empty without `SHARDING`.
 
     Raises `ValueError` if the note is damaged.
     """
     note = notes.get(SHARDING, "")
     if not isinstance(note, str):
-        raise ValueError(f"the note {SHARDING} is no text")
+        raise ValueError(f"the metadata entry {SHARDING} is not a string")
     return {key: saved.saved_offsets for key, saved in decode_json(_decode_saved, note.encode() or b"{}").items()}
 
 
 def nbytes_of(tensor: Described) -> int:
-    """The bytes of a tensor's elements."""
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
 def shards(tensors: Iterable[T], max_bytes: int) -> list[list[T]]:
-    """Distributes tensors over files of at most ``max_bytes``; a larger tensor gets a file of its own."""
+    """Distributes tensors over files of at most ``max_bytes``. A larger tensor gets its own file."""
     files: list[list[T]] = [[]]
     room = max_bytes
     for tensor in tensors:
@@ -152,7 +151,7 @@ def shards(tensors: Iterable[T], max_bytes: int) -> list[list[T]]:
 
 
 def lay_out(tensors: Iterable[T]) -> SafetensorsLayout[T]:
-    """The layout of a file with these tensors."""
+    """Returns the layout of a file with these tensors."""
     ordered = tuple(sorted(tensors, key=lambda tensor: (_ORDER[tensor.dtype], tensor.key.encode())))
     described: dict[str, Any] = {"__metadata__": _NOTES}
     ends = [0]
@@ -167,13 +166,15 @@ def lay_out(tensors: Iterable[T]) -> SafetensorsLayout[T]:
 
 
 def file_names(count: int, of_save: str = "") -> list[str]:
-    """The names of the ``count`` files of a model with an index; unique to a save, if its id is given."""
+    """Returns the names of the ``count`` files of a model with an index. With ``of_save``, a save's id, they are unique
+    to it.
+    """
     stem = f"model-{of_save}" if of_save else "model"
     return [f"{stem}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
 def index_of(files: Mapping[str, Sequence[Described]]) -> bytes:
-    """The contents of a model's index, from the tensors in each file."""
+    """Returns the contents of a model's index, from the tensors in each file."""
     tensors = [tensor for of_file in files.values() for tensor in of_file]
     content = {
         "metadata": {

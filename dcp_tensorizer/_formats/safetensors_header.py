@@ -1,4 +1,4 @@
-"""The header of a safetensors file, and the index of a directory of them. Nothing here needs torch.
+"""The header of a safetensors file, and the index of a directory of such files. Does not import torch.
 
 8 bytes   length of the header
 header    JSON: for each tensor its dtype, shape, and first and last byte behind the header
@@ -24,14 +24,12 @@ SINGLE = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
 """The file of an adapter of PEFT, which has no index."""
 INDEX = "model.safetensors.index.json"
-"""The index, which names the file of each tensor."""
+"""The index, which maps each tensor to its file."""
 LENGTH = struct.Struct("<Q")
 MAX_HEADER = 100_000_000
-"""The library's own limit of a header."""
+"""The library's own limit for a header."""
 
-_MAX_NESTING = (
-    500  # what every release of Python can decode: from 3.14 on the interpreter's own limit is in the millions
-)
+_MAX_NESTING = 500  # what every release of Python can decode; since 3.14 the interpreter's own limit is in the millions
 _STEPS = np.zeros(256, np.int8)
 _STEPS[[*b"[{"]] = 1
 _STEPS[[*b"]}"]] = -1
@@ -68,9 +66,9 @@ _decode_index = msgspec.json.Decoder(_Index).decode
 
 
 def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
-    """Reads the header of a file of ``nbytes`` bytes; ``read`` takes an offset and a number of bytes.
+    """Reads the header of a file of ``nbytes`` bytes. ``read`` takes an offset and a number of bytes.
 
-    Raises `ValueError` if it is damaged, or the tensors are not all of the rest of the file, one after the other, as
+    Raises `ValueError` if the header is damaged, or if the tensors do not fill the rest of the file without gaps, as
     the library requires.
     """
     prefix = read(0, LENGTH.size)
@@ -95,33 +93,33 @@ def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
 
 
 def encode_header(described: Mapping[str, Any]) -> bytes:
-    """Returns a file up to its first tensor; ``described`` is the JSON of its header."""
+    """Returns a file up to its first tensor. ``described`` is the JSON of its header."""
     text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // LENGTH.size) * LENGTH.size)
     return LENGTH.pack(len(text)) + text
 
 
 def files_named(index: bytes | None) -> set[str]:
-    """The files in an index's own directory that it names; raises `ValueError` if it is none."""
+    """Returns the files in its own directory that an index names. Raises `ValueError` if it is not an index."""
     names = set() if index is None else set(read_index(index).values())
     return {name for name in names if is_plain_name(name) and name.endswith(".safetensors")}
 
 
 def is_plain_name(name: str) -> bool:
-    """Returns whether a name is of a visible file in the directory itself, not in a subdirectory or elsewhere."""
+    """Returns whether a name is that of a visible file directly in the directory."""
     is_short = 0 < len(name.encode("utf-8", "surrogatepass")) <= _MAX_NAME
     return is_short and not name.startswith(".") and not any(sign in name for sign in "/\\\0")
 
 
 def read_index(content: bytes) -> dict[str, str]:
-    """Returns the file of each tensor that an index names; raises `ValueError` if it is no index."""
+    """Returns the file of each tensor that an index names. Raises `ValueError` if it is not an index."""
     return decode_json(_decode_index, content).weight_map
 
 
 def decode_json(decode: Callable[[bytes], _T], content: bytes) -> _T:
-    """Decodes JSON that another program may have written; raises `ValueError` whatever is wrong with it.
+    """Decodes JSON that another program may have written. Raises `ValueError` for any fault.
 
-    ``decode`` is the method of a `msgspec.json.Decoder`, which has an error of its own for each kind of damage.
+    ``decode`` is the method of a `msgspec.json.Decoder`, which raises different errors for different faults.
     """
     if _nesting(content) > _MAX_NESTING < _nesting(_STRING.sub(b"", content)):
         raise ValueError("it is nested too deeply")
@@ -136,7 +134,7 @@ def decode_json(decode: Callable[[bytes], _T], content: bytes) -> _T:
 
 
 def _nesting(content: bytes) -> int:
-    """Returns how deep brackets are nested, those in strings included."""
+    """Returns the nesting depth of brackets, including those in strings."""
     most = depth = 0
     marks = np.frombuffer(content, np.uint8)
     for start in range(0, len(marks) if len(marks) > _MAX_NESTING else 0, 1 << 20):

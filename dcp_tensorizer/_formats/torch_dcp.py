@@ -1,7 +1,7 @@
 """Checkpoints of torch's own ``FileSystemWriter`` and ``FsspecWriter``, without running code from them.
 
-torch's readers unpickle ``.metadata`` and every object, whatever they contain. Here only DCP's own records are built
-from ``.metadata``, tensors load by torch's weights-only rules, and objects are checked like those of this package.
+torch's readers unpickle ``.metadata`` and every object without checks. This module builds only DCP's own records from
+``.metadata``, loads tensors by torch's weights-only rules, and checks objects like those of this package.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class TorchCatalog(Catalog):
     Args:
         storage: The checkpoint's directory.
         name: The name of its metadata file.
-        pickled: The contents of that file.
-        allow_pickle: Unpickle them, whatever they hold.
-        extensions: Decode the streams that torch's writer has encoded; None: torch's own.
+        pickled: The contents of the metadata file.
+        allow_pickle: Unpickle the contents without checks.
+        extensions: The decoders of streams that torch's writer has encoded; None: torch's own.
 
     Raises:
         UntrustedObject: the metadata could run code.
@@ -64,7 +64,7 @@ class TorchCatalog(Catalog):
         return self._metadata
 
     def locate(self, items: Sequence[ReadItem]) -> list[list[Piece]]:
-        """The archives of the items. Raises `ReadError` if a file is missing, or too short for one."""
+        """Returns the archives of the items. Raises `ReadError` if a file is missing, or too short for an archive."""
         return [[self._archive(item.storage_index)] for item in items]
 
     def coder(self, item: ReadItem) -> Coder | None:
@@ -83,19 +83,21 @@ class TorchCatalog(Catalog):
             raise self.not_loaded(item, error) from error
 
     def transforms(self, item: ReadItem) -> Sequence[str]:
-        """The names of the transforms that torch's writer has applied to an item."""
+        """Returns the names of the transforms that torch's writer has applied to an item."""
         # torch before 2.7 does not have this field.
         return getattr(self.info(item.storage_index), "transform_descriptors", None) or ()
 
     def info(self, index: MetadataIndex) -> StorageInfo:
-        """The file, offset and length of a stored item; raises `MetadataError`, naming the key, if it has none."""
+        """Returns the file, offset and length of a stored item. Raises `MetadataError`, naming the key, if it is not
+        stored.
+        """
         info: StorageInfo | None = (self._metadata.storage_data or {}).get(index)
         if info is None:
             raise MetadataError(f"{self.path} has no data for {index.fqn!r}")
         return info
 
     def not_loaded(self, item: ReadItem, error: Exception) -> CheckpointError:
-        """The error for an item that cannot be loaded; names its key and its file."""
+        """Returns the error for an item that cannot be loaded, naming its key and its file."""
         if isinstance(error, CheckpointError):
             return error
         path = f"{self._storage.path}/{self.info(item.storage_index).relative_path}"
@@ -107,8 +109,8 @@ class TorchCatalog(Catalog):
         if nbytes is None or end > nbytes:
             found = "does not exist" if nbytes is None else f"has {nbytes:,} bytes"
             raise ReadError(
-                f"{self._storage.path}/{info.relative_path} {found}, and {index.fqn!r} is at byte {info.offset:,} to "
-                f"{end:,} of it. Load another checkpoint."
+                f"{self._storage.path}/{info.relative_path} {found}, and {index.fqn!r} is at bytes {info.offset:,} to "
+                f"{end:,}. Load another checkpoint."
             )
         whole = Region((0,), (info.length,))
         item = StoredItem(info.relative_path, index.fqn, info.offset, info.length, "uint8", "object", b"")
@@ -116,7 +118,7 @@ class TorchCatalog(Catalog):
 
 
 class _TensorArchive:
-    """A tensor, or a part of one, as ``torch.save`` has stored it."""
+    """The coder of a tensor, or a part of one, that ``torch.save`` has stored."""
 
     def __init__(self, catalog: TorchCatalog, item: ReadItem) -> None:
         self._catalog, self._item, self._stored = catalog, item, io.BytesIO()
@@ -124,7 +126,7 @@ class _TensorArchive:
     def memory_for(self, target: torch.Tensor) -> torch.Tensor:
         nbytes = self._catalog.info(self._item.storage_index).length
         self._stored = io.BytesIO(bytes(nbytes))
-        # The stream's own bytes: `torch.load` reads them without another copy in memory.
+        # The stream's own buffer: `torch.load` reads it without another copy in memory.
         return torch.frombuffer(self._stored.getbuffer(), dtype=torch.uint8) if nbytes else torch.empty(0)
 
     def decode(self, stored: torch.Tensor, target: torch.Tensor) -> None:
@@ -150,5 +152,5 @@ def _unpickled(pickled: bytes, path: str) -> Metadata:
     except Exception as error:
         raise MetadataError(f"{path} cannot be read: {describe(error)}") from error
     if not isinstance(metadata, Metadata):
-        raise MetadataError(f"{path} holds a {type(metadata).__name__}, and no checkpoint's metadata")
+        raise MetadataError(f"{path} must hold a checkpoint's metadata, got a {type(metadata).__name__}")
     return metadata

@@ -1,6 +1,6 @@
 """Reads the ``.metadata`` of torch's ``FileSystemWriter``, a pickle, without importing any class that it names.
 
-Only DCP's own records, and plain values in them, are built from it. The type of each of their fields is checked.
+Builds only DCP's own records, with plain values in them, and checks the type of each field.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _T = TypeVar("_T")
 
 
 def read_pickled(pickled: bytes, path: str) -> Metadata:
-    """Reads ``.metadata``; ``path`` is for messages.
+    """Reads ``.metadata``. ``path`` is for messages.
 
-    Raises `MetadataError` if it is damaged or something else, and `UntrustedObject` if it names something that does not
-    belong in a checkpoint's metadata.
+    Raises `MetadataError` if it is damaged or no checkpoint's metadata, and `UntrustedObject` if it names anything that
+    does not belong in a checkpoint's metadata.
     """
     try:
         found = _Values(len(pickled)).of(_Records(pickled).read())
@@ -55,7 +55,7 @@ def read_pickled(pickled: bytes, path: str) -> Metadata:
 
 
 class _Records(Inert):
-    """Refuses every name that has no place in a checkpoint's metadata."""
+    """A reader that rejects every name that does not belong in a checkpoint's metadata."""
 
     def name(self, module: str, name: str) -> Named:
         named = super().name(module, name)
@@ -64,7 +64,7 @@ class _Records(Inert):
         return named
 
     def call(self, what: Named, arguments: tuple[Any, ...]) -> Made:
-        if what.name == _GETATTR:  # only of an enumeration, as Python 3.11.0 to 3.11.3 write it
+        if what.name == _GETATTR:  # only for members of an enumeration, as Python 3.11.0 to 3.11.3 pickle them
             if len(arguments) != 2 or type(arguments[0]) is not Named or arguments[0].name not in _ENUMS:
                 raise _untrusted(_GETATTR)
             return Made(arguments[0].name, arguments[1:])
@@ -74,20 +74,22 @@ class _Records(Inert):
 
 
 def _untrusted(name: str) -> UntrustedObject:
-    return UntrustedObject(f"{name}, which has no place in a checkpoint's metadata")
+    return UntrustedObject(f"{name}, which does not belong in a checkpoint's metadata")
 
 
 class _Values:
-    """Builds values from those that `_Records` reads, each one once, however often the pickle refers to it."""
+    """A builder of values from those that `_Records` reads. Builds each value once, even if the pickle refers to it
+    often.
+    """
 
     def __init__(self, nbytes: int) -> None:
-        self._made: dict[int, tuple[Any, int]] = {}  # by identity: the pickle's own values live as long as this
+        self._made: dict[int, tuple[Any, int]] = {}  # by id: the pickle's own values live as long as this object
         self._depth = 0
-        self._count = 0  # of values, counted at each reference, as every reader of the tree will visit them
+        self._count = 0  # of values, counted at each reference, because readers of the tree visit each reference
         self._most = 1000 + WORK_PER_BYTE * nbytes
 
     def of(self, value: Any) -> Any:
-        """The value itself if it is plain; otherwise a container, or what its maker builds."""
+        """Returns the value itself if it is plain, otherwise a container, or the result of its maker."""
         kind = type(value)
         self._count += 1
         if kind in _PLAIN:
@@ -127,9 +129,9 @@ def _typed(value: Any, kind: type[_T]) -> _T:
 
 
 def _record(made: Made, values: _Values) -> Any:
-    """Makes an object of one of DCP's dataclasses. Its values must have the types that torch's annotations name.
+    """Makes an object of one of DCP's dataclasses. The values must have the types of torch's annotations.
 
-    Fields that the class does not have stay on the object, as they do for torch: frameworks add some to `Metadata`.
+    Sets unknown fields on the object, as torch does: frameworks add some to `Metadata`.
     """
     kind = _RECORDS[made.what]
     hints = _hints(kind)
@@ -138,7 +140,7 @@ def _record(made: Made, values: _Values) -> Any:
     fields: dict[str, Any] = {}
     if made.arguments:  # `SavePlanner` pickles its metadata as a call of the constructor
         fields.update(zip(hints, map(values.of, made.arguments), strict=True))
-    if type(made.state) is tuple:  # of `TensorProperties`; its length depends on the release of torch
+    if type(made.state) is tuple:  # of `TensorProperties`, whose number of fields depends on the release of torch
         fields.update(zip(hints, map(values.of, made.state), strict=False))
     elif made.state is not None:
         fields.update((_typed(name, str), values.of(value)) for name, value in _typed(made.state, dict).items())
@@ -161,7 +163,7 @@ def _record(made: Made, values: _Values) -> Any:
 
 @functools.cache
 def _hints(kind: type) -> dict[str, tuple[Any, tuple[type, ...]]]:
-    """The types of the fields of a dataclass, in order, each with the classes that fit directly."""
+    """Returns the types of a dataclass's fields, in order, each with the classes that match it directly."""
     hints = get_type_hints(kind)
     if kind is MetadataIndex:
         hints["fqn"] = Any  # keys of a state dict may be of other types
@@ -171,7 +173,7 @@ def _hints(kind: type) -> dict[str, tuple[Any, tuple[type, ...]]]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Returns whether a value, and the members of a list or dict, are of the type that an annotation names."""
+    """Returns whether a value, including the members of a list or dict, has the type of an annotation."""
     if type(value) is hint or hint is Any:
         return True
     origin, arguments = get_origin(hint), get_args(hint)
@@ -184,7 +186,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _check(record: Any) -> None:
-    """Checks what the types of a record's fields do not show."""
+    """Checks what the types of a record's fields do not express."""
     if type(record) is ChunkStorageMetadata:
         if len(record.offsets) != len(record.sizes):
             raise ValueError("a chunk with other dimensions than its offsets")
@@ -213,12 +215,11 @@ def _check_place(key: Any, info: StorageInfo) -> None:
 
 
 def _size(made: Made, values: _Values) -> torch.Size:
-    """A shape."""
     (extents,) = made.arguments
     if type(extents) not in (tuple, list) or len(extents) > MAX_DIMENSIONS:
         raise TypeError(f"a shape of more than {MAX_DIMENSIONS} dimensions, or of another type")
     if any(type(extent) is not int or not 0 <= extent < 2**63 for extent in extents):
-        raise ValueError("a shape of something else than sizes")
+        raise ValueError("a shape that is not made of sizes")
     return torch.Size(extents)
 
 
@@ -229,7 +230,7 @@ def _layout(made: Made, values: _Values) -> torch.layout:
 
 
 def _member(made: Made, values: _Values) -> Any:
-    """A member of an enumeration, by its value or by its name."""
+    """Returns a member of an enumeration, by its value or its name."""
     (member,) = made.arguments
     if type(member) not in (int, str) or member not in (members := _ENUMS[made.what]):
         raise ValueError(f"a {made.what} that torch does not have")
@@ -265,7 +266,7 @@ _RECORDS: Mapping[str, type] = {
     f"{_MEGATRON}.MCoreMetadata": Metadata,
     f"{_MEGATRON}.MCoreSavePlan": planner.SavePlan,
 }
-"""DCP's records, by the names that pickles have for them."""
+"""DCP's records, by their names in pickles."""
 _FORMATS: Mapping[int | str, Any] = {
     0: torch.contiguous_format,
     1: torch.channels_last,

@@ -1,4 +1,4 @@
-"""The files of a model as Hugging Face lays it out, by their index and headers. Nothing here needs torch."""
+"""The files of a model in Hugging Face's layout, by their index and headers. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from .._storage.base import FileIdentity, Storage
 
 _ENDING = ".safetensors"
-_LONE = {SINGLE, ADAPTER}  # files of models without an index; later versions of them have the same names
+_LONE = {SINGLE, ADAPTER}  # files of models without an index, whose later versions have the same names
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
-    """The location of a tensor's bytes in a file. ``dtype`` is safetensors' name of it."""
+    """The location of a tensor's bytes in a file. ``dtype`` is safetensors' name of the dtype."""
 
     key: str
     offset: int
@@ -36,7 +36,9 @@ class WeightFile:
     header: bytes  # the bytes up to the first tensor's
     tensors: tuple[StoredBytes, ...]  # in the order of their offsets
     notes: Mapping[str, Any]  # its ``__metadata__``
-    identity: FileIdentity | None = None  # before the header was read; None with an index, or if there is none
+    identity: FileIdentity | None = (
+        None  # of the file before the header was read; None with an index, or if the storage has none
+    )
 
     @property
     def nbytes(self) -> int:
@@ -47,13 +49,13 @@ class WeightFile:
 def read_weight_files(storage: Storage) -> tuple[list[WeightFile], dict[str, str]]:
     """Reads the headers of the files that an index names, or, without an index, of all safetensors files.
 
-    Returns the files, and the index's file of each tensor; empty without an index. Raises `NotCommitted` if there are
-    no files, and `MetadataError` if the index or a header is damaged.
+    Returns the files, and the file of each tensor in the index (empty without an index). Raises `NotCommitted` if there
+    are no files, and `MetadataError` if the index or a header is damaged.
     """
     index, file_of = read_small(storage, INDEX), dict[str, str]()
     if index is None:
         names = {file.name for file in storage.listing()[0] if file.name.endswith(_ENDING)}
-    elif storage.head(SINGLE) is not None:  # which Hugging Face's libraries prefer
+    elif storage.head(SINGLE) is not None:  # Hugging Face's libraries prefer it
         names = {SINGLE}
     else:
         file_of = read_weight_map(storage, index)
@@ -69,16 +71,16 @@ def read_weight_files(storage: Storage) -> tuple[list[WeightFile], dict[str, str
 
 
 def check_unreplaced(storage: Storage, file: WeightFile) -> None:
-    """Raises `ReadError` if a file has been replaced since `read_weight_files`: its data may not fit its header."""
+    """Raises `ReadError` if a file was replaced after `read_weight_files`: its data may not match the header."""
     if file.identity is not None and storage.identity(file.name) != file.identity:
         raise ReadError(
-            f"{storage.path}/{file.name} was replaced while it was loaded, and what was loaded may be of two models: "
-            f"load it again"
+            f"{storage.path}/{file.name} was replaced while it was loaded, so tensors may be from two models. "
+            f"Load it again."
         )
 
 
 def read_weight_map(storage: Storage, index: bytes) -> dict[str, str]:
-    """The file of each tensor, by an index; raises `MetadataError` if the index is damaged."""
+    """Returns the file of each tensor in an index. Raises `MetadataError` if the index is damaged."""
     path = f"{storage.path}/{INDEX}"
     try:
         weight_map = read_index(index)
@@ -90,31 +92,31 @@ def read_weight_map(storage: Storage, index: bytes) -> dict[str, str]:
 
 
 def read_small(storage: Storage, name: str) -> bytes | None:
-    """Reads a file that must fit into memory; None if there is none.
+    """Reads a file that must fit into memory. If it does not exist, returns None.
 
-    Raises `MetadataError` if it is larger than any file of its kind.
+    Raises `MetadataError` if the file is larger than any index.
     """
     content = storage.read(name, MAX_HEADER + 1)
     if content is not None and len(content) > MAX_HEADER:
-        raise MetadataError(f"{storage.path}/{name} has more than {MAX_HEADER:,} bytes, which no index has")
+        raise MetadataError(f"{storage.path}/{name} is larger than an index may be ({MAX_HEADER:,} bytes)")
     return content
 
 
 def check_plain_name(name: str, path: str) -> None:
-    """Raises `MetadataError` if a name in a file leads out of its directory."""
+    """Raises `MetadataError` unless ``name``, read from a file, is in the directory."""
     if not is_plain_name(name):
-        raise MetadataError(f"{path} names the file {name!r}, which is no visible file of its directory")
+        raise MetadataError(f"{path} names the file {name!r}, which is not a visible file of its directory")
 
 
 def check_weight_name(name: str, path: str) -> None:
-    """Raises `MetadataError` if a name in a file leads out of its directory, or is not a safetensors file's."""
+    """Raises `MetadataError` unless ``name``, read from a file, is a safetensors file in the directory."""
     check_plain_name(name, path)
     if not name.endswith(_ENDING):
-        raise MetadataError(f"{path} names the file {name!r}, which is no safetensors file")
+        raise MetadataError(f"{path} names the file {name!r}, which is not a safetensors file")
 
 
 def read_weight_file(storage: Storage, name: str) -> WeightFile:
-    """Reads the header of a safetensors file; raises `MetadataError` if it is damaged."""
+    """Reads the header of a safetensors file. Raises `MetadataError` if it is damaged."""
     path = f"{storage.path}/{name}"
     nbytes = storage.head(name)
     with storage.reading(name) as reader:

@@ -5,8 +5,8 @@
     sections  MessagePack, one after the other: the entries of the state dict, the planner's data, small values,
               and for each rank the locations of what it wrote
 
-The head has a digest of each section, so that a section can be read, checked and decoded by itself. A rank of a load
-reads only the locations of the ranks whose data it needs. Nothing in the file is code. `schema` has the types of the
+The head has a digest of each section, so that a section can be read, checked and decoded separately. When loading, a
+rank reads only the locations of the ranks whose data it needs. The file contains no code. `schema` has the types of the
 contents, and ``docs/reference/format.md`` describes them for other programs.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .._storage.base import Storage
 
 FIRST_BYTES = 1 << 20
-"""How much of an index to read first. Up to a hundred ranks that is all of it; the rest takes another request."""
+"""Bytes of an index to read first: all of it for up to a hundred ranks. The rest takes another request."""
 
 _Rows = TypeVar("_Rows")
 
@@ -40,12 +40,12 @@ _DIGEST = 16
 _MAC = 32
 _START = _FIXED.size + _DIGEST + _MAC
 _METADATA = metadata_file_name()
-_PICKLE = b"\x80"  # the first byte of any pickle since protocol 2
+_PICKLE = b"\x80"  # the first byte of any pickle of protocol 2 or later
 _OLD_TRAILER = b"\x00DCPTZR1"  # the end of the pickles that this package wrote before its first release
 
 
 class Part(NamedTuple):
-    """A section to be packed; ``files`` are the data files that its locations refer to."""
+    """A section to be packed. ``files`` are the data files that its locations refer to."""
 
     kind: SectionKind
     rank: int | None
@@ -54,12 +54,12 @@ class Part(NamedTuple):
 
 
 class IndexFile(NamedTuple):
-    """An index, as far as it has been read."""
+    """An index, of which the first bytes have been read."""
 
     path: str
     head: Head
     data: bytes  # the first bytes of the file
-    read: Callable[[int, int], bytes] | None = None  # reads bytes from an offset on; None if ``data`` is the whole file
+    read: Callable[[int, int], bytes] | None = None  # reads bytes at an offset; None if ``data`` is the whole file
 
     @property
     def seal(self) -> Seal:
@@ -72,7 +72,7 @@ class IndexFile(NamedTuple):
         return {file.name: file.nbytes for section in self.head.sections for file in section.files}
 
     def section(self, section: Section) -> bytes | memoryview:
-        """The bytes of a section. Raises `MetadataError` if they are damaged, and `ReadError` if they cannot be
+        """Returns the bytes of a section. Raises `MetadataError` if they are damaged, and `ReadError` if they cannot be
         read.
         """
         start = head_end(self.data) + section.offset
@@ -87,8 +87,8 @@ class IndexFile(NamedTuple):
 
 
 def pack(head: Head, parts: Iterable[Part], sign: Callable[[bytes], bytes] | None = None) -> bytes:
-    """Packs the index. The sections are filled into ``head``. ``sign`` makes the MAC of a fingerprint, if it is
-    encrypted.
+    """Packs the index, and sets the sections of ``head``. ``sign`` returns the MAC of a fingerprint, for encrypted
+    checkpoints.
     """
     contents = []
     offset = 0
@@ -123,7 +123,7 @@ def _strong(*pieces: bytes | memoryview) -> bytes:
 
 
 def is_index(data: bytes) -> bool:
-    """Returns whether bytes begin like an index, or like this package's metadata before its first release."""
+    """Returns whether bytes begin like an index, or like this package's metadata from before its first release."""
     return data.startswith(_MAGIC) or data[-24:-16] == _OLD_TRAILER
 
 
@@ -133,14 +133,14 @@ def looks_like_pickle(data: bytes) -> bool:
 
 
 def head_end(data: bytes) -> int:
-    """Returns the end of an index's head, where its sections begin; 0 if even the fixed fields are not there."""
+    """Returns the end of an index's head, where the sections begin; 0 if the fixed fields are incomplete."""
     return _START + int(_FIXED.unpack_from(data)[2]) if data.startswith(_MAGIC) and len(data) >= _START else 0
 
 
 def committed(storage: Storage, name: str = _METADATA) -> IndexFile | None:
-    """Opens the index of the checkpoint in a directory, or of one rank's part by its name.
+    """Opens the index of the checkpoint in a directory, or the index ``name`` of one rank.
 
-    Returns None if nothing is committed there. Raises what `open_index` raises.
+    If no checkpoint is committed, returns None. Raises what `open_index` raises.
     """
     data = storage.read(name, FIRST_BYTES)
     if data is None:
@@ -148,7 +148,7 @@ def committed(storage: Storage, name: str = _METADATA) -> IndexFile | None:
     path, size = f"{storage.path}/{name}", (storage.head(name) or 0) if len(data) == FIRST_BYTES else len(data)
 
     def read(offset: int, nbytes: int) -> bytes:
-        if offset + nbytes > size:  # before memory is allocated for missing bytes
+        if offset + nbytes > size:  # checked before allocating memory for missing bytes
             raise _damaged(path, f"it has {size:,} bytes instead of {offset + nbytes:,}")
         return storage.read_range(name, offset, nbytes)
 
@@ -156,10 +156,10 @@ def committed(storage: Storage, name: str = _METADATA) -> IndexFile | None:
 
 
 def open_index(path: str, data: bytes, read: Callable[[int, int], bytes]) -> IndexFile:
-    """Opens an index whose first bytes, `FIRST_BYTES` or all of it, have been read.
+    """Opens an index whose first `FIRST_BYTES` bytes, or all bytes, have been read.
 
-    ``read`` reads bytes from an offset on. Raises `MetadataError` if it is damaged, of another version, or something
-    else, and `ReadError` if it cannot be read.
+    ``read`` reads bytes at an offset. Raises `MetadataError` if the file is damaged, of another version or no index,
+    and `ReadError` if it cannot be read.
     """
     if len(data) < FIRST_BYTES or not data.startswith(_MAGIC):
         return IndexFile(path, read_head(data, path), data)
@@ -175,7 +175,7 @@ def _at_least(nbytes: int, data: bytes, read: Callable[[int, int], bytes]) -> by
 
 
 def read_head(data: bytes, path: str, *, whole: bool = True) -> Head:
-    """Checks and decodes the head; raises `MetadataError` if it is damaged, of another version, or something else."""
+    """Checks and decodes the head. Raises `MetadataError` if it is damaged, of another version or no index."""
     if not data.startswith(_MAGIC):
         raise _not_an_index(path, data)
     if len(data) < _START:
@@ -189,8 +189,8 @@ def read_head(data: bytes, path: str, *, whole: bool = True) -> Head:
         raise _damaged(path, "its checksum does not match")
     if version != INDEX_VERSION:
         raise UnsupportedFormat(
-            f"{path} is of format version {version}, and this release reads version {INDEX_VERSION}: install the "
-            f"release of dcp_tensorizer that wrote it, or a newer one"
+            f"{path} is of format version {version}, and this release reads version {INDEX_VERSION}. Install the "
+            f"release of dcp_tensorizer that wrote it, or a newer one."
         )
     if nbytes < len(data) or (whole and nbytes != len(data)):
         raise _damaged(path, f"it has {len(data):,} bytes instead of {nbytes:,}")
@@ -200,14 +200,14 @@ def read_head(data: bytes, path: str, *, whole: bool = True) -> Head:
 
 
 def read_seal(data: bytes) -> Seal:
-    """The seal of an index whose head has been checked."""
+    """Returns the seal of an index whose head has been checked."""
     _, _, head_nbytes, _ = _FIXED.unpack_from(data)
     fixed, _, mac, packed = _start_of(memoryview(data), head_nbytes)
     return Seal(_strong(fixed, packed), bytes(mac))
 
 
 def check_section(content: bytes | memoryview, section: Section, path: str) -> bytes | memoryview:
-    """Returns the bytes of a section after checking its digests; raises `MetadataError` if they do not match."""
+    """Returns the bytes of a section after checking its digests. Raises `MetadataError` if they do not match."""
     if xxhash.xxh3_128_digest(content) != section.digest:
         raise _damaged(path, "its checksum does not match, or it was overwritten while it was read")
     if section.strong is not None and _strong(content) != section.strong:
@@ -216,7 +216,7 @@ def check_section(content: bytes | memoryview, section: Section, path: str) -> b
 
 
 def decoded(decode: Callable[[bytes | memoryview], _Rows], content: bytes | memoryview, path: str) -> _Rows:
-    """Decodes bytes; raises `MetadataError`, naming the path, if they are not of the expected type."""
+    """Decodes bytes. Raises `MetadataError`, naming the path, if they are not of the expected type."""
     try:
         return decode(content)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -224,7 +224,7 @@ def decoded(decode: Callable[[bytes | memoryview], _Rows], content: bytes | memo
 
 
 def invalid_index(path: str, what: str) -> MetadataError:
-    """The error for an index whose digests match, but that no writer would write."""
+    """Returns the error for an index whose digests match, but which no writer would write."""
     return MetadataError(f"{path} is not a valid dcp_tensorizer index: {what}")
 
 
@@ -239,11 +239,11 @@ def _start_of(view: memoryview, head_nbytes: int) -> tuple[memoryview, memoryvie
 
 
 def _check_head(head: Head, nbytes: int, path: str) -> None:
-    """Checks that the sections fill the bytes behind the head, and that data files lie beside the index."""
+    """Checks that the sections fill the bytes after the head, and that data files are in the index's directory."""
     end = 0
     for section in head.sections:
         if section.offset != end or (section.strong is None) != (head.encryption is None):
-            raise invalid_index(path, "its sections leave gaps, or not all of them have a strong digest")
+            raise invalid_index(path, "its sections leave gaps, or some have no strong digest")
         end += section.nbytes
     if end != nbytes:
         raise invalid_index(path, f"its sections have {end:,} bytes, and {nbytes:,} follow its head")
@@ -262,7 +262,7 @@ def _check_head(head: Head, nbytes: int, path: str) -> None:
 
 
 def _not_an_index(path: str, data: bytes) -> MetadataError:
-    """The error for a file that does not begin like an index; it says what the file is, if that is known."""
+    """Returns the error for a file that does not begin like an index, naming the kind of file if it is known."""
     if data[-24:-16] == _OLD_TRAILER:
         return UnsupportedFormat(
             f"{path} is a pickle of dcp_tensorizer from before its first release, which is no longer read: load the "
@@ -271,7 +271,7 @@ def _not_an_index(path: str, data: bytes) -> MetadataError:
     if data.startswith(_PICKLE):
         return UnsupportedFormat(
             f"{path} was not written by dcp_tensorizer: it is a pickle, as torch's own FileSystemWriter writes. Load "
-            f"it with open_reader, look at it with `dcp-tensorizer report`, or bring it over with `dcp-tensorizer "
+            f"it with open_reader, inspect it with `dcp-tensorizer report`, or convert it with `dcp-tensorizer "
             f"convert`."
         )
     return MetadataError(

@@ -1,7 +1,7 @@
-"""DCP's ``state_dict_metadata`` as rules: each tensor refers to a shared layout and to shared properties.
+"""DCP's ``state_dict_metadata`` as rules: tensors refer to shared layouts and shared properties.
 
-Tensors of one shape are mostly sharded in the same way. So rules stay small for any number of ranks, where DCP has an
-object for each chunk. The index of a checkpoint consists of rules, and `SavePlanner` makes and sends them.
+Tensors of one shape are usually sharded in the same way. So rules are small for any number of ranks, whereas DCP has an
+object per chunk. The index of a checkpoint consists of rules, and `SavePlanner` makes and sends them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .schema import Entries, ObjectEntry, Properties, Run, TensorEntry, decode_p
 
 @dataclass(frozen=True, eq=False)
 class StateRules:
-    """The entries of a state dict. The properties are DCP's own objects, and are not changed."""
+    """The entries of a state dict. The properties are DCP's own objects, and must not be changed."""
 
     keys: list[Any]
     rows: Integers  # for each key, the numbers of its properties and its layout; both -1 for an object
@@ -41,7 +41,7 @@ class StateRules:
 
     @classmethod
     def of(cls, described: Mapping[Any, Any]) -> StateRules:
-        """Makes the rules from DCP's entries; raises `WriteError`, naming the key, if an entry is invalid."""
+        """Makes the rules from DCP's entries. Raises `WriteError`, naming the key, if an entry is invalid."""
         properties: list[TensorProperties] = []
         layouts: list[ChunkLayout] = []
         known_properties: dict[Any, int] = {}
@@ -58,7 +58,7 @@ class StateRules:
                     )
                 number = known_properties.setdefault(tuple(vars(entry.properties).values()), len(properties))
                 if number == len(properties):
-                    _row(entry.properties)  # checked here, where an error can name the key
+                    _row(entry.properties)  # checked early, so that an error can name the key
                     properties.append(entry.properties)
                 # Comparing tuples takes a tenth of the time of making arrays of them.
                 chunks = entry.chunks
@@ -73,7 +73,7 @@ class StateRules:
         return cls(list(described), np.array(rows, dtype=np.int64).reshape(-1, 2), properties, layouts)
 
     def described(self) -> dict[Any, Any]:
-        """DCP's entries. They are made anew at each call, so that the caller may change them."""
+        """Returns DCP's entries, made anew at each call, so that the caller may change them."""
         lists = [layout.chunks() for layout in self.layouts]
         entries: dict[Any, Any] = {}
         for key, (properties, layout) in zip(self.keys, self.rows.tolist(), strict=True):
@@ -86,7 +86,7 @@ class StateRules:
 
     @functools.cached_property
     def packed_keys(self) -> list[bytes]:
-        """The MessagePack of each key; raises `WriteError` if a key has none."""
+        """The MessagePack of each key. Raises `WriteError` if a key has none."""
         return [_packed(key) for key in self.keys]
 
     @functools.cached_property
@@ -96,7 +96,7 @@ class StateRules:
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """The digest of everything that an index says of the entries."""
+        """The digest of everything that an index records of the entries."""
         state = xxhash.xxh3_128(encode_rows((self.packed_keys, self.property_rows)))
         state.update(self.rows.tobytes())
         for layout in self.layouts:
@@ -135,10 +135,10 @@ def _torch_name(value: torch.layout | torch.memory_format) -> str:
 
 
 def entries_section(rules: StateRules, parts: Sequence[RankLocations], recent: Recent[bytes] | None = None) -> bytes:
-    """The section of a state dict's entries; raises `WriteError`, naming the key, if a key cannot be stored.
+    """Returns the section of a state dict's entries. Raises `WriteError`, naming the key, if a key cannot be stored.
 
-    ``parts`` are the ranks' reports of what they wrote. If several ranks wrote a chunk, the last one's is used.
-    ``recent`` has the sections of the last saves, which are used again for the same contents.
+    ``parts`` are the ranks' reports. If several ranks wrote a chunk, the last one's is used. ``recent`` caches the
+    sections of the last saves, which are reused for equal contents.
     """
     name = (rules.digest, *(part.table_digest for part in parts))
     section = None if recent is None else recent.find(name)
@@ -150,14 +150,14 @@ def entries_section(rules: StateRules, parts: Sequence[RankLocations], recent: R
 
 
 class _Owners:
-    """Which rank wrote which chunk."""
+    """The ranks that wrote the chunks."""
 
     def __init__(self, parts: Sequence[RankLocations]) -> None:
         rows = [decode_places(part.section) for part in parts]
         hashes = [np.frombuffer(row.hashes, dtype="<u8") for row in rows]
         owners = np.repeat(np.arange(len(rows)), [len(of) for of in hashes])
         hashed = np.concatenate([*hashes, np.zeros(0, dtype="<u8")])
-        order = np.argsort(hashed, kind="stable")  # stable, so that the last rank's comes last among equal ones
+        order = np.argsort(hashed, kind="stable")  # stable: of equal hashes, the last rank's comes last
         self._hashes, self._owners = hashed[order], owners[order]
         self._is_tensor = (
             np.concatenate([*(np.frombuffer(row.kinds, dtype="u1") for row in rows), _NO_KINDS])[order] == 0
@@ -165,7 +165,7 @@ class _Owners:
         self._runs: dict[bytes, tuple[int, list[Run]]] = {}
 
     def entries(self, rules: StateRules) -> Entries:
-        """The state dict, with the owners of its chunks."""
+        """Returns the entries with the owners of their chunks."""
         layouts = [rules.layouts[layout] if layout >= 0 else None for _, layout in rules.rows.tolist()]
         wanted: list[int] = []
         for packed_key, layout in zip(rules.packed_keys, layouts, strict=True):
@@ -186,7 +186,7 @@ class _Owners:
         return Entries(rules.property_rows, rows, [runs for _, runs in self._runs.values()], entries)
 
     def _find(self, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The owner of each item (-1: none), and whether it is stored as a tensor's elements."""
+        """Returns the owner of each item (-1: none), and whether the item is stored as a tensor's elements."""
         if not len(self._hashes):
             return np.full(len(wanted), -1), np.zeros(len(wanted), dtype=bool)
         rows = np.maximum(np.searchsorted(self._hashes, wanted, side="right") - 1, 0)
@@ -209,24 +209,24 @@ _OF_OBJECT = (encode_rows(None),)
 
 @dataclass(frozen=True, eq=False)
 class TensorValue:
-    """Tensors of the index that have all of this in common."""
+    """What some tensors of the index have in common."""
 
     layout: ChunkLayout
-    owners: np.ndarray  # for each chunk, the number of the section of locations that has it; -1: none
+    owners: np.ndarray  # for each chunk, the number of its section of locations; -1: none
     is_whole: bool  # the chunks hold each element once, and all are stored
     properties: Properties
 
     @functools.cached_property
     def only_owner(self) -> int | None:
-        """The section that has the tensor, if it is one chunk; otherwise None."""
+        """The section with the tensor's location if the tensor is one chunk; otherwise None."""
         return int(self.owners[0]) if self.layout.is_one else None
 
     def located(self) -> Iterator[tuple[tuple[int, ...], int]]:
-        """The offset of each chunk, and its owner."""
+        """Yields the offset and the owner of each chunk."""
         return zip((region.start for region in self.layout.regions), self.owners.tolist(), strict=True)
 
     def chunks_in(self, offset: tuple[int, ...], region: Region) -> list[int]:
-        """The numbers of the chunks to read for a ``region`` of the chunk at ``offset`` that the load was shown."""
+        """Returns the chunks to read for ``region`` in the chunk at ``offset`` in the load's metadata, by number."""
         if self.is_whole:
             return self.layout.touched_by(region.moved(offset))
         same = np.flatnonzero((self.layout.starts == np.array(offset, dtype="i8")).all(axis=1))
@@ -234,11 +234,11 @@ class TensorValue:
 
 
 Value = TensorValue | int
-"""A tensor, or the number of the section of locations that has an object; -1: none."""
+"""A tensor, or the number of an object's section of locations; -1: none."""
 
 
 def values_of(rows: Entries, part_count: int) -> dict[Any, Value]:
-    """Each value of the state dict by its key; raises `ValueError` or `LookupError` if the section is invalid."""
+    """Returns each value of the state dict by key. Raises `ValueError` or `LookupError` if the section is invalid."""
     check_numbers(rows.layouts, rows.owners)
     layouts = [ChunkLayout.from_row(row) for row in rows.layouts]
     owners = [expand(runs) for runs in rows.owners]

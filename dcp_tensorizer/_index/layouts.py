@@ -1,7 +1,7 @@
 """Layouts of tensors of one shape in chunks, and the chunks that a region touches.
 
-If tensors were sharded evenly, a layout is a few numbers for any number of ranks. Tensors of the same shape mostly
-share a layout.
+For evenly sharded tensors, a layout is a few numbers for any number of ranks. Tensors of one shape usually share a
+layout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from .._tensor_file.regions import Region, covers
 from .schema import Layout, Run, encode_rows
 
 MAX_NUMBERS = 1 << 26
-"""The most numbers in all runs of an index: half a gibibyte, so that a tiny file cannot make a reader allocate more."""
+"""The maximum of numbers in all runs of an index: half a gibibyte, so that a tiny file cannot make a reader allocate
+more."""
 
 
 def runs_of(numbers: np.ndarray) -> list[Run]:
@@ -27,7 +28,7 @@ def runs_of(numbers: np.ndarray) -> list[Run]:
     turns = [*(np.flatnonzero(steps[1:] != steps[:-1]) + 1).tolist(), len(steps)]
     runs: list[Run] = []
     start = 0
-    for turn in turns:  # all steps from `start` to it are equal
+    for turn in turns:  # all steps from `start` to `turn` are equal
         if turn > start:
             runs.append((int(numbers[start]), int(steps[start]), turn - start + 1))
             start = turn + 1
@@ -45,7 +46,7 @@ def check_numbers(layouts: Iterable[Layout], owners: Iterable[Sequence[Run]]) ->
 
 
 def expand(runs: Sequence[Run]) -> np.ndarray:
-    """The numbers of some runs; raises `ValueError` if they are too many, or too large."""
+    """Returns the numbers of runs. Raises `ValueError` if they are too many or too large."""
     count = sum(run[2] for run in runs)
     if count > MAX_NUMBERS or any(abs(step) * times >= 2**62 or first >= 2**62 for first, step, times in runs):
         raise ValueError(f"a run of {count:,} numbers is too long, or exceeds 62 bits")
@@ -71,9 +72,7 @@ class ChunkLayout:
 
     @classmethod
     def of(cls, shape: Sequence[int], chunks: Iterable[tuple[Sequence[int], Sequence[int]]]) -> ChunkLayout:
-        """Makes a layout from the offset and size of each chunk; raises `ValueError` if a chunk does not fit the
-        shape.
-        """
+        """Makes a layout from the offset and size of each chunk. Raises `ValueError` if one does not fit the shape."""
         dims = tuple(shape)
         pairs = list(chunks)
         for offsets, extents in pairs:
@@ -94,7 +93,7 @@ class ChunkLayout:
 
     @classmethod
     def from_row(cls, row: Layout) -> ChunkLayout:
-        """Makes a layout from its row in an index; raises `ValueError` if it is invalid."""
+        """Makes a layout from its row in an index. Raises `ValueError` if the row is invalid."""
         dims = len(row.shape)
         if row.offsets is None or row.sizes is None:
             return cls(row.shape, None, None)
@@ -109,7 +108,7 @@ class ChunkLayout:
         return cls(row.shape, starts, sizes)
 
     def to_row(self) -> Layout:
-        """The row for an index."""
+        """Returns the row for an index."""
         if self.is_one:
             return Layout(self.shape, 1, None, None)
         dims = range(len(self.shape))
@@ -132,7 +131,7 @@ class ChunkLayout:
         return encode_rows((self.shape, numbers))
 
     def chunks(self) -> list[ChunkStorageMetadata]:
-        """All chunks as DCP has them."""
+        """Returns all chunks as DCP's objects."""
         pairs = zip(self.starts.tolist(), self.sizes.tolist(), strict=True)
         return [ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in pairs]
 
@@ -147,8 +146,8 @@ class ChunkLayout:
         return self.is_one or covers(self.shape, self.regions)
 
     def touched_by(self, region: Region) -> list[int]:
-        """The numbers of the chunks that have elements of a region, found by bisection."""
-        if region not in self._found:  # tensors that share a layout are read by the same regions
+        """Returns the numbers of the chunks that have elements of a region, by bisection."""
+        if region not in self._found:  # tensors that share a layout are usually read by the same regions
             self._found[region] = self._touched_by(region)
         return self._found[region]
 
@@ -165,8 +164,8 @@ class ChunkLayout:
 
     @functools.cached_property
     def _sorted(self) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """The dimension in which most chunks differ, and the chunks sorted by it: their numbers, their starts, and the
-        furthest stop up to each of them.
+        """The dimension in which most chunks differ, and the chunks in its order: their numbers, starts, and running
+        maxima of stops.
         """
         dim = max(range(len(self.shape)), key=lambda d: len(set(self.starts[:, d].tolist())))
         order = np.argsort(self.starts[:, dim], kind="stable")

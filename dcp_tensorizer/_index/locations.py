@@ -1,4 +1,4 @@
-"""The locations of a rank's items: a table in columns, which is read in little time however many items there are."""
+"""The locations of a rank's items: a table in columns, which is fast to read for any number of items."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
 
 def hash_of(key: Any, offset: Sequence[int] | None) -> int:
-    """The hash by which an item is found: XXH3-64 of the MessagePack of its key and its chunk's offset.
+    """Returns the hash for looking up an item: XXH3-64 of the MessagePack of its key and its chunk's offset.
 
     Raises `TypeError` or `OverflowError` for values that cannot be keys.
     """
@@ -30,7 +30,7 @@ def hash_of(key: Any, offset: Sequence[int] | None) -> int:
 
 
 def hashes_of(packed_key: bytes, packed_offsets: Iterable[bytes]) -> list[int]:
-    """`hash_of` for several chunks of a tensor, whose key and offsets are packed already."""
+    """Returns `hash_of` for several chunks of a tensor, from the packed key and offsets."""
     start = _PAIR + packed_key
     return [xxhash.xxh3_64_intdigest(start + offset) for offset in packed_offsets]
 
@@ -40,20 +40,20 @@ class InlineItem(NamedTuple):
 
     hash: int
     item: StoredItem
-    """Its name is empty if it equals the key. It has no location yet."""
+    """The item in its file, without a location. The name is empty if it equals the key."""
     content: bytes
 
 
 class RankLocations(NamedTuple):
-    """A rank's report to the coordinator of what it has written; of builtin types, so that DCP can carry it."""
+    """A rank's report of what it has written, for the coordinator; of builtin types, so that DCP can send it."""
 
     rank: int
     files: tuple[tuple[str, int], ...]
     """The data files and their sizes."""
     table: bytes
-    """The section of locations up to its digests; empty if the coordinator knows it by ``table_digest``."""
+    """The section of locations up to the digests; empty if the coordinator knows it by ``table_digest``."""
     table_digest: bytes
-    """XXH3-128 of the table. The same items in files of the same layout have the same one."""
+    """XXH3-128 of the table; equal for equal items in files of equal layout."""
     digests: bytes
     seals: bytes
     """The rest of the section."""
@@ -73,7 +73,7 @@ class RankLocations(NamedTuple):
         inline: Sequence[InlineItem] = (),
         check: bytes = b"",
     ) -> RankLocations:
-        """Makes the report from items by their keys; raises `WriteError`, naming the key, if a key cannot be stored.
+        """Makes the report from items by key. Raises `WriteError`, naming the key, if a key cannot be stored.
 
         The keys of ``named`` items are stored in the index, because the state dict may not name them.
         """
@@ -94,7 +94,7 @@ class RankLocations(NamedTuple):
 
 
 def inline_rows(items: Iterable[InlineItem]) -> Inline:
-    """The section of small items. If several have the same hash, the last one is used."""
+    """Returns the section of small items. Of several with one hash, the last is used."""
     chosen = list({item.hash: item for item in items}.values())
     ends = list(itertools.accumulate((len(item.content) for item in chosen), initial=0))
     stored = [inline.item._replace(offset=offset) for offset, inline in zip(ends, chosen, strict=False)]
@@ -128,7 +128,7 @@ def _table(
 
 
 def checked_hash(key: Any, offset: Sequence[int] | None) -> int:
-    """`hash_of` for an item that is to be saved; raises `WriteError`, which names the key."""
+    """Returns `hash_of` for an item to save. Raises `WriteError`, naming the key, if the key cannot be stored."""
     try:
         return hash_of(key, offset)
     except (TypeError, OverflowError) as error:
@@ -140,12 +140,12 @@ def _column(numbers: Sequence[int], dtype: str) -> bytes:
 
 
 class LocationTable:
-    """The locations of a rank's items in its data files; raises `ValueError` if the table is invalid."""
+    """The locations of a rank's items in its data files. The constructor raises `ValueError` for invalid ones."""
 
     def __init__(self, rows: Places, files: Sequence[tuple[str, int]], *, is_encrypted: bool) -> None:
         self._rows = rows
         self._file_names = [name for name, _ in files]
-        self._file_sizes = [*(nbytes for _, nbytes in files), 0]  # the last one is for items without bytes
+        self._file_sizes = [*(nbytes for _, nbytes in files), 0]  # the last entry is for items without bytes
         self._is_encrypted = is_encrypted
         self.hashes = np.frombuffer(rows.hashes, dtype="<u8")
         self.kinds = np.frombuffer(rows.kinds, dtype="u1")
@@ -162,8 +162,8 @@ class LocationTable:
         return len(self.hashes)
 
     def find(self, keys: Iterable[Any], hashes: Iterable[int]) -> Iterator[StoredItem | None]:
-        """The locations of items by their keys and hashes; None for one that is not here. Raises `ValueError` if one
-        is invalid.
+        """Yields the locations of items by their keys and hashes; None for missing items. Raises `ValueError` for
+        invalid ones.
         """
         files, dtypes, located, of_all = self._file_names, self._rows.dtypes, self._located, self._rows.digests
         name_of, is_open = self._rows.names.get, not self._is_encrypted and not self._rows.seals
@@ -182,7 +182,7 @@ class LocationTable:
             yield item if is_open else self._sealed(item, seal_start, seal_end, key)
 
     def _sealed(self, item: StoredItem, start: int, stop: int, key: Any) -> StoredItem:
-        """An item with its nonce and MACs."""
+        """Returns an item with its nonce and MACs."""
         item = item._replace(nonce_and_macs=self._rows.seals[start:stop])
         sealed = NONCE_BYTES + -(-item.length // item.block) * MAC_BYTES if item.length and self._is_encrypted else 0
         if stop - start != sealed:  # the file may come from an attacker
@@ -190,7 +190,7 @@ class LocationTable:
         return item
 
     def named(self) -> dict[ItemKey, StoredItem]:
-        """The items whose keys are stored in the table, by these keys."""
+        """Returns the items whose keys are stored in the table, by key."""
         keys = [(from_key(key), offset) for key, offset in self._rows.keys.values()]
         items = self.find([key for key, _ in keys], self.hashes[list(self._rows.keys)].tolist())
         return {key: item for key, item in zip(keys, items, strict=True) if item is not None}
@@ -201,7 +201,7 @@ class LocationTable:
 
     @functools.cached_property
     def _located(self) -> list[tuple[int, ...]]:
-        """The columns as rows of Python numbers, which are faster to use one by one."""
+        """The columns as rows of Python numbers, which are faster to access one by one."""
         columns = self._file_numbers, self._offsets, self._sizes, self._dtype_numbers, self.kinds
         ends = self._digest_ends[:-1], self._digest_ends[1:], self._seal_ends[:-1], self._seal_ends[1:]
         return list(zip(*(column.tolist() for column in (*columns, *ends)), strict=True))
@@ -235,7 +235,7 @@ def _numbers(column: bytes, dtype: str, count: int) -> np.ndarray:
 
 
 def _ends(sizes: bytes, content: bytes, count: int) -> np.ndarray:
-    """The end of each item's bytes in the bytes of all, behind a 0."""
+    """Returns 0, and the end of each item's bytes in ``content``."""
     ends = np.zeros(count + 1, dtype="i8")
     np.cumsum(_numbers(sizes, "<u4", count), dtype="i8", out=ends[1:])
     if int(ends[-1]) != len(content):
@@ -244,7 +244,7 @@ def _ends(sizes: bytes, content: bytes, count: int) -> np.ndarray:
 
 
 def known_dtype(name: str, path: str) -> torch.dtype:
-    """The dtype with a name; raises `MetadataError` if this torch has none."""
+    """Returns the dtype of a name. Raises `MetadataError` if this torch does not have it."""
     try:
         return named_dtype(name)
     except TypeError:

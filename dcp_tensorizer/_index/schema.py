@@ -1,7 +1,7 @@
 """The rows of an index in MessagePack: types that msgspec encodes and decodes, without classes of torch.
 
-msgspec refuses other types. Each row takes at least one byte per field, so that a file cannot ask for much more memory
-than its size, and no row can contain itself.
+msgspec rejects other types. Each row takes at least one byte per field, and no row can contain itself: so decoding
+takes memory in proportion to the size of the file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Positive = Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
 _Reference = Annotated[int, Meta(ge=-1, le=MAX_NUMBER)]
 _Dims = Annotated[tuple[_Count, ...], Meta(max_length=MAX_DIMENSIONS)]
 Run = tuple[_Reference, int, _Count]
-"""Numbers at equal distances: the first, the distance, and how many."""
+"""Numbers at equal distances: the first, the distance and the count."""
 SectionKind = Literal["entries", "paths", "planner", "inline", "places"]
 Text = str | Ext  # see `to_text`
 Key = str | Ext  # see `to_key`
@@ -61,14 +61,14 @@ class SaveRecord(Struct, array_like=True, gc=False, frozen=True):
     """A manager's record of a save."""
 
     step: _Count
-    parent: str | None  # the id of the save that training went on from
-    # the branches that led here: name, and the step at which it left the one before
+    parent: str | None  # the id of the save that training resumed from
+    # the branches up to this save: the name, and the step at which the branch left the previous one
     branch: tuple[tuple[str, _Count], ...]
     metrics: dict[str, float]
-    job: str = ""  # the run of the job, if it keeps states in memory (``survive``)
-    lived: float = 0.0  # seconds that the job has run up to here, in all its runs
-    restarts: _Count = 0  # how often it has gone on after a run that failed
-    is_end: bool = False  # the job had been told to stop: nothing is lost if it ends here
+    job: str = ""  # the run of the job, if it holds states in memory (``survive``)
+    lived: float = 0.0  # seconds that the job has run up to this save, in all its runs
+    restarts: _Count = 0  # how often the job has resumed after a failed run
+    is_end: bool = False  # the job had received a stop request: no work is lost if it ends with this save
     serial: _Count = 0  # higher than that of every checkpoint in the folder at that time; 0: not recorded
     # the rules of the manager, by its arguments
     keep_latest: _Positive | None = None
@@ -106,10 +106,10 @@ class Properties(Struct, array_like=True, gc=False, frozen=True):
 
 
 class Layout(Struct, array_like=True, gc=False):
-    """The layout of tensors of one shape in chunks.
+    """The chunks of tensors of one shape.
 
-    ``offsets`` and ``sizes`` have the numbers of all chunks as runs, for each dimension. None: one chunk, the whole
-    tensor.
+    ``offsets`` and ``sizes`` have the numbers of all chunks as runs, for each dimension. Both are None for one chunk,
+    the whole tensor.
     """
 
     shape: _Dims
@@ -119,7 +119,7 @@ class Layout(Struct, array_like=True, gc=False):
 
 
 class TensorEntry(Struct, array_like=True, tag=0, gc=False):
-    """A tensor of the state dict; ``properties``, ``layout`` and ``owners`` are numbers of rows in `Entries`."""
+    """A tensor of the state dict. ``properties``, ``layout`` and ``owners`` are row numbers in `Entries`."""
 
     key: Key
     properties: _Count
@@ -129,7 +129,7 @@ class TensorEntry(Struct, array_like=True, tag=0, gc=False):
 
 
 class ObjectEntry(Struct, array_like=True, tag=1, gc=False):
-    """An object of the state dict; ``owner`` as in `Entries.owners`."""
+    """An object of the state dict. ``owner`` is as in `Entries.owners`."""
 
     key: Key
     owner: _Reference
@@ -138,8 +138,8 @@ class ObjectEntry(Struct, array_like=True, tag=1, gc=False):
 class Entries(Struct, array_like=True, gc=False):
     """The state dict, in its order.
 
-    For each chunk of a layout, ``owners`` has the number of the section of locations that has it, counting only those
-    sections; -1: it is not stored. The numbers are stored as runs.
+    For each chunk of a layout, ``owners`` has the number of its section among the sections of locations, or -1 if the
+    chunk is not stored. The numbers are stored as runs.
     """
 
     properties: list[Properties]
@@ -151,7 +151,7 @@ class Entries(Struct, array_like=True, gc=False):
 class Places(Struct, array_like=True, gc=False):
     """The locations of a rank's items (`StoredItem`) in columns: little-endian numbers, one for each item.
 
-    The fields before the digests are the same in each save of the same items.
+    The fields before the digests are equal in each save of the same items.
     """
 
     dtypes: list[str]  # names, by their numbers in ``dtype_numbers``
@@ -171,9 +171,7 @@ class Places(Struct, array_like=True, gc=False):
 
 
 class Inline(Struct, array_like=True, gc=False):
-    """Small items with their bytes, which are also in a data file. ``places`` refer to one file, which is
-    ``content``.
-    """
+    """Small items with their bytes, which are also in a data file. ``places`` refer to ``content`` as the only file."""
 
     places: Places
     content: bytes
@@ -196,7 +194,7 @@ decode_paths = Decoder(dict[str, tuple[str | int, ...]]).decode
 #     3    an integer of more than 64 bits, inside of 2: its bytes in two's complement, the lowest first
 
 ItemKey = tuple[Any, tuple[int, ...] | None]
-"""The key of an item: its own, and the offset of its chunk."""
+"""The key of an item: its key in the state dict, and the offset of its chunk."""
 
 _SURROGATES, _OTHER, _LARGE = 1, 2, 3
 _MAX_DEPTH = 32  # of tuples in tuples
@@ -204,30 +202,32 @@ _MAX_LARGE = 128  # bytes
 
 
 def item_key(index: MetadataIndex) -> ItemKey:
-    """The key of an item in ``storage_data["items"]``, of builtin types only."""
+    """Returns the key of an item in ``storage_data["items"]``, of builtin types only."""
     return index.fqn, None if index.offset is None else tuple(index.offset)
 
 
 def to_text(text: str) -> str | Ext:
-    """A string for MessagePack, whose strings must be valid Unicode."""
+    """Returns a string for MessagePack, whose strings must be valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError:
         return Ext(_SURROGATES, text.encode("utf-8", "surrogatepass"))
-    return str.__str__(text)  # the value, if it is a member of an Enum of strings
+    return str.__str__(text)  # the plain value, for members of a string Enum
 
 
 def from_text(text: str | Ext) -> str:
-    """The string that was passed to `to_text`; raises `ValueError` for other values."""
+    """Returns the string that was passed to `to_text`. Raises `ValueError` for other values."""
     if isinstance(text, str):
         return text
     if text.code != _SURROGATES:
-        raise ValueError("an extension that is no string")
+        raise ValueError("a MessagePack extension that is not a string")
     return str(text.data, "utf-8", "surrogatepass")
 
 
 def to_key(key: Any) -> str | Ext:
-    """A key for MessagePack; raises `TypeError` unless it is a string, bytes, a number, None, or a tuple of them."""
+    """Returns a key for MessagePack. Raises `TypeError` unless it is a string, bytes, a number, None, or a tuple of
+    them.
+    """
     if type(key) is str and key.isascii():
         return key
     if isinstance(key, str):
@@ -236,7 +236,7 @@ def to_key(key: Any) -> str | Ext:
 
 
 def from_key(key: str | Ext) -> Any:
-    """A key that equals the one passed to `to_key`; raises `ValueError` for other values."""
+    """Returns a key that equals the one passed to `to_key`. Raises `ValueError` for other values."""
     if isinstance(key, str):
         return key
     if key.code != _OTHER:
@@ -256,7 +256,7 @@ def _plain(part: Any, depth: int) -> Any:
         return part
     if isinstance(part, float):
         return float(part)
-    if isinstance(part, int):  # also the members of an IntEnum, which equal their numbers
+    if isinstance(part, int):  # including members of an IntEnum, which equal their numbers
         number = int(part)
         if -(2**63) <= number < 2**64:
             return number

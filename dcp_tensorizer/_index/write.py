@@ -1,4 +1,4 @@
-"""Writes the index that ``.metadata`` holds from DCP's ``Metadata``."""
+"""Encodes DCP's ``Metadata`` as the index in ``.metadata``."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def encode(
     recent: Recent[bytes] | None = None,
     record: SaveRecord | None = None,
 ) -> bytes:
-    """The contents of ``.metadata``; raises `WriteError`, naming the key, if no reader could read it.
+    """Returns the contents of ``.metadata``. Raises `WriteError`, naming the key, if no reader could read them.
 
-    If DCP's ``metadata`` has ``rules``, its entries are not used. ``parts`` are the ranks' reports; if several ranks
-    wrote a chunk, the last one's is used. ``rank`` is set if each rank saves for itself. ``recent`` has the sections
-    of earlier saves, so that unchanged ones are not made again.
+    If ``metadata`` has ``rules``, its entries are not used. ``parts`` are the ranks' reports; if several ranks wrote a
+    chunk, the last one's is used. ``rank`` is set if each rank saves for itself. ``recent`` caches the sections of
+    earlier saves, to reuse unchanged ones.
     """
     rules = getattr(metadata, "rules", None) or StateRules.of(metadata.state_dict_metadata)
     section = entries_section(rules, parts, recent)
@@ -75,7 +75,7 @@ def _optional_text(value: Any) -> str | Ext | None:
 
 
 def _planner_part(data: Any) -> list[Part]:
-    """Packs a planner's data: the path of each key, if it is torch's own; otherwise the bytes of ``torch.save``.
+    """Packs a planner's data: the paths of keys if it is torch's own, otherwise the bytes of ``torch.save``.
 
     Raises `WriteError` if no reader would load it.
     """
@@ -99,7 +99,7 @@ def _planner_part(data: Any) -> list[Part]:
 
 
 def _are_paths(data: Any) -> bool:
-    """Returns whether data is what torch's own planners put into the metadata: paths of strings and numbers, by key."""
+    """Returns whether data is that of torch's own planners: paths of strings and numbers, by key."""
     return type(data) is dict and all(
         type(key) is str and type(path) is tuple and all(type(part) in (str, int) for part in path)
         for key, path in data.items()

@@ -409,7 +409,7 @@ class ExchangeGroup:
         self._devices = group_devices(group)
 
     def device(self, *, prefers_gpu: bool = False) -> torch.device:
-        """The device of the exchanged memory."""
+        """Returns the device of the exchanged memory."""
         others = sorted(self._devices - {"cpu"})
         if "cpu" in self._devices and not (prefers_gpu and others):
             return torch.device("cpu")

@@ -143,7 +143,7 @@ class Slot:
         return self.pool.streams[index]
 
     def copies(self) -> list[Event]:
-        """The events after which the slot's memory may be reused."""
+        """Returns the events after which the slot's memory may be reused."""
         return [self.pool.streams[index].mark() for index in self._copied_to]
 
 

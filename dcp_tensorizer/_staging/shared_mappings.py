@@ -139,8 +139,8 @@ def map_shared(file: MappedFile) -> mmap.mmap:
             os.close(fd)
     except OSError as error:
         raise WriteError(
-            f"shared memory of the trainer ({file.path}) cannot be mapped by its writer process ({error}): keep the "
-            f"tensors until the save is over, or use staging='buffer'"
+            f"shared memory of the trainer ({file.path}) cannot be mapped by its writer process ({error}). Hold the "
+            f"tensors until the save is over, or use staging='buffer'."
         ) from error
 
 

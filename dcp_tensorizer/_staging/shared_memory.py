@@ -89,8 +89,8 @@ class SharedBuffer:
                     f"the staging buffer needs {self.nbytes:,} bytes ({error}), and {too_large()}"
                 ) from error
             raise StagingError(
-                f"there are no {self.nbytes:,} bytes of memory for the staging buffer ({error}): free memory, raise "
-                f"the memory limit, or shard the state dict over more ranks"
+                f"cannot allocate {self.nbytes:,} bytes for the staging buffer ({error}). Free memory, raise the "
+                f"memory limit, or shard the state dict over more ranks."
             ) from error
         self._mapping = weakref.ref(self._map)
         keep_from_children(self._map)

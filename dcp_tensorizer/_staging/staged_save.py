@@ -56,7 +56,7 @@ class StagedSave:
         copies: The copies in progress.
         error: The reason why there is nothing to save. The save raises it.
         shared: The tensors that are written from training's own memory, until the state is released. None if all are
-        copied: then the state is released when the copies end.
+            copied: then the state is released when the copies end.
         thread: The save's thread, once it has taken the staged state dict.
         begun: Whether DCP has called the save's first hook.
         abandoned: Whether a later save has timed out waiting for this one to be taken. Other saves then no longer wait

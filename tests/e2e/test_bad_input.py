@@ -307,7 +307,7 @@ def test_memory_that_is_short_on_one_rank(saved):
     causes = _causes(outcomes, "memory")
     assert causes.keys() == {WORLD - 1}
     assert type(causes[WORLD - 1]) is StagingError
-    assert re.search(r"no 268,[\d,]+ bytes of memory for the staging buffer", str(causes[WORLD - 1]))
+    assert re.search(r"cannot allocate 268,[\d,]+ bytes for the staging buffer", str(causes[WORLD - 1]))
 
 
 def test_a_directory_that_cannot_be_made_is_named_to_every_rank(saved):

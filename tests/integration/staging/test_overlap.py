@@ -214,7 +214,7 @@ def test_no_memory_for_an_overlapped_save_is_its_error(tmp_path, monkeypatch):
             with writer.lock():
                 pass
             response.staging_completion.result(WAIT)
-            with pytest.raises(CheckpointException, match=r"memory for the staging buffer.*Cannot allocate memory"):
+            with pytest.raises(CheckpointException, match=r"the staging buffer.*Cannot allocate memory"):
                 response.upload_completion.result(WAIT)
         dcp.async_save(state, storage_writer=writer).upload_completion.result(WAIT)
     assert loaded(tmp_path) == ({1.0}, {1.0}, 1)

@@ -48,15 +48,15 @@ def test_parts_have_a_number_of_their_name_and_one_of_the_row() -> None:
     [
         (Parts, TypeError, "Parts takes names"),
         (lambda: Parts("q"), ValueError, "one part is the whole"),
-        (lambda: Parts("q.*", "k"), ValueError, "as many"),
+        (lambda: Parts("q.*", "k"), ValueError, "equally many"),
         (lambda: Parts("q.{}", "k"), ValueError, "all or none"),
         (lambda: Parts("q", "k", sizes=(1,)), ValueError, "2 names with the sizes"),
         (lambda: Parts("q", "k", sizes=(1, 0)), ValueError, "2 names with the sizes"),
         (lambda: Parts("q", "k", dim=-1), ValueError, "dim=-1"),
         (lambda: Parts("q", "k", groups=0), ValueError, "groups=0"),
-        (lambda: Parts("q.{}", groups=2), ValueError, "groups=2 needs several names"),
-        (lambda: Parts("q", "k", dim=0.5), TypeError, "are ints"),  # type: ignore[arg-type]
-        (lambda: Renaming({Parts("q", "k"): Parts("a", "b")}), ValueError, "both are parts"),
+        (lambda: Parts("q.{}", groups=2), ValueError, "groups=2 of Parts needs several names"),
+        (lambda: Parts("q", "k", dim=0.5), TypeError, "must be ints"),  # type: ignore[arg-type]
+        (lambda: Renaming({Parts("q", "k"): Parts("a", "b")}), ValueError, "got Parts on both"),
         (lambda: Renaming({"a": 7}), TypeError, "strings or Parts"),  # type: ignore[dict-item]
         (lambda: Renaming({"a": Parts("q.*", "k.*")}), ValueError, "cannot become"),
     ],

@@ -320,7 +320,7 @@ def test_contents_that_make_no_sense_are_refused(contents: dict[str, bytes]) -> 
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        ({"save_id": msgspec.msgpack.Ext(2, b"\xc0")}, "an extension that is no string"),
+        ({"save_id": msgspec.msgpack.Ext(2, b"\xc0")}, "a MessagePack extension that is not a string"),
     ],
 )
 def test_heads_that_make_no_sense_are_refused(head: dict[str, Any], message: str) -> None:

@@ -245,7 +245,7 @@ def test_names_in_a_version_cannot_leave_the_directory(tmp_path: Path, versions:
     apply_delta(tmp_path / "copy", versions, version=1)
     before = files_of(tmp_path / "copy")
     edit_index(versions / "weight_v000002", change)
-    with pytest.raises(MetadataError, match="is no visible file of its directory"):
+    with pytest.raises(MetadataError, match="is not a visible file of its directory"):
         apply_delta(tmp_path / "copy", versions, version=2)
     assert files_of(tmp_path / "copy") == before
 

@@ -189,7 +189,7 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path: Path, name: str) -> None
     model = write_model(tmp_path / "model", first_state())
     (tmp_path / "escaped.safetensors").write_bytes((model / "model-00001-of-00002.safetensors").read_bytes())
     (model / INDEX).write_text(json.dumps({"weight_map": {"embed.weight": name}}))
-    with pytest.raises(MetadataError, match="is no visible file of its directory"):
+    with pytest.raises(MetadataError, match="is not a visible file of its directory"):
         publish(model, tmp_path / "published")
 
 
