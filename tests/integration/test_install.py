@@ -407,7 +407,7 @@ def test_running_a_package_that_cannot_be_imported_says_why(tmp_path: Path, monk
         ([], "usage"),
         (["--flag"], "usage"),
         (["nowhere.py"], "cannot be read"),
-        (["-m", "no.such"], "no module no.such"),
+        (["-m", "no.such"], "cannot run a module named no.such"),
     ],
 )
 def test_running_nothing_says_how(arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
