@@ -165,7 +165,7 @@ def _make(directory: Path) -> None:
         with suppress(FileNotFoundError):  # the last keeper has just removed it
             _check(directory)
     except OSError as error:
-        raise WriteError(f"{directory} cannot be made, where a restarted job looks for its memory: {error}") from error
+        raise WriteError(f"{directory}, for the sockets of keepers, cannot be made: {error}") from error
 
 
 def _check(directory: Path) -> None:

@@ -300,7 +300,7 @@ def _check(key: str, item: CheckpointItem) -> None:
     if item.resharder is None:
         return
     if type(item.resharder) is not DefaultResharder:
-        raise ValueError(f"item {key!r} has a resharder of a class of its own, {type(item.resharder).__name__}")
+        raise ValueError(f"item {key!r} must have a DefaultResharder or none, got {type(item.resharder).__name__}.")
     if any(isinstance(value, CheckpointableTensor) for value in pytree.tree_leaves(item.value)):
         raise ValueError(f"item {key!r} has shards that are not DTensors. Make them DTensors.")
 
