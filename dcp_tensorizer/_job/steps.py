@@ -334,7 +334,7 @@ class Position:
         self.branch, self.tip, self.numbers, self.left, self.line = branch, None, set(), self.tip or self.left, ()
 
     def advance(self, saved: Step | None) -> None:
-        """Records the result of the last save; None if it failed."""
+        """Records the checkpoint of the last save. ``saved`` is None if that save failed."""
         if saved is not None:
             self.tip, self.left = saved, None
             self.line = (saved.save_id, *self.line)[:_LONGEST_LINE]

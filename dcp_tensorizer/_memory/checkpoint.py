@@ -1,6 +1,6 @@
-"""Reads a state in memory as a checkpoint like any other: an index, and files that are in memory.
+"""A state in memory as a checkpoint: an index, and files that are in memory.
 
-So it is planned, read and verified like one on storage: for any number of ranks, and any sharding.
+So a state is planned, read and verified like a checkpoint on storage: for any number of ranks, and any sharding.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ from .replicas import RemotePart
 _READER_OPTIONS = ("verify", "allow_pickle", "thread_count", "on_progress", "on_report")
 """The reader options that apply to checkpoints in memory."""
 _SLICE = 1 << 20  # small enough to be hashed while it is in the processor's cache
-_STREAMS = 4  # the fewest parallel reads from other hosts, however few cores this one has
+_STREAMS = 4  # the minimum of parallel reads from other hosts, for any number of cores here
 
 
 class StateCheckpoint(Storage):
-    """The states of ranks in memory, as a checkpoint's directory. Nothing is written there.
+    """States of ranks in memory, as the read-only directory of a checkpoint.
 
     Args:
         path: The checkpoint's name in messages.
-        states: The states of the ranks, each with its buffer on this host or another one. `close` closes the buffers.
-            If several states have an item, the last of them is loaded: put that of the loading rank last.
+        states: The states of the ranks, each with its buffer on this host or another host. `close` closes the buffers.
+            If several states have an item, it is loaded from the last of them: pass the loading rank's state last.
 
     Attributes:
         save_id: The id of the save.
-        is_whole: The states of all ranks are there.
+        is_whole: Whether the states of all ranks are included.
         holders: The holder of each rank's part, for messages.
 
     Raises:
-        CheckpointError: an item cannot be described; names its key.
+        CheckpointError: an item cannot be described; the error names its key.
     """
 
     def __init__(self, path: str, states: Sequence[tuple[StateContent, Descriptor | RemotePart]]) -> None:
@@ -91,19 +91,19 @@ class StateCheckpoint(Storage):
         self._files[metadata_file_name()] = memoryview(encode(metadata, parts, record=record))
 
     def part_in(self, words: str) -> int | None:
-        """The rank whose file an error message names; None if it names none."""
+        """Returns the rank whose file an error message names, or None."""
         ranks = (
             data_file_rank(name) for name in self._files | self._buffers if is_data_file_name(name) and name in words
         )
         return next(ranks, None)
 
     def close(self) -> None:
-        """Closes the buffers: nothing is read any more."""
+        """Closes the buffers. No reads may follow."""
         for buffer in self._buffers.values():
             buffer.release()
 
     def _add(self, content: StateContent, index: Metadata) -> RankLocations:
-        """Adds a rank's state; returns the locations of its items."""
+        """Adds a rank's state. Returns the locations of its items."""
         state, head = content.state, content.state.head
         names = _names(head)
         self._files[names[1]] = memoryview(state.inline)
@@ -147,7 +147,7 @@ class StateCheckpoint(Storage):
 
 
 class _Buffer(RangeReader):
-    """The staging buffer of another process, read as a file: mapping it takes as long as copying it."""
+    """Staging buffer of another process, read as a file, because mapping takes as long as copying."""
 
     def __init__(self, descriptor: Descriptor, nbytes: int) -> None:
         self._descriptor = descriptor
@@ -157,29 +157,29 @@ class _Buffer(RangeReader):
         read_into(self._descriptor.number, buffers, offset)
 
     def release(self) -> None:
-        """Closes the descriptor for good. `close` does not: a checkpoint's file may be opened again."""
+        """Closes the descriptor. `close` does not, because a checkpoint's file may be opened again."""
         self._descriptor.close()
 
 
 class StateReader(TensorizerStorageReader):
-    """Loads a state in memory, on each rank by itself.
+    """Reader of a state in memory, on each rank by itself.
 
     The checkpoint may lack parts on other machines that this rank does not load. Reader options that do not apply to
-    memory are left out.
+    memory are ignored.
     """
 
     def __init__(self, checkpoint: StateCheckpoint, options: Mapping[str, Any]) -> None:
         known = {name: value for name, value in options.items() if name in _READER_OPTIONS}
-        super().__init__("/", **known, page_cache=False)  # there is none: ranges are read once
+        super().__init__("/", **known, page_cache=False)  # memory has no page cache, and ranges are read once
         self._open = lambda path: checkpoint
         self.checkpoint = checkpoint
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Sets up as if ranks had saved for themselves: only what this rank loads must be there."""
+        """Sets up without collectives, so that only the items that this rank loads must exist."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **(kwargs | {"use_collectives": False}))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads everything, and releases the memory, so that a reader that lives longer does not hold it."""
+        """Reads the plan, and releases the memory, so that a longer-lived reader does not hold it."""
         try:
             return super().read_data(plan, planner)
         finally:
@@ -187,14 +187,14 @@ class StateReader(TensorizerStorageReader):
 
 
 def _names(head: StateHead) -> list[str]:
-    """The files of a rank's state: its buffer, and the bytes that are not in the buffer."""
+    """Returns the file names of a rank's state: its buffer, and the bytes that are not in the buffer."""
     return [data_file_name(head.rank, number, head.id) for number in (0, 1)]
 
 
 # --- the description of a state ---------------------------------------------------------------------------------------
 #
-# It is an index of one rank's part, as a checkpoint has one of all parts. Keepers pass it on without decoding it. Its
-# digests are zeros: keepers take the real ones later, and send them beside it.
+# The description is an index of one rank's part; a checkpoint's index is of all parts. Keepers pass it on without
+# decoding it. Its digests are zeros: keepers compute the real ones later, and send them separately.
 
 
 @collector_paused()
@@ -207,9 +207,9 @@ def hold_request(
     *,
     digests_follow: bool = False,
 ) -> Hold:
-    """Describes a staged state dict for a keeper; ``plan`` has all items that this rank could write.
+    """Describes a staged state dict for a keeper. ``plan`` has all items that this rank could write.
 
-    Raises `CheckpointError`, naming the key, if an item cannot be saved.
+    Raises `CheckpointError`, with the key, if an item cannot be saved.
     """
     wanted = SavePlan(list(plan.items))
     items, extents, inline = [], list[Extent](), bytearray()
@@ -234,9 +234,9 @@ def description_of(
     nbytes: int,
     inline_nbytes: int,
 ) -> bytes:
-    """Describes a state of ``nbytes`` bytes in the buffer, and ``inline_nbytes`` bytes beside it.
+    """Describes a state of ``nbytes`` bytes in the buffer, and ``inline_nbytes`` bytes outside it.
 
-    ``items`` are those of the plan, each with its `location_of`. Raises `CheckpointError`, naming the key, if an item
+    ``items`` are those of the plan, each with its `location_of`. Raises `CheckpointError`, with the key, if an item
     cannot be described.
     """
     names = _names(head)
@@ -255,7 +255,7 @@ def description_of(
 
 
 def location_of(head: StateHead, name: str, kind: str, dtype: str, extent: Extent | None) -> StoredItem:
-    """The location of an item in the files of a state; ``extent`` is None if the item has no bytes."""
+    """Returns the location of an item in the files of a state. ``extent`` is None if the item has no bytes."""
     if extent is None:
         return StoredItem.empty(dtype, kind)
     is_inline, offset, nbytes = extent
@@ -265,7 +265,7 @@ def location_of(head: StateHead, name: str, kind: str, dtype: str, extent: Exten
 
 
 def _index(state: Hold) -> Metadata:
-    """Decodes the description; raises `MetadataError` if it is invalid."""
+    """Decodes the description. Raises `MetadataError` if it is invalid."""
     path = f"the description of rank {state.head.rank}"
     return Index(IndexFile(path, read_head(state.description, path), state.description)).stored_metadata()
 
@@ -279,7 +279,7 @@ def _add_entries(entries: Mapping[str, Any], known: dict[str, Any]) -> None:
 
 
 def _merged(indexes: Sequence[Metadata]) -> Any:
-    """Merges the ranks' paths of keys, as torch's planner does. None if a planner has other data."""
+    """Merges the ranks' paths of keys, as torch's planner does. Returns None if a planner has other data."""
     if not all(isinstance(index.planner_data, dict) for index in indexes):
         return None
     return {key: path for index in reversed(indexes) for key, path in index.planner_data.items()}

@@ -38,20 +38,20 @@ if TYPE_CHECKING:
 
 
 _ANSWER_SECONDS = 60.0  # a keeper answers in a millisecond if it gets a core
-_DIGEST_SECONDS = 660.0  # a little longer than the keeper itself waits for digests
+_DIGEST_SECONDS = 660.0  # slightly longer than the keeper itself waits for digests
 
 
 class KeeperProcess(ChildProcess):
-    """A keeper, and the staging buffers whose states it holds. It starts at once, and outlives this process.
+    """Keeper process, and the staging buffers whose states it holds. It starts immediately, and outlives this process.
 
-    A keeper that does not answer is ended, because its buffers are about to be overwritten. Then they are free.
+    A keeper that does not answer is killed, because its buffers are about to be overwritten. This frees the buffers.
 
     Args:
         job: The name of the job in the names of sockets.
         run: The run of the job.
         seconds: How long the keeper waits for a successor if this process leaves no state. States have their own time
             (`Hold`).
-        timeout: Seconds after which a keeper that does not answer is ended, if that is less than a minute.
+        timeout: Seconds after which an unresponsive keeper is killed, a minute at most.
 
     Attributes:
         held: The buffers of the states, by the states' ids, the oldest first. Each has ``is_kept`` set.
@@ -64,15 +64,15 @@ class KeeperProcess(ChildProcess):
         try:
             self._path = socket_path(runtime_directory(), job)
             arguments = [str(os.getpid()), run, str(seconds), os.fspath(self._path)]
-            # A session of its own, because a launcher kills the trainer's process group.
+            # In a new session, because a launcher kills the trainer's process group.
             super().__init__("the keeper", f"{__package__}.keeper", arguments, own_session=True)
         except OSError as error:
             raise WriteError(f"states cannot be held in memory: {error.strerror or error}") from error
 
     def hold(self, state: Hold, buffer: SharedBuffer) -> None:
-        """Hands a state to the keeper. Nothing writes to the buffer until the state is forgotten or lost.
+        """Hands a state to the keeper. The buffer is not written to until the state is forgotten or lost.
 
-        Raises `WriteError` if the keeper refuses this state, or has ended, with all its states.
+        Raises `WriteError` if the keeper refuses this state, or has ended, which loses all its states.
         """
         state_id = state.head.id
         self.held[state_id], buffer.is_kept = buffer, True
@@ -86,19 +86,19 @@ class KeeperProcess(ChildProcess):
         self._send_digests(state_id)
 
     def written(self, state_id: str, known: Mapping[tuple[int, int], bytes]) -> None:
-        """Passes on the digests of a state that a save has written; the state may be held only later.
+        """Sends the digests of a state that a save has written. `hold` of the state may follow later.
 
-        Returns at once: a keeper that is stopped must not hold up a commit.
+        Returns immediately, because a stopped keeper must not delay a commit.
         """
         self._written = state_id, known
         if state_id in self.held:
             self._send_digests(state_id)
 
     def forget(self, ids: Collection[str], *, but_copied: bool = False) -> None:
-        """Makes the keeper forget states. Their buffers are free, even if this fails.
+        """Makes the keeper forget states, and frees their buffers, even on failure.
 
-        ``but_copied``: the state whose copy is in progress, or was made last, stays. Raises `WriteError` if the keeper
-        does not answer. Then the keeper is ended, and holds nothing.
+        ``but_copied``: the state whose copy is in progress, or was made last, stays. If the keeper does not answer,
+        kills it, so that it holds nothing, and raises `WriteError`.
         """
         forgotten = [state_id for state_id in ids if state_id in self.held]
         if not forgotten:
@@ -111,32 +111,32 @@ class KeeperProcess(ChildProcess):
         self._release(answer if isinstance(answer, tuple) else forgotten)
 
     def open_to_peers(self, host: str, secret: bytes, *, anew: bool = False) -> Address:
-        """Opens this keeper to other hosts, at an address of this host; raises `WriteError`. Idempotent.
+        """Opens this keeper to other hosts, at an address of this host. Raises `WriteError`. Idempotent.
 
-        ``anew``: it gets another address with this secret, and connections to the one before end.
+        ``anew``: the keeper gets another address with this secret, and closes connections to its previous address.
         """
         answer = self._ask(OpenToPeers(host, secret, anew))
         assert isinstance(answer, Address)
         return answer
 
     def copy(self, state_id: str, to: Address, rate: float, confirmed: str) -> None:
-        """Begins to copy a state to a keeper on another host (`Copy`); raises `WriteError`."""
+        """Begins to copy a state to a keeper on another host (`Copy`). Raises `WriteError`."""
         self._ask(Copy(state_id, to, rate, confirmed))
 
     def drop_copies(self) -> None:
-        """Makes the keeper on the other host forget its copies of this rank's states; raises `WriteError`."""
+        """Makes the keeper on the other host forget its copies of this rank's states. Raises `WriteError`."""
         self._ask(Plain.DROP_COPIES)
 
     def copy_status(self) -> CopyStatus:
-        """Returns the status of the last copy; raises `WriteError`."""
+        """Returns the status of the last copy. Raises `WriteError`."""
         answer = self._ask(Plain.COPY_STATUS)
         assert isinstance(answer, CopyStatus)
         return answer
 
     def end(self, deadline: Deadline = NEVER) -> None:
-        """Ends it, and frees its memory; kills it if it does not end in time. Idempotent.
+        """Ends the keeper, and frees its memory. Kills the keeper if it does not end in time. Idempotent.
 
-        It waits for locks only until the deadline: if it runs in a signal's handler, the interrupted code may hold one.
+        Waits for the lock only until the deadline: if this runs in a signal handler, the interrupted code may hold it.
         """
         if self._lock.acquire(timeout=deadline.within(END_SECONDS)):
             try:
@@ -150,13 +150,13 @@ class KeeperProcess(ChildProcess):
         self._lose()
 
     def leave(self, deadline: Deadline = NEVER) -> None:
-        """Leaves it to a successor, as if this process had died. Idempotent.
+        """Leaves the keeper to a successor, as if this process had died. Idempotent.
 
-        Its buffers are no longer written to.
+        Do not write to its buffers afterwards.
         """
         self._disown()
         self.held = {}
-        self._popen.returncode = 0  # so that nothing waits for it: it outlives this process
+        self._popen.returncode = 0  # so that `Popen` does not wait for the keeper, which outlives this process
         self._channel.hang_up(deadline.within(END_SECONDS))
         self._close_files()
 
@@ -166,7 +166,7 @@ class KeeperProcess(ChildProcess):
         return super()._kill()
 
     def _lose(self) -> None:
-        """Ends it at once, whatever it does: its buffers are free."""
+        """Kills the keeper, and frees its buffers."""
         self._kill()
         self._close_files()
         self._release(list(self.held))
@@ -177,7 +177,7 @@ class KeeperProcess(ChildProcess):
                 buffer.is_kept = False
 
     def _send_digests(self, state_id: str) -> None:
-        """Sends the keeper the digests of a state, if they are there. They may be sent twice."""
+        """Sends the keeper the digests of a state if they are known. They may be sent twice."""
         written, known = self._written
         if written == state_id:
 
@@ -188,9 +188,9 @@ class KeeperProcess(ChildProcess):
             in_background(send, name="digests", daemon=True)
 
     def _ask(self, request: Request, fds: Sequence[int] = ()) -> Answer:
-        """Sends a request; raises `WriteError` if the keeper refuses, or has ended."""
+        """Sends a request. Raises `WriteError` if the keeper refuses or has ended."""
         timeout = min(self.timeout, _ANSWER_SECONDS)
-        if not self._lock.acquire(timeout=timeout):  # a signal's handler may have interrupted its holder
+        if not self._lock.acquire(timeout=timeout):  # a signal handler may have interrupted the lock's holder
             raise WriteError(f"the keeper (pid {self.pid}) is busy")
         try:
             answer: Answer = self._exchange(request, fds, timeout)
@@ -207,7 +207,7 @@ class KeeperProcess(ChildProcess):
 
 
 class KeeperConnection:
-    """A connection to a keeper of a job that ran before. ``found`` has the states that the keeper listed last.
+    """Connection to a keeper of an earlier run. ``found`` has the states that the keeper listed last.
 
     Raises `EOFError` or `OSError` if the keeper has ended.
     """
@@ -223,27 +223,27 @@ class KeeperConnection:
             raise
 
     def look(self, timeout: float) -> None:
-        """Waits for the keeper's first list of states; raises `TimeoutError` if it does not come in time.
+        """Waits for the keeper's first list of states. Raises `TimeoutError` on timeout.
 
         Any other exception means that the keeper has ended, or is of another version.
         """
         self.found = _found(self._channel.answer(timeout)[0])
 
     def claim(self, run: str) -> bool:
-        """Reserves the keeper for this run of a job, as long as this connection is open; returns whether it agrees."""
+        """Reserves the keeper for this run of a job, while this connection is open. Returns whether it agrees."""
         answer, _ = self._ask(ClaimRequest(run))
         is_claimed = isinstance(answer, Done)
-        if is_claimed:  # its trainer may have handed over a last state meanwhile
+        if is_claimed:  # its trainer may have handed over a last state in the meantime
             self.found = _found(self._ask(Plain.LIST)[0])
         return is_claimed
 
     def forget_all_but(self, state_id: str) -> None:
-        """Makes the keeper forget all other states. A keeper that has ended has forgotten them."""
+        """Makes the keeper forget all other states. Ignores a keeper that has ended."""
         with suppress(CheckpointError):
             self._ask(Forget(tuple(head.id for head in self.found.heads if head.id != state_id)))
 
     def part(self, state_id: str, rank: int) -> tuple[StateContent, Descriptor]:
-        """Returns a rank's part of a state, and its buffer; raises `ReadError` if the keeper no longer has it."""
+        """Returns a rank's part of a state, and its buffer. Raises `ReadError` if the keeper no longer holds it."""
         answer, fds = self._ask(GetPart(state_id, rank), _DIGEST_SECONDS)
         if not isinstance(answer, StateContent):
             why = answer.message if isinstance(answer, Failed) else "it gave no answer"
@@ -257,7 +257,7 @@ class KeeperConnection:
         self.close()
 
     def close(self) -> None:
-        """Closes the connection, and leaves the keeper as it is."""
+        """Closes the connection. The keeper continues."""
         self._channel.close()
 
     def _ask(self, request: Request, timeout: float = _ANSWER_SECONDS) -> tuple[Answer, list[int]]:
@@ -268,13 +268,13 @@ class KeeperConnection:
 
 
 def connect_to_keepers(job: str, timeout: float) -> tuple[list[KeeperConnection], list[Path]]:
-    """Connects to all keepers of a job on this machine, including its own; ``timeout`` is for all answers together.
+    """Connects to all keepers of a job on this machine, including this run's. ``timeout`` is for all answers together.
 
     Returns the connections, and the sockets of the keepers that do not answer because they are stopped.
     """
     asked, found, silent = dict[Path, KeeperConnection](), list[KeeperConnection](), list[Path]()
     paths = list[Path]()
-    with suppress(OSError):  # there is not even a directory for temporary files
+    with suppress(OSError):  # without a directory for temporary files, there are no keepers
         paths = sockets_of(runtime_directory(), job)
     for path in paths:
         try:
@@ -283,7 +283,7 @@ def connect_to_keepers(job: str, timeout: float) -> tuple[list[KeeperConnection]
                 asked[path] = KeeperConnection(connection)
         except TimeoutError:
             silent.append(path)
-        except (EOFError, OSError):  # it has just ended
+        except (EOFError, OSError):  # the keeper has just ended
             pass
     deadline = Deadline(timeout)
     for path, keeper in asked.items():

@@ -1,10 +1,10 @@
-"""Decides which states are copied to other hosts, so that the loss of a host does not lose them.
+"""Copies of states on other hosts, so that the loss of a host does not lose them.
 
 The keepers make the copies. The trainers decide together, in the reduction at the beginning of each step: if no copy is
 in progress, all ranks copy the newest state. A copy counts once the states of all ranks are copied.
 
-Each rank introduces itself to all others: its host, and the address of its keeper. The partners follow from the
-introductions alone, so that all ranks find the same ones.
+Each rank sends its host and the address of its keeper to all others. Every rank computes the partners from these values
+alone, so that all ranks compute the same.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dcp_tensorizer")
 
 DEFAULT_RATE = 500e6
-"""Bytes a second that each host sends for copies, unless the user says otherwise."""
+"""Default for the bytes a second that each host sends for copies."""
 LEAST_RATE = 1e6
-"""The least that is allowed: a partner gives up after a minute of silence."""
+"""Minimum rate, because a partner gives up after a minute of silence."""
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
-_ANY_PORT = 9  # to ask for a route; nothing is sent there
+_ANY_PORT = 9  # to look up a route; no packet is sent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOptions:
-    """How a manager with ``copies=2`` copies states to other hosts. The hosts may differ in it.
+    """Options of the copies that a manager with ``copies=2`` makes on other hosts. They may differ by host.
 
     Attributes:
-        rate: The largest number of bytes a second that this host sends for copies, at least 1e6; None: no limit.
-        failure_domain: A name for what fails together with this host, such as a rack. Its copies go to a host with
-            another name. By default each host fails by itself.
-        interface: The network interface for copies, by its name or its address. By default the one that reaches the
+        rate: Maximum number of bytes a second that this host sends for copies, at least 1e6; None: no limit.
+        failure_domain: Name of the unit that fails together with this host, such as a rack. Copies go to a host of
+            another domain. By default each host is a domain.
+        interface: The network interface for copies, by its name or its address. By default the interface towards the
             coordinator.
 
     Raises:
-        TypeError: one of them is of a wrong type.
+        TypeError: an option is of a wrong type.
         ValueError: the rate is too low.
     """
 
@@ -73,32 +73,32 @@ class CopyOptions:
     def __post_init__(self) -> None:
         rate = self.rate
         if rate is not None and (not isinstance(rate, Real) or isinstance(rate, bool)):
-            raise TypeError(f"rate must be a number of bytes a second, or None, got {rate!r}")
+            raise TypeError(f"rate must be a number of bytes a second, or None, got {rate!r}.")
         if rate is not None and not LEAST_RATE <= float(rate) < math.inf:
-            raise ValueError(f"rate must be at least {LEAST_RATE:g} bytes a second, or None for no limit, got {rate!r}")
+            raise ValueError(f"rate must be None, or at least {LEAST_RATE:g} bytes a second, got {rate!r}.")
         for name, value in (("failure_domain", self.failure_domain), ("interface", self.interface)):
             if value is not None and (not isinstance(value, str) or not value):
-                raise TypeError(f"{name} must be a string, or None, got {value!r}")
+                raise TypeError(f"{name} must be a string, or None, got {value!r}.")
 
 
 def check_copies(copies: object, options: object, seconds: object) -> None:
-    """Checks ``copies`` and ``copy_options``; ``seconds`` is ``survive``.
+    """Checks ``copies`` and ``copy_options``. ``seconds`` is ``survive``.
 
-    Raises `TypeError` for wrong types, `ValueError` for values that are invalid, and `WriteError` if there is no
-    libsodium to encrypt copies.
+    Raises `TypeError` for wrong types, `ValueError` for invalid values, and `WriteError` without libsodium, which
+    encrypts copies.
     """
     check_count("copies", copies)
     check_type("copy_options", options, CopyOptions)
     if copies not in (1, 2):
-        raise ValueError(f"copies must be 1 or 2, for a state's own host and another one, got {copies!r}")
+        raise ValueError(f"copies must be 1 or 2, the number of hosts that hold a state, got {copies!r}.")
     if copies == 2:
         if not seconds:
-            raise ValueError("copies=2 needs survive=: it says how long states are held")
+            raise ValueError("copies=2 needs survive=, the seconds for which states are held. Pass both.")
         require_libsodium()
 
 
 class MemoryVote(NamedTuple):
-    """Facts about a rank's states in memory. After the reduction a fact is true if it is true of any rank."""
+    """Facts about a rank's states in memory. After the reduction, a fact is true if it is true of any rank."""
 
     has_failed: bool = False  # the newest state could not be held
     ends: bool = False  # the rank has stopped holding states
@@ -112,12 +112,12 @@ NOTHING_IN_MEMORY = MemoryVote()
 
 
 class PeerCopies:
-    """The copies of a rank's states on another host. With ``copies=1`` it does nothing.
+    """Copies of a rank's states on another host. With ``copies=1`` it does nothing.
 
     Attributes:
         is_on: States are copied; the same on all ranks.
-        confirmed: The id of the newest state that is copied from all ranks; empty if there is none.
-        ordered: The id of the state that is being copied; empty if none is. The same on all ranks.
+        confirmed: The id of the newest state that is copied from all ranks; empty before the first.
+        ordered: The id of the state that is being copied; empty if no copy is in progress. The same on all ranks.
     """
 
     def __init__(self, agreement: Agreement, copies: int, options: CopyOptions) -> None:
@@ -138,12 +138,12 @@ class PeerCopies:
 
     @property
     def is_ready(self) -> bool:
-        """Returns whether there is a partner, and memory for the replicas."""
+        """Returns whether this rank has a partner, and all hosts have memory for the replicas."""
         return self.is_on and self._has_memory
 
     @property
     def are_awaited(self) -> bool:
-        """Returns whether the first copy of this run is yet to come."""
+        """Returns whether copies are on, and none is confirmed yet."""
         return self.is_on and not self.confirmed
 
     # --- all ranks together -----------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class PeerCopies:
     def find_partners(self, keeper: KeeperProcess | None) -> None:
         """Finds each rank's partner, and opens the keepers to each other.
 
-        All ranks call it; a rank without a keeper passes None. Raises `WriteError` if a rank is gone.
+        Collective; a rank without a keeper passes None. Raises `WriteError` if a rank is gone.
         """
         if not self.is_on:
             return
@@ -163,7 +163,7 @@ class PeerCopies:
         self._peers, self._partner_of = peers, partners(peers)
         if not self._partner_of:
             what = "on one host" if options.failure_domain is None else "in one failure domain"
-            self._end(f"all ranks are {what}, and no other one can hold replicas")
+            self._end(f"all ranks are {what}, and replicas need another")
             return
         if problem := next((f"rank {n}: {peer.problem}" for n, peer in enumerate(peers) if peer.keeper is None), ""):
             self._end(problem)
@@ -179,10 +179,10 @@ class PeerCopies:
             )
 
     def check_memory(self, nbytes: int, missing: int) -> bool:
-        """Checks whether the replicas fit on all hosts; returns whether to call it again.
+        """Checks whether the replicas fit on all hosts. Returns whether to call it again.
 
-        All ranks call it, with the size of a state and the number of staging buffers that they have yet to allocate.
-        They call it a second time once the memory of earlier runs' states is freed. Then it is final.
+        Collective. Each rank passes the size of a state and the number of staging buffers that it has yet to allocate.
+        The second call, once the memory of earlier runs' states is freed, is final.
         """
         if not self.is_on or self._has_memory:
             return False
@@ -195,7 +195,7 @@ class PeerCopies:
         return bool(why) and self.is_on
 
     def advance(self, vote: MemoryVote) -> None:
-        """Records the joint vote of all ranks, which is the same on each of them."""
+        """Records the joint vote of all ranks."""
         if not self.is_on:
             return
         if vote.copies_end:
@@ -206,7 +206,7 @@ class PeerCopies:
             self.ordered = ""
 
     def order(self, state_id: str) -> bool:
-        """Decides whether to copy the state that is staged next. All ranks decide alike."""
+        """Decides whether to copy the state that is staged next. The decision is the same on all ranks."""
         if not self.is_ready or self.ordered:
             return False
         self.ordered = state_id
@@ -225,17 +225,17 @@ class PeerCopies:
             self._begun = state_id
 
     def forget(self, keeper: KeeperProcess | None) -> None:
-        """Removes all copies, because the job has restored another state, or makes no further copies."""
+        """Removes all copies. Call it if the job has restored another state, or makes no further copies."""
         self.confirmed = ""
         if self._begun and keeper is not None and keeper.is_ours:
             try:
                 keeper.drop_copies()
             except WriteError as error:
-                logger.warning("the copies of states on another host may still be there: %s", str(error))
+                logger.warning("the copies of states on another host may not be removed: %s", str(error))
         self._begun = ""
 
     def vote(self, keeper: KeeperProcess | None) -> MemoryVote:
-        """Returns this rank's vote about copies, by the status of the last one."""
+        """Returns this rank's vote about copies, from the status of the last copy."""
         if not self.is_on:
             return MemoryVote()
         if self._ends or not self.ordered:
@@ -272,13 +272,13 @@ class PeerCopies:
 
 
 class Peer(NamedTuple):
-    """A rank, as it introduces itself to the others."""
+    """A rank's host and keeper, as sent to the other ranks."""
 
     host: str  # the result of `this_host`
-    domain: str  # the failure domain: hosts that may fail together have the same
+    domain: str  # the failure domain, which hosts that may fail together share
     address: str  # the IP address of its host; empty if none was found
-    problem: str = ""  # why other hosts do not reach its keeper
-    keeper: Address | None = None  # its keeper's address for other hosts; None if they do not reach it
+    problem: str = ""  # why other hosts cannot reach its keeper
+    keeper: Address | None = None  # its keeper's address for other hosts; None if they cannot reach it
 
 
 def introduce(options: CopyOptions, keeper: KeeperProcess | None, towards: str = "") -> Peer:
@@ -305,9 +305,9 @@ def introduce(options: CopyOptions, keeper: KeeperProcess | None, towards: str =
 
 
 def routes_to_others(peers: Sequence[Peer]) -> list[str]:
-    """For each rank whose own address leads to itself, the address of another host; otherwise empty.
+    """Returns, for each rank with a loopback address, the address of another host, and otherwise an empty string.
 
-    The coordinator's own name may lead it to itself alone: the route to another host says more.
+    The coordinator's own name may resolve to a loopback address there. The route to another host gives the interface.
     """
     is_alone = [is_local(peer.address) for peer in peers]
     addresses = dict[str, str]()
@@ -321,10 +321,10 @@ def routes_to_others(peers: Sequence[Peer]) -> list[str]:
 
 
 def partners(peers: Sequence[Peer]) -> list[int]:
-    """For each rank, the rank whose keeper holds its replicas; empty if there is only one failure domain.
+    """Returns, for each rank, the rank whose keeper holds its replicas. With one failure domain, returns an empty list.
 
-    The domains form a ring, in the order of their first ranks. Each host has a partner host in the next domain. The
-    keepers there hold the replicas of its ranks. By default each host is a domain.
+    The domains form a ring, in the order of their first ranks. Each host has a partner host in the next domain, whose
+    keepers hold the replicas of the host's ranks. By default each host is a domain.
     """
     domains: dict[str, dict[str, list[int]]] = {}
     for rank, peer in enumerate(peers):
@@ -345,11 +345,10 @@ def partners(peers: Sequence[Peer]) -> list[int]:
 def lack_of_memory(
     peers: Sequence[Peer], partner_of: Sequence[int], memory: Sequence[tuple[int, int, int | None]], reserve: int
 ) -> str:
-    """The reason why the replicas of the last and the next state do not fit on some host; empty if they fit everywhere.
+    """Returns why the replicas of the last and the next state do not fit on some host, or an empty string if they fit.
 
     ``memory`` has for each rank the bytes of its state, the number of staging buffers that it has yet to allocate, and
-    the bytes that are available on its host, if that is known. On each host ``reserve`` bytes are left to other
-    programs.
+    the available bytes on its host, or None if unknown. On each host, ``reserve`` bytes are left to other programs.
     """
     ranks_of, held_by = defaultdict[str, list[int]](list), defaultdict[str, int](int)
     for rank, peer in enumerate(peers):
@@ -371,9 +370,9 @@ def lack_of_memory(
 
 @functools.cache
 def this_host() -> str:
-    """A name for this host since it started. Ranks whose hosts have the same name lose their memory together.
+    """Returns a name for this boot of this host. Ranks with the same name lose their memory together.
 
-    The machine's own name is not enough: clones of a machine may share it, and a restart does not change it.
+    The host name is not enough: clones of a machine may share it, and a restart does not change it.
     """
     boot = ""
     with suppress(OSError):
@@ -382,12 +381,12 @@ def this_host() -> str:
 
 
 def address_towards(other: str) -> str:
-    """The address of this host on the interface that leads to another host; raises `OSError`."""
+    """Returns the address of this host on the interface towards another host. Raises `OSError`."""
     found = socket.getaddrinfo(other, _ANY_PORT, type=socket.SOCK_DGRAM)
     for number, (family, kind, protocol, _, target) in enumerate(found):
         try:
             with socket.socket(family, kind, protocol) as sock:
-                sock.connect(target)  # sends nothing, but finds the route
+                sock.connect(target)  # finds the route without sending a packet
                 return str(sock.getsockname()[0])
         except OSError:
             if number + 1 == len(found):
@@ -396,7 +395,7 @@ def address_towards(other: str) -> str:
 
 
 def address_of(interface: str) -> str:
-    """The address of an interface of this host; an address stays as it is. Raises `OSError` if there is none."""
+    """Returns the address of an interface of this host, or an IP address unchanged. Raises `OSError`."""
     with suppress(ValueError):
         return str(ipaddress.ip_address(interface))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -410,7 +409,7 @@ def is_local(address: str) -> bool:
 
 
 def _coordinator() -> str:
-    """The name or the address of the host by which the ranks have found each other."""
+    """Returns the name or address of the host of the ranks' store."""
     if address := os.environ.get("MASTER_ADDR"):
         return address
     group = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""Encrypts and authenticates the frames of a connection between two keepers."""
+"""Authenticated encryption of the frames of a connection between two keepers."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ FRAME_MAC_BYTES = 16
 
 
 class FrameCipherKind(enum.IntFlag):
-    """Ciphers of frames. A better one has a larger number."""
+    """Ciphers of frames. Better ciphers have larger numbers."""
 
     CHACHA = 1
-    """ChaCha20 and Poly1305 of libsodium: 1.7 GB/s on a core that does 20 of the other."""
+    """ChaCha20-Poly1305 of libsodium: 1.7 GB/s on a core that does 20 GB/s with AES."""
     AES = 2
-    """AES-256-GCM of OpenSSL, where the package `cryptography` is installed, and can encrypt into memory."""
+    """AES-256-GCM of OpenSSL, if the installed package `cryptography` can encrypt into existing memory."""
 
 
 @functools.cache
 def frame_ciphers() -> FrameCipherKind:
-    """The ciphers that this process has. Raises `WriteError` if there is no libsodium."""
+    """Returns the ciphers that this process has. Raises `WriteError` without libsodium."""
     require_libsodium()
     return FrameCipherKind.CHACHA if _aes() is None else FrameCipherKind.CHACHA | FrameCipherKind.AES
 
 
 class FrameCipher:
-    """Encrypts and authenticates the frames of one direction of a connection.
+    """Cipher for the frames of one direction of a connection.
 
-    The nonce counts the frames, so one that is left out, repeated or moved cannot be opened. ``key`` has 32 bytes, and
-    is for this connection and direction alone. ``kind`` is one of `frame_ciphers`.
+    The nonce counts the frames, so a frame that is left out, repeated or moved cannot be opened. ``key`` has 32 bytes,
+    and is only for this connection and direction. ``kind`` is one of `frame_ciphers`.
     """
 
     def __init__(self, key: bytes, kind: FrameCipherKind = FrameCipherKind.CHACHA) -> None:
@@ -48,20 +48,20 @@ class FrameCipher:
         self._count = 0
 
     def seal(self, source: memoryview | bytes, target: memoryview, header: bytes) -> None:
-        """Encrypts a frame into ``target``, with the MAC behind it; ``header`` is authenticated too."""
+        """Encrypts a frame into ``target``, followed by the MAC, which also authenticates ``header``."""
         assert target.nbytes == len(source) + FRAME_MAC_BYTES
         if self._aes is not None:
             self._aes.encrypt_into(self._next_nonce(), source, header, target)
             return
         seal, _ = _aead()
-        places = _address(target), None, _address(source), len(source), header, len(header)
-        if seal(*places, None, self._next_nonce(), self._key):
+        arguments = _address(target), None, _address(source), len(source), header, len(header)
+        if seal(*arguments, None, self._next_nonce(), self._key):
             raise WriteError("libsodium could not encrypt a frame")
 
     def open(self, sealed: memoryview, target: memoryview, header: bytes) -> bool:
-        """Decrypts a frame, with the MAC behind it, into ``target``.
+        """Decrypts a frame, which its MAC follows, into ``target``.
 
-        Returns False if the frame or its header is not what was sealed; then the target is undefined.
+        If the frame or its header was changed, returns False, and the content of ``target`` is undefined.
         """
         assert sealed.nbytes == target.nbytes + FRAME_MAC_BYTES
         if self._aes is not None:
@@ -73,8 +73,8 @@ class FrameCipher:
                 return False
             return True
         _, open_ = _aead()
-        places = _address(target), None, None, _address(sealed), sealed.nbytes, header, len(header)
-        return open_(*places, self._next_nonce(), self._key) == 0
+        arguments = _address(target), None, None, _address(sealed), sealed.nbytes, header, len(header)
+        return open_(*arguments, self._next_nonce(), self._key) == 0
 
     def _next_nonce(self) -> bytes:
         self._count += 1
@@ -82,19 +82,19 @@ class FrameCipher:
 
 
 @functools.cache
-@collector_paused()  # a quarter of a second of a restart goes to the collector otherwise
+@collector_paused()  # the garbage collector would add a quarter of a second to a restart
 def _aes() -> Any:
-    """OpenSSL's AES-GCM; None if it is not there, or too old to encrypt into memory that is there already."""
+    """Returns OpenSSL's AES-GCM, or None if it is missing, or too old to encrypt into existing memory."""
     try:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-    except Exception:  # it is not there, or broken
+    except Exception:  # missing or broken
         return None
     return AESGCM if hasattr(AESGCM, "encrypt_into") and hasattr(AESGCM, "decrypt_into") else None
 
 
 @functools.cache
 def _aead() -> tuple[Callable[..., int], Callable[..., int]]:
-    """libsodium's AEAD, to encrypt and to decrypt; they run without the interpreter lock."""
+    """Returns the functions of libsodium's AEAD to encrypt and to decrypt, which run without the GIL."""
     from libnacl import nacl
 
     pointer, length = ctypes.c_void_p, ctypes.c_ulonglong
@@ -107,5 +107,5 @@ def _aead() -> tuple[Callable[..., int], Callable[..., int]]:
 
 
 def _address(data: memoryview | bytes) -> Any:
-    """The address of bytes; None if there are none."""
+    """Returns the address of bytes, or None for empty ones."""
     return np.frombuffer(data, dtype=np.uint8).ctypes.data if len(data) else None

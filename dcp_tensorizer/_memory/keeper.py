@@ -1,15 +1,15 @@
 """The keeper: a process beside each trainer, which outlives it and holds its newest states in memory.
 
-It holds the descriptors of the trainer's staging buffers, not copies. When the trainer is gone, it waits some seconds
-for a successor, and then ends. It neither reads nor writes storage.
+It holds the descriptors of the trainer's staging buffers, not copies. When the trainer is gone, the keeper waits some
+seconds for a successor, and then ends. It neither reads nor writes storage.
 
-It also holds the digests of the states, by which a successor checks what it loads. If a save writes a state, the writer
-process takes the digests. The keeper takes those of all other states, and of those that were not yet written when the
-trainer was gone.
+It also holds the digests of the states, by which a successor verifies the loaded bytes. If a save writes a state, the
+writer process computes the digests. The keeper computes those of all other states, and of states that were not yet
+written when the trainer died.
 
-While the trainer lives, nothing waits for digests and copies. So their threads have low priorities, and so has the
-session of a keeper that copies: of a core that both need, training gets ten times as much. A successor does wait, and
-so the keeper has the usual priority once its trainer is gone. So has a keeper whose trainer heals other replicas.
+While the trainer lives, nothing waits for digests and copies. So their threads have low priorities, and so does the
+session of a keeper that copies: if both need a core, training gets ten times as much of it. A successor does wait, so
+the keeper has the usual priority once its trainer is gone. A keeper whose trainer heals other replicas also has it.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ from .replicas import NICENESS_OF_COPIES, NotCopied, ReplicaServer, Throttle, co
 from .runtime_directory import is_own_peer, listen, remove, touch
 from .wire import Address
 
-_NICENESS = 10  # below the writer process: the thread that takes digests, and the session of a keeper that copies
+_NICENESS = 10  # below the writer process: the thread that computes digests, and the session of a keeper that copies
 _SLICE = 1 << 20  # small enough to be hashed while it is in the processor's cache
-_TOUCH_SECONDS = 6 * 3600.0  # systemd removes files from /tmp after 10 days, and a connection does not renew them
+_TOUCH_SECONDS = 6 * 3600.0  # systemd removes files from /tmp after 10 days; a connection does not update their times
 _NEEDED = "its memory was needed"
 _NONE: Mapping[tuple[int, int], bytes] = MappingProxyType({})
 _DIGEST_SECONDS = 600.0  # enough at the lowest priority, beside a job that needs all cores
@@ -65,7 +65,7 @@ _DIGEST_SECONDS = 600.0  # enough at the lowest priority, beside a job that need
 class _State:
     """A state, whose buffer is read as a file.
 
-    Mapping it would take as long, and unmapping takes 25 ms for each GiB, during which training waits.
+    Mapping would take as long, and unmapping takes 25 ms for each GiB, during which training waits.
     """
 
     def __init__(self, state: Hold, fd: int, *, is_replica: bool = False) -> None:
@@ -78,14 +78,14 @@ class _State:
         self.digests: Future[tuple[bytes, ...]] = Future()
 
     def take_digests(self, known: Mapping[tuple[int, int], bytes] = _NONE) -> None:
-        """Takes the digests that are not ``known``; stops if the state is forgotten meanwhile."""
+        """Computes the digests that are not ``known``. Stops if the state is forgotten."""
         read = memoryview(bytearray(_SLICE))
         try:
             digests = tuple(self._digests(extent, read, known) for extent in self.state.extents)
         except (OSError, EOFError, CancelledError):
             self.digests.cancel()
             return
-        with suppress(InvalidStateError):  # it has just been forgotten
+        with suppress(InvalidStateError):  # the state has just been forgotten
             self.digests.set_result(digests)
 
     def _digests(self, extent: Extent, read: memoryview, known: Mapping[tuple[int, int], bytes]) -> bytes:
@@ -105,20 +105,20 @@ class _State:
         return digester.digests()
 
     def forget(self) -> None:
-        """Refuses the state to everyone from now on, and ends the taking of digests."""
+        """Withdraws the state, and stops the computation of its digests."""
         self.is_forgotten = True
         self.digests.cancel()
 
     def close(self) -> None:
-        """Frees the memory. Call it only when no digests are being taken."""
+        """Frees the memory. Call it only when no digests are being computed."""
         os.close(self.fd)
 
 
 class Keeper:
-    """Holds states, and answers the trainer, its successors, and the keepers of other hosts.
+    """Holder of states, which answers the trainer, its successors, and the keepers of other hosts.
 
-    It waits for a successor as long as its states say, or for ``seconds`` if it has none. ``set_priority`` sets the
-    niceness of its session: higher while it copies beside its trainer.
+    It waits for a successor for the longest ``Hold.seconds`` of its states; without states, for ``seconds``.
+    ``set_priority`` sets the niceness of its session, which is higher while it copies beside its trainer.
     """
 
     def __init__(
@@ -132,18 +132,18 @@ class Keeper:
         self._claimed_by = ""  # the last run of a job that has claimed this keeper
         self._server: ReplicaServer | None = None
         self._copy = CopyStatus()
-        self._copying: _State | None = None  # the state that is being copied, or was copied last
-        self._copied: tuple[Address, StateHead] | None = None  # the keeper that has copies, and the last copied state
+        self._copying: _State | None = None  # the state of the current or last copy
+        self._copied: tuple[Address, StateHead] | None = None  # the keeper with the copies, and the last copied state
         self._claims: dict[object, str] = {}  # the run of a job that has claimed this keeper, by its connection
         self.is_orphaned = self._is_over = False
         self._deadline: float | None = None
         self._changed = free_in_child(threading.Condition())
-        # Peers wait for the digests of a live state, but not for those of one that is held in case the trainer ends.
+        # Peers wait for the digests of a live state, but not for those of a state that is held for a restart.
         lower = functools.partial(lower_priority, _NICENESS) if seconds else None
         self._digesting = ThreadPoolExecutor(1, "digest", initializer=lower)
 
     def serve(self, channel: Channel, *, is_trainer: bool = False) -> None:
-        """Answers the requests of one connection until its other end is gone."""
+        """Answers the requests of one connection until the other end closes it."""
         try:
             with suppress(OSError):
                 channel.serve(lambda request, fds: self._answer(request, fds, channel, is_trainer=is_trainer))
@@ -156,7 +156,7 @@ class Keeper:
             channel.close()
 
     def orphan(self) -> None:
-        """Records that the trainer is gone, or needs its keeper no longer."""
+        """Records that the trainer is gone, or no longer needs its keeper."""
         with self._changed:
             if not self.is_orphaned:
                 self.is_orphaned = True
@@ -166,7 +166,7 @@ class Keeper:
                     self._digest(held)
 
     def wait_for_end(self, path: Path) -> None:
-        """Waits for a message that ends the keeper, or until no successor has come in time. Keeps the socket fresh."""
+        """Waits for a message that ends the keeper, or for the timeout of successors. Updates the socket's times."""
         with self._changed:
             while not self._is_over:
                 left = _TOUCH_SECONDS if self._deadline is None else self._deadline - time.monotonic()
@@ -176,7 +176,7 @@ class Keeper:
                     touch(path)
 
     def _wait_anew(self) -> None:
-        """Gives a successor the whole time again to come; unlimited time while one is there."""
+        """Restarts the timeout for successors. While a successor has claimed the keeper, there is no timeout."""
         if self.is_orphaned:
             seconds = max((held.state.seconds for held in self._held.values()), default=self._seconds)
             self._deadline = None if self._claims else time.monotonic() + seconds
@@ -235,21 +235,21 @@ class Keeper:
         return Done()
 
     def _digest(self, held: _State, known: Mapping[tuple[int, int], bytes] = _NONE) -> None:
-        """Begins to take the digests, unless that has begun already."""
+        """Begins to compute the digests. Idempotent."""
         if not held.is_digested:
             held.is_digested = True
             self._digesting.submit(held.take_digests, known)
 
     def _own(self, state_id: str) -> _State | None:
-        """The trainer's own part of a state."""
+        """Returns the trainer's own part of a state, or None."""
         of_state = (held for (other, _), held in self._held.items() if other == state_id)
         return next((held for held in of_state if not held.is_replica), None)
 
     def _forget(self, ids: Sequence[str], *, is_trainer: bool, but_copied: bool) -> tuple[str, ...]:
-        """Forgets states: for a trainer its own parts of them, for a successor all parts. Returns their ids.
+        """Forgets states: for a trainer only its own parts, for a successor all parts. Returns their ids.
 
-        With ``but_copied`` the state that was copied last stays: once a host is lost, another host may need its own
-        part of that state.
+        With ``but_copied``, the state that was copied last stays: after the loss of a host, another host may need its
+        own part of that state.
         """
         with self._changed:
             copied = "" if self._copy.problem else self._copy.id
@@ -276,11 +276,11 @@ class Keeper:
         try:
             content = self.content(state_id, rank, _DIGEST_SECONDS)
         except TimeoutError:
-            return Failed("it has no digests: there was no time to take them"), []
+            return Failed(f"its digests were not computed within {_DIGEST_SECONDS:g} s"), []
         with self._changed:
             held = self._held.get((state_id, rank))
             if content is None or held is None or held.is_forgotten:
-                return Failed("it is not held any more"), []
+                return Failed("it is no longer held"), []
             return content, [held.fd]
 
     # --- replicas ---------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ class Keeper:
             held, before = self._own(request.id), self._copying
             if held is None or (self._copy.is_running and not (before is not None and before.is_forgotten)):
                 return Failed("it is not held" if held is None else "another state is being copied")
-            self._digest(held)  # a save may take long to send them
+            self._digest(held)  # not left to a save, which may take long to send them
             fd = os.dup(held.fd)
             self._copied = request.to, held.state.head
             self._copy, self._copying = CopyStatus(request.id, is_running=True), held
@@ -337,11 +337,11 @@ class Keeper:
         finally:
             os.close(fd)
             with self._changed:
-                if self._copying is held:  # otherwise this copy was given up for the next one
+                if self._copying is held:  # otherwise the next copy has replaced this one
                     self._copy = status
 
     def refusal(self) -> str:
-        """Returns why this keeper takes no more copies; empty if it does."""
+        """Returns why this keeper accepts no more copies, or an empty string if it accepts them."""
         return f"a later run of this job ({self._claimed_by}) has claimed this keeper" if self._claimed_by else ""
 
     def add_replica(self, content: StateContent, fd: int) -> None:
@@ -354,9 +354,9 @@ class Keeper:
             self._wait_anew()
 
     def drop_replicas(self, head: StateHead, confirmed: str) -> list[tuple[int, int]]:
-        """Forgets the replicas of a rank and run, except the ``confirmed`` one.
+        """Forgets the replicas of a rank and run, except the ``confirmed`` replica.
 
-        Returns their buffers with their sizes; the caller closes them.
+        Returns their buffers with their sizes. The caller closes the buffers.
         """
         with self._changed:
             keys = [
@@ -368,7 +368,7 @@ class Keeper:
         return [(held.fd, held.state.nbytes) for held in dropped]
 
     def content(self, state_id: str, rank: int, seconds: float) -> StateContent | None:
-        """A part of a state; None if it is not held. Raises `TimeoutError` if there are no digests in time."""
+        """Returns a part of a state, or None if it is not held. Raises `TimeoutError` if its digests take too long."""
         with self._changed:
             held = self._held.get((state_id, rank))
             if held is None:
@@ -382,7 +382,7 @@ class Keeper:
             raise TimeoutError from None
 
     def buffer(self, state_id: str, rank: int) -> int | None:
-        """A descriptor of a part's buffer, which the caller closes; None if the part is not held."""
+        """Returns a new descriptor of a part's buffer, which the caller closes, or None if the part is not held."""
         with self._changed:
             held = self._held.get((state_id, rank))
             return None if held is None or held.is_forgotten else os.dup(held.fd)
@@ -418,4 +418,4 @@ def main(arguments: Sequence[str]) -> None:
         keeper.wait_for_end(Path(path))
     finally:
         remove(Path(path))
-        os._exit(0)  # threads may still run: all that they hold is memory
+        os._exit(0)  # threads may still run, but hold nothing except memory

@@ -13,30 +13,30 @@ from .wire import Address
 
 
 class Extent(NamedTuple):
-    """The location of the bytes of a tensor or object."""
+    """Location of the bytes of a tensor or object."""
 
-    is_inline: bool  # in the bytes that came with the message; otherwise in the staging buffer
+    is_inline: bool  # in the bytes of the message; otherwise in the staging buffer
     offset: int
     nbytes: int
 
 
 class StateHead(NamedTuple):
-    """The facts about a state in memory that are needed before it is loaded.
+    """Facts about a state in memory that are needed before it is loaded.
 
     Attributes:
         id: 32 hexadecimal digits; the same on all ranks.
         number: A later state of a run has a larger number.
         job: The run of the job that made the state. Each restart begins another run.
         rank: The rank whose state it is.
-        world_size: How many ranks the job had.
+        world_size: The number of ranks of the job.
         record: The manager's record for the index; None without a manager.
-        parent_step: The step of the checkpoint that the state resumes from; None if there is none.
-        left: If the job went back to an earlier step, the id of the checkpoint that was the newest then; else None.
-        folder: The device and the inode of the job's folder, as ``host`` sees them. None if there is no local folder,
-            or it did not exist yet.
-        host: The host that held the state first (see `this_host`); empty if it is not known.
-        line: The ids of the checkpoints that the state resumes from, the newest first. Only those that its run saved
-            or restored.
+        parent_step: The step of the checkpoint that the state resumes from; None without a checkpoint.
+        left: If the job went back to an earlier step, the id of the newest checkpoint at that time; otherwise None.
+        folder: The device and the inode of the job's folder, as ``host`` sees them. None if the folder is not local, or
+            did not exist yet.
+        host: The host that held the state first (see `this_host`); empty if unknown.
+        line: The ids of the checkpoints that the state resumes from and that its run saved or restored, the newest
+            first.
     """
 
     id: str
@@ -53,35 +53,35 @@ class StateHead(NamedTuple):
 
     @property
     def step(self) -> int:
-        """The step of a manager's state."""
+        """Returns the step of a manager's state."""
         assert self.record is not None, "a manager's states have records"
         return self.record.step
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Hold this state: from the trainer, with the descriptor of a staging buffer."""
+    """Request of the trainer to hold a state, with the descriptor of its staging buffer."""
 
     head: StateHead
     nbytes: int  # the size of the buffer
-    extents: tuple[Extent, ...]  # all tensors and objects; the digests are theirs
+    extents: tuple[Extent, ...]  # all tensors and objects, in the order of their digests
     description: bytes  # the layout, for a load; a keeper does not decode it
     inline: bytes  # the bytes that are not in the buffer
     seconds: float  # how long the state is held when the trainer is gone
-    digests_follow: bool = False  # a save writes the state, and sends the digests when that is done
+    digests_follow: bool = False  # a save writes the state, and then sends the digests
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenDigests:
-    """These are digests of a state that has been written: from the trainer."""
+    """Message of the trainer with the digests of a state that a save has written."""
 
     id: str
-    known: Mapping[tuple[int, int], bytes]  # by offset and size in the buffer; what other ranks wrote is missing
+    known: Mapping[tuple[int, int], bytes]  # by offset and size in the buffer; without items that other ranks wrote
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Forget these states. The answer has the ids of those whose buffers the trainer may write to again."""
+    """Request to forget states. The answer has the ids of states whose buffers the trainer may write to again."""
 
     ids: tuple[str, ...]
     but_copied: bool = False  # the state whose copy is in progress, or was made last, stays
@@ -89,30 +89,30 @@ class Forget:
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds a secret
 class OpenToPeers:
-    """Take and give replicas from and to keepers on other hosts: from the trainer. The answer is an `Address`."""
+    """Request of the trainer to exchange replicas with keepers on other hosts. The answer is an `Address`."""
 
     host: str  # the address of this host to listen on
     secret: bytes  # the secret of the run
-    anew: bool = False  # close what was opened before, and all connections to it; otherwise that stays
+    anew: bool = False  # close the previous address and its connections; if False, a previous address stays
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy a state that is held to a keeper on another host: from the trainer."""
+    """Request of the trainer to copy a held state to a keeper on another host."""
 
     id: str
     to: Address
-    rate: float  # bytes a second; 0: any number
-    confirmed: str = ""  # the newest state that all hosts have confirmed; empty if there is none
+    rate: float  # bytes a second; 0: no limit
+    confirmed: str = ""  # the newest state that all hosts have confirmed; empty before the first
 
 
 @dataclass(frozen=True, slots=True)
 class CopyStatus:
-    """The status of the last copy."""
+    """Status of the last copy."""
 
-    id: str = ""  # the id of the state; empty if none was copied
+    id: str = ""  # the id of the state; empty before the first copy
     is_running: bool = False
-    problem: str = ""  # why the copy has failed; empty if it has not
+    problem: str = ""  # why the copy has failed; empty otherwise
     is_claimed: bool = False  # a later run of the job has claimed the other keeper
     is_full: bool = False  # the other host has too little memory
     is_given_up: bool = False  # the memory of the state was needed
@@ -120,25 +120,25 @@ class CopyStatus:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The states that a keeper has, and its trainer."""
+    """States that a keeper holds, and its trainer."""
 
     job: str  # the run of the job
     trainer: int  # its process id
     is_orphaned: bool  # the trainer is gone
     heads: tuple[StateHead, ...]  # the trainer's own parts of states, and replicas; the oldest first
-    address: Address | None = None  # the keeper's address for other hosts; None if it has none
+    address: Address | None = None  # the keeper's address for other hosts; None if it is not open to them
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimRequest:
-    """Serve only this run as long as this connection is open: from a successor. Refused while the trainer lives."""
+    """Request of a successor to serve only its run while this connection is open. Refused while the trainer lives."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class GetPart:
-    """Give a rank's part of a state: from a successor."""
+    """Request of a successor for a rank's part of a state."""
 
     id: str
     rank: int
@@ -146,7 +146,7 @@ class GetPart:
 
 @dataclass(frozen=True, slots=True)
 class StateContent:
-    """A part of a state, with the descriptor of its buffer. Each extent has ``digests``, as in `StoredItem`."""
+    """Part of a state, with the descriptor of its buffer. Each extent has ``digests``, as in `StoredItem`."""
 
     state: Hold
     digests: tuple[bytes, ...]

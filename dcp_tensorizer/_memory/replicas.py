@@ -1,16 +1,16 @@
 """Replicas of states in the memory of other hosts: how keepers copy, receive and serve them.
 
     source                                                  partner
-    ReplicaOffer (which state, how large, what stays) ────▶ looks for memory, and allocates all of it
+    ReplicaOffer (which state, how large, what stays) ────▶ checks free memory, and allocates all of it
                                                         ◀── Answer: the name of the copy, or why it is refused
     the offer again with that name, on further connections ▶
     Block, its bytes; on all connections ─────────────────▶ compares each block with its XXH3-128
                                                         ◀── Answer, on each connection after its last block
-    Record, last; its bytes (the layout, the digests) ────▶ now the replica is complete
+    Record, last; its bytes (the layout, the digests) ────▶ the replica is complete
                                                         ◀── Answer
 
 After a restart, a rank reads the record of a part of a state from any keeper that holds the part, and then ranges of
-its bytes (`Read`). Each `ReplicaAnswer` says how many bytes follow.
+its bytes (`Read`). Each `ReplicaAnswer` has the number of bytes that follow.
 """
 
 from __future__ import annotations
@@ -46,40 +46,40 @@ if TYPE_CHECKING:
     from .keeper import Keeper
 
 BLOCK = 1 << 20
-"""Bytes that are copied, and checked, at once."""
+"""Bytes of a block, the unit of copies and checks."""
 RESERVE = 256 << 20
-"""Bytes of memory that are left to other programs beside a replica."""
+"""Bytes of memory that a replica leaves to other programs."""
 
 NICENESS_OF_COPIES = 19
-"""The niceness of threads that copy. Each of them gets 1.5% of a core that training needs, too."""
+"""The niceness of threads that copy. Each of them gets 1.5% of a core that training also needs."""
 
 _STREAMS = 4  # connections of a copy; each carries some 1 GB/s
-_ALLOCATE = 256 << 20  # bytes at a time: between two times, look at what other programs have allocated
+_ALLOCATE = 256 << 20  # bytes at a time; free memory is checked again before each step
 _MAX_RECORD = 1 << 30
 _MAX_CONNECTIONS = 256
-_WAIT_SECONDS = 20.0  # until an answer says that it takes longer; the other end gives up after 60
-_DROP_SECONDS = 10.0  # to drop copies. With the 20 s to connect, it is less than the trainer waits for its keeper
-_ASK_SECONDS = 0.02  # the pause between two requests for a part that is not there yet
+_WAIT_SECONDS = 20.0  # until an answer with `takes_longer`; the other end gives up after 60
+_DROP_SECONDS = 10.0  # to drop copies; with the 20 s to connect, less than the trainer waits for its keeper
+_ASK_SECONDS = 0.02  # the pause between two requests for a part that is not offered yet
 
 _Count = Annotated[int, Meta(ge=0, le=2**50)]
 _Id = Annotated[str, Meta(max_length=64)]
 
 
 class ReplicaOffer(Struct, tag="offer", array_like=True):
-    """Offers a replica of a part of a state. The partner forgets the other replicas of that rank and run.
+    """Offer of a replica of a part of a state. The partner forgets the other replicas of that rank and run.
 
-    Without a record it offers none, and the partner only forgets.
+    An offer without a record only makes the partner forget.
     """
 
     head: StateHead
     nbytes: _Count = 0  # the size of the buffer
     record_nbytes: Annotated[int, Meta(ge=0, le=_MAX_RECORD)] = 0
-    confirmed: _Id = ""  # the newest state that all hosts have confirmed, which stays; empty if there is none
-    copy: _Id = ""  # the accepted copy whose blocks this connection also brings; empty for a new offer
+    confirmed: _Id = ""  # the newest state that all hosts have confirmed, which stays; empty before the first
+    copy: _Id = ""  # the accepted copy whose blocks this connection also carries; empty for a new offer
 
 
 class Block(Struct, tag="block", array_like=True):
-    """The bytes of a block follow; ``digest`` is their XXH3-128."""
+    """Announcement of the bytes of a block; ``digest`` is their XXH3-128."""
 
     number: _Count
     nbytes: Annotated[int, Meta(ge=1, le=BLOCK)]
@@ -88,13 +88,13 @@ class Block(Struct, tag="block", array_like=True):
 
 
 class Record(Struct, tag="record", array_like=True):
-    """The bytes of the record follow; all blocks have been sent."""
+    """Announcement of the bytes of the record, after all blocks."""
 
     digest: Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
 class Read(Struct, tag="read", array_like=True):
-    """Asks for bytes of a part from an offset on, or for the part's record."""
+    """Request for bytes of a part from an offset on, or for the part's record."""
 
     id: _Id
     rank: _Count
@@ -103,18 +103,18 @@ class Read(Struct, tag="read", array_like=True):
 
 
 class ReplicaAnswer(Struct, tag="answer", array_like=True):
-    """The answer to each of the others, if need be after some that only say that it ``takes_longer``."""
+    """Answer to each of the other messages. Interim answers with ``takes_longer`` may precede it."""
 
     nbytes: _Count = 0  # the bytes that follow
     copy: _Id = ""  # the name of an accepted copy
     takes_longer: bool = False
-    refusal: str = ""  # why the request is refused; empty if it is not
+    refusal: str = ""  # why the request is refused; empty otherwise
     is_claimed: bool = False  # a later run of the job has claimed this keeper
     is_full: bool = False  # this host has too little memory
 
 
 class NotCopied(Exception):
-    """A state was not copied; `ReplicaAnswer` has the same attributes."""
+    """Failure to copy a state. The attributes are those of `ReplicaAnswer`."""
 
     def __init__(self, why: str, *, is_claimed: bool = False, is_full: bool = False) -> None:
         super().__init__(why)
@@ -122,12 +122,12 @@ class NotCopied(Exception):
 
 
 def encoded(content: StateContent) -> bytes:
-    """The record of a part: everything except its buffer."""
+    """Encodes the record of a part: everything except its buffer."""
     return msgspec.msgpack.encode(content)
 
 
 def decoded(record: bytes | memoryview) -> StateContent:
-    """The part that a record describes; raises `WireError` if it is invalid."""
+    """Decodes the record of a part. Raises `WireError` if it is invalid."""
     try:
         content = msgspec.msgpack.decode(record, type=StateContent)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -143,11 +143,11 @@ def decoded(record: bytes | memoryview) -> StateContent:
     return content
 
 
-# --- the side that has replicas ---------------------------------------------------------------------------------------
+# --- the side that holds replicas -------------------------------------------------------------------------------------
 
 
 class _Incoming:
-    """A copy that is being received."""
+    """Copy in progress, on the receiving side."""
 
     def __init__(self, offer: ReplicaOffer, fd: int) -> None:
         self.offer = offer
@@ -159,12 +159,12 @@ class _Incoming:
         self._writers = 0
 
     def put(self, block: Block, data: memoryview) -> None:
-        """Writes a block; raises `WireError` if it is damaged, or was not offered."""
+        """Writes a block. Raises `WireError` if it is damaged, or was not offered."""
         start = block.number * BLOCK
         if block.nbytes != min(BLOCK, self.offer.nbytes - start):
-            raise WireError("a block of another size than was offered")
+            raise WireError("a block has another size than was offered")
         if xxhash.xxh3_128_digest(data) != block.digest:
-            raise WireError(f"block {block.number} is not what was sent")
+            raise WireError(f"block {block.number} was changed in transit")
         with self._lock:
             if self.is_over:
                 raise WireError("the copy is over")
@@ -179,7 +179,7 @@ class _Incoming:
                     os.close(self.fd)
 
     def complete(self) -> int:
-        """Ends the copy, and returns the buffer; raises `WireError` if a block is missing."""
+        """Ends the copy, and returns the buffer. Raises `WireError` if a block is missing."""
         with self._lock:
             if self.is_over or self._writers or any(self._missing):
                 raise WireError("blocks are missing")
@@ -196,7 +196,7 @@ class _Incoming:
 
 
 class ReplicaServer:
-    """Receives replicas of states of other hosts, and serves parts of states. Clients must know the run's secret.
+    """Server that receives replicas from other hosts, and serves parts of states. Clients must know the run's secret.
 
     ``keeper`` holds the parts. ``host`` is the address of this host to listen on. ``address`` is that of the server.
     """
@@ -206,16 +206,16 @@ class ReplicaServer:
         self._listener = listen_on(host)
         self.address = Address(host, self._listener.getsockname()[1], secret)
         self._copies: dict[str, _Incoming] = {}
-        self._allocating = free_in_child(threading.Lock())  # one by one, so that each sees what the others have taken
+        self._allocating = free_in_child(threading.Lock())  # one at a time, so that each sees the memory of the others
         self._room = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self._connections: set[socket.socket] = set()
         threading.Thread(target=self._accept, name="peers", daemon=True).start()
 
     def close(self) -> None:
-        """Accepts no more connections, and ends those that there are."""
+        """Stops accepting connections, and ends the existing ones."""
         for open_socket in (self._listener, *list(self._connections)):
             with suppress(OSError):
-                open_socket.shutdown(socket.SHUT_RDWR)  # closing alone would not wake the thread that waits for it
+                open_socket.shutdown(socket.SHUT_RDWR)  # `close` alone does not wake a waiting thread
         self._listener.close()
 
     def _accept(self) -> None:
@@ -225,7 +225,7 @@ class ReplicaServer:
             except OSError:
                 if self._listener.fileno() < 0:
                     return
-                time.sleep(0.1)  # there are no descriptors left
+                time.sleep(0.1)  # out of file descriptors
                 continue
             if not self._room.acquire(blocking=False):
                 connection.close()
@@ -236,7 +236,7 @@ class ReplicaServer:
         own: list[_Incoming] = []
         self._connections.add(connection)
         try:
-            if self._listener.fileno() < 0:  # closed since it was accepted
+            if self._listener.fileno() < 0:  # the server was closed after it accepted this connection
                 return
             with closing(Wire(connection, self.address.secret, is_server=True)) as wire:
                 reader = _PartReader(self._keeper)
@@ -262,9 +262,9 @@ class ReplicaServer:
                         case Read() as wanted:
                             reader.give(wire, wanted)
                         case Block():
-                            raise WireError("a block without an offer")
+                            raise WireError("a block was sent without an offer")
         except (OSError, ValueError):
-            pass  # the other end is gone, or has sent something invalid; it can connect again
+            pass  # the other end is gone, or has sent invalid data; it can connect again
         finally:
             for copy in own:
                 self._copies.pop(copy.name, None)
@@ -276,7 +276,7 @@ class ReplicaServer:
     # --- taking replicas --------------------------------------------------------------------------------------------
 
     def _offered(self, offer: ReplicaOffer, own: list[_Incoming]) -> tuple[_Incoming | None, ReplicaAnswer]:
-        """Begins or joins a copy; returns it, and the answer. ``own`` are the copies that this connection began."""
+        """Begins or joins a copy. Returns it, and the answer. ``own`` are the copies that this connection began."""
         if offer.copy:
             joined = self._copies.get(offer.copy)
             return joined, ReplicaAnswer(refusal="no such copy") if joined is None else ReplicaAnswer()
@@ -287,7 +287,7 @@ class ReplicaServer:
                 os.close(fd)
             return None, ReplicaAnswer()
         for other in list(self._copies.values()):
-            if other.offer.head.rank == offer.head.rank:  # the source begins again
+            if other.offer.head.rank == offer.head.rank:  # the source has restarted its copy
                 other.abandon()
         with self._allocating:
             memory, why = self._allocated(offer)
@@ -299,7 +299,7 @@ class ReplicaServer:
         return copy, ReplicaAnswer(copy=copy.name)
 
     def _allocated(self, offer: ReplicaOffer) -> tuple[int | None, str]:
-        """Returns memory for a replica, or None and why there is none. Memory of an old replica is used again."""
+        """Returns memory for a replica, or None and the reason. Reuses the memory of an old replica of this size."""
         dropped = self._keeper.drop_replicas(offer.head, offer.confirmed)
         fitting = next((fd for fd, nbytes in dropped if nbytes == offer.nbytes), None)
         for fd, _ in dropped:
@@ -310,16 +310,16 @@ class ReplicaServer:
         try:
             return allocated(offer.nbytes, offer.record_nbytes), ""
         except (OSError, MemoryError) as error:
-            return None, f"there is no memory for a replica of {offer.nbytes:,} bytes: {error}"
+            return None, f"a replica of {offer.nbytes:,} bytes does not fit into memory: {error}"
 
     def _recorded(self, wire: Wire, own: list[_Incoming], digest: bytes) -> ReplicaAnswer:
         if len(own) != 1:
-            raise WireError("a record without an offer")
+            raise WireError("a record was sent without an offer")
         (copy,) = own
         record = memoryview(bytearray(copy.offer.record_nbytes))
         wire.receive_bytes(record)
         if xxhash.xxh3_128_digest(record) != digest:
-            raise WireError("the record is not what was sent")
+            raise WireError("the record was changed in transit")
         content = decoded(record)
         if content.state.head != copy.offer.head or content.state.nbytes != copy.offer.nbytes:
             raise WireError("the record of another state")
@@ -350,10 +350,10 @@ class ReplicaServer:
 
 
 class _PartReader:
-    """Serves ranges of parts to one connection. The buffer of a part stays mapped from one range to the next.
+    """Reader that serves ranges of parts to one connection. A part's buffer stays mapped from one range to the next.
 
-    Bytes are encrypted straight from the mapping. For 0.5 GiB, reading the buffer as a file would take 0.1 s of CPU
-    time; to map and unmap it takes half of that.
+    Bytes are encrypted directly from the mapping. For 0.5 GiB, reading the buffer as a file would take 0.1 s of CPU
+    time; mapping and unmapping takes half of that.
     """
 
     def __init__(self, keeper: Keeper) -> None:
@@ -384,7 +384,7 @@ class _PartReader:
 def allocated(nbytes: int, beside: int = 0) -> int:
     """Makes a file in memory, and allocates all of it.
 
-    Raises `OSError`, which says how much is available, unless `RESERVE` and ``beside`` bytes are left.
+    Raises `OSError`, with the available bytes, unless `RESERVE` and ``beside`` bytes remain.
     """
     fd = anonymous_file("dcp_tensorizer_replica")
     try:
@@ -392,7 +392,7 @@ def allocated(nbytes: int, beside: int = 0) -> int:
         for start in range(0, nbytes, _ALLOCATE):
             available = available_memory()
             if available is not None and available < nbytes - start + beside + RESERVE:
-                raise OSError(f"{available:,} bytes are available, and {RESERVE:,} have to be left")
+                raise OSError(f"{available:,} bytes are available, and {RESERVE:,} must remain")
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(fd, start, min(_ALLOCATE, nbytes - start))
         if hasattr(fcntl, "F_ADD_SEALS"):
@@ -414,7 +414,7 @@ def _write(fd: int, data: memoryview, offset: int) -> None:
 
 
 class Throttle:
-    """Limits all threads together to ``rate`` bytes a second; 0: no limit."""
+    """Limit of ``rate`` bytes a second for all threads together; 0: no limit."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
@@ -422,7 +422,7 @@ class Throttle:
         self._lock = free_in_child(threading.Lock())
 
     def wait(self, nbytes: int) -> None:
-        """Waits until these bytes may go."""
+        """Waits until these bytes may be sent."""
         if not self._rate:
             return
         with self._lock:
@@ -443,7 +443,7 @@ def copy_part(
     *,
     streams: int | None = None,
 ) -> None:
-    """Copies a part of a state to a keeper on another host, and returns when that keeper has all of it.
+    """Copies a part of a state to a keeper on another host. Returns when that keeper has all of it.
 
     ``fd`` is the descriptor of the part's buffer. Once ``is_wanted`` returns False, the buffer may be overwritten.
     ``confirmed`` is as in a `ReplicaOffer`. ``streams`` is the number of connections; None: up to 4, one for each core.
@@ -504,7 +504,7 @@ def copy_part(
 
 
 def _answer(wire: Wire) -> ReplicaAnswer:
-    """Receives an answer; raises `NotCopied` if the request is refused."""
+    """Receives an answer. Raises `NotCopied` if the request is refused."""
     answer: ReplicaAnswer = wire.receive(ReplicaAnswer)
     if answer.refusal:
         raise NotCopied(answer.refusal, is_claimed=answer.is_claimed, is_full=answer.is_full)
@@ -512,7 +512,7 @@ def _answer(wire: Wire) -> ReplicaAnswer:
 
 
 def drop_copies(address: Address, head: StateHead) -> None:
-    """Makes a keeper on another host forget its replicas of a rank and run. Raises `OSError`, also if it refuses."""
+    """Makes a keeper on another host forget its replicas of a rank and run. Raises `OSError` on failure or refusal."""
     with closing(address.connect(seconds=_DROP_SECONDS)) as wire:
         answer: ReplicaAnswer = wire.ask(ReplicaOffer(head), ReplicaAnswer)
         if answer.refusal:
@@ -523,7 +523,7 @@ def drop_copies(address: Address, head: StateHead) -> None:
 
 
 class RemotePart(RangeReader):
-    """The buffer of a part of a state, held by a keeper on another host. Several threads may read it at once."""
+    """Buffer of a part of a state, held by a keeper on another host. Several threads may read it concurrently."""
 
     def __init__(self, address: Address, state_id: str, rank: int) -> None:
         self._address, self._id, self._rank = address, state_id, rank
@@ -534,7 +534,7 @@ class RemotePart(RangeReader):
         self.nbytes = 0
 
     def record(self, seconds: float = 0.0) -> StateContent:
-        """Reads the record of the part; raises `ReadError` if the part is not there within some seconds."""
+        """Reads the record of the part. Raises `ReadError` if the part is not offered within ``seconds``."""
         deadline = time.monotonic() + seconds
         try:
             wire = self._idle_wire() or self._address.connect()
@@ -552,7 +552,7 @@ class RemotePart(RangeReader):
                     time.sleep(_ASK_SECONDS)
                     answer = wire.ask(wanted, ReplicaAnswer)
                 if answer.nbytes > _MAX_RECORD:
-                    raise WireError("a record that is too large")
+                    raise WireError(f"a record of {answer.nbytes:,} bytes is too large")
                 content = memoryview(bytearray(answer.nbytes))
                 wire.receive_bytes(content)
                 part = decoded(content)
@@ -571,7 +571,7 @@ class RemotePart(RangeReader):
         self.once(offset, sum(buffer.nbytes for buffer in buffers)).read_into(buffers, offset)
 
     def once(self, offset: int, nbytes: int) -> RangeReader:
-        """Asks for a range. Its bytes arrive while the caller uses those before them."""
+        """Requests a range. Its bytes arrive while the caller uses earlier ones."""
         wire = self._idle_wire()
         if wire is not None:  # the other end may have closed an idle connection
             with suppress(OSError):
@@ -603,7 +603,7 @@ class RemotePart(RangeReader):
         wire.close()
 
     def release(self) -> None:
-        """Closes its connections for good."""
+        """Closes all connections. No reads may follow."""
         with self._lock:
             self._is_over = True
             wires = [*self._idle, *self._bringing]
@@ -613,7 +613,7 @@ class RemotePart(RangeReader):
 
 
 class _Arriving(RangeReader):
-    """A range of a part whose bytes are arriving. One thread reads it from front to back."""
+    """Range of a part whose bytes are arriving. One thread reads it sequentially."""
 
     def __init__(self, wire: Wire, offset: int, nbytes: int, give_back: Callable[[Wire], None]) -> None:
         self._wire, self._offset, self._left, self._give_back = wire, offset, nbytes, give_back

@@ -1,7 +1,7 @@
-"""The sockets through which the keepers of a job are found, in a directory that belongs only to the user.
+"""The sockets of the keepers of a job, in a directory that belongs only to the user.
 
-Their names contain the job's folder and a random part, but no rank, because a launcher numbers ranks anew. The kernel
-says which user the other end of a socket belongs to, before any data from it is read.
+Their names contain a hash of the job's folder and a random part, but no rank, because a launcher renumbers ranks. The
+kernel reports the user of the other end of a socket, which is checked before any data from it is read.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ..errors import WriteError
 
 _CONNECT_SECONDS = 5.0
 _BACKLOG = 64
-_ATTEMPTS = 20  # a socket is made again if the last keeper has just removed the directory
+_ATTEMPTS = 20  # retries, because the last keeper to end removes the directory
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 def runtime_directory() -> Path:
-    """The directory of sockets, in ``XDG_RUNTIME_DIR`` or in the directory of temporary files.
+    """Returns the directory of sockets, in ``XDG_RUNTIME_DIR`` or in the directory of temporary files.
 
-    Raises `OSError` if there is neither.
+    Raises `OSError` if neither exists.
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and os.path.isabs(base) and os.access(base, os.W_OK):
@@ -38,14 +38,14 @@ def runtime_directory() -> Path:
 
 
 def job_name(location: str) -> str:
-    """The name of a job in the names of its sockets. ``location`` is its folder: an absolute path or a URL."""
-    # The boot's id is part of it: machines may share the directory's disk, but a socket works on one machine only.
+    """Returns the name of a job in the names of its sockets. ``location`` is its folder: an absolute path or a URL."""
+    # The name includes the boot's id: machines may share the directory's disk, but a socket works only on one machine.
     named = f"{_boot()} {location}".encode("utf-8", "surrogatepass")
     return hashlib.blake2b(named, digest_size=8).hexdigest()
 
 
 def identity(folder: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """The device and the inode of a local folder; None if it does not exist."""
+    """Returns the device and the inode of a local folder, or None if it does not exist."""
     with suppress(OSError, ValueError):
         if os.path.isabs(folder):
             status = os.stat(folder)
@@ -60,14 +60,14 @@ def _boot() -> str:
 
 
 def socket_path(directory: Path, job: str) -> Path:
-    """A path for a new socket of a job."""
+    """Makes a path for a new socket of a job."""
     return directory / f"{job}-{secrets.token_hex(8)}"
 
 
 def listen(path: Path) -> socket.socket:
-    """A new socket at a path.
+    """Makes a listening socket at a path.
 
-    Raises `WriteError` if the directory cannot be made, or others may write there, and `OSError` if sockets are not
+    Raises `WriteError` if the directory cannot be made or other users may write there, and `OSError` if sockets are not
     supported.
     """
     for attempt in range(_ATTEMPTS):
@@ -93,7 +93,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def remove(path: Path) -> None:
-    """Removes a socket, and the directory if it was the last one."""
+    """Removes a socket, and the directory if it is then empty."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
         path.parent.rmdir()
@@ -107,7 +107,7 @@ def touch(path: Path) -> None:
 
 
 def sockets_of(directory: Path, job: str) -> list[Path]:
-    """The sockets of a job; none if the directory does not exist, or is not the user's own."""
+    """Lists the sockets of a job. Returns an empty list if the directory is missing, or is not the user's own."""
     with suppress(OSError, WriteError):
         _check(directory)
         return sorted(path for path in directory.iterdir() if path.name.startswith(f"{job}-"))
@@ -115,9 +115,9 @@ def sockets_of(directory: Path, job: str) -> list[Path]:
 
 
 def connect(path: Path) -> socket.socket | None:
-    """A connection to a keeper; None if its process is gone, or belongs to another user.
+    """Connects to a keeper. Returns None if its process is gone, or belongs to another user.
 
-    Raises `TimeoutError` if it takes no more connections, because it is stopped.
+    Raises `TimeoutError` if the keeper accepts no more connections, because it is stopped.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -127,7 +127,7 @@ def connect(path: Path) -> socket.socket | None:
         connection.settimeout(None)
         if is_own_peer(connection):
             return connection
-    except ConnectionRefusedError:  # its process was killed, and could not remove it
+    except ConnectionRefusedError:  # the keeper was killed, and could not remove its socket
         with suppress(OSError):
             path.unlink()
     except (BlockingIOError, TimeoutError) as error:
@@ -149,7 +149,7 @@ def is_own_peer(connection: socket.socket) -> bool:
 
 @contextmanager
 def _short_name(directory: Path) -> Iterator[str]:
-    """Gives a directory a short name, because the address of a socket is limited in length."""
+    """Yields a short path of a directory, because the address of a socket is limited in length."""
     fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}"
@@ -158,18 +158,18 @@ def _short_name(directory: Path) -> Iterator[str]:
 
 
 def _make(directory: Path) -> None:
-    """Makes the directory if it is missing; raises `WriteError`."""
+    """Makes the directory if it is missing. Raises `WriteError`."""
     try:
         with suppress(FileExistsError):
             directory.mkdir(mode=0o700)
         with suppress(FileNotFoundError):  # the last keeper has just removed it
             _check(directory)
     except OSError as error:
-        raise WriteError(f"{directory} cannot be made, where a restarted job looks for its memory: {error}") from error
+        raise WriteError(f"{directory}, for the sockets of keepers, cannot be made: {error}") from error
 
 
 def _check(directory: Path) -> None:
-    """Raises `WriteError` if others could put sockets there, and `OSError` if it does not exist."""
+    """Raises `WriteError` if other users could put sockets there, and `OSError` if the directory does not exist."""
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise WriteError(

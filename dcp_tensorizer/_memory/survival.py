@@ -1,7 +1,7 @@
 """Restarts from memory: keeper processes outlive the job and hold its newest states, and a later run loads them.
 
-A state is forgotten only when each rank has the next one. So whenever a rank dies, there is a state that all ranks
-have. All ranks decide together which state to load, if any.
+A state is forgotten only when each rank has the next one. So whenever a rank dies, all ranks have some common state.
+All ranks decide together which state to load, if any.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_ROOM = 1.05  # of a buffer: what is allocated beside it
-_DEATH_SECONDS = 5.0  # the time that a keeper gets to see that its trainer is gone
+_ROOM = 1.05  # free memory needed for a buffer, as a multiple of its size, with the allocations around it
+_DEATH_SECONDS = 5.0  # the time in which a keeper notices that its trainer is gone
 _CLAIM_SECONDS = 0.05  # the pause between two claims
-_LOOK_SECONDS = 30.0  # then the run of a keeper that does not answer counts as alive, and this run is refused
+_LOOK_SECONDS = 30.0  # after it, the run of a keeper that does not answer counts as alive, and this run is refused
 
 OnStaged = Callable[[StagedStateDict], object]
 
 
 class _Stage(enum.Enum):
-    """The stages of holding states, in order."""
+    """Stages of holding states, in order."""
 
     READY = enum.auto()
-    """States of earlier runs have not been looked for."""
+    """Before the search for states of earlier runs."""
     ON = enum.auto()
     ENDING = enum.auto()
     """This rank has stopped holding states, and reports it to the other ranks at the next step."""
@@ -66,22 +66,22 @@ class _Stage(enum.Enum):
 
 
 class Survival:
-    """Holds states of a rank in memory, and finds those of earlier runs. Does nothing without ``survive``.
+    """States of a rank in memory, and those of earlier runs. Does nothing without ``survive``.
 
     Args:
         saver: Stages the states.
         folder: The job's folder.
         template: The template of the names of steps' directories.
         agreement: Makes the decisions of all ranks.
-        seconds: How long keepers hold states when this process is gone; 0: they hold none.
-        buffers: The largest number of staging buffers, without one for copies.
-        copies: How many hosts hold each state.
-        copy_options: How they are copied.
+        seconds: How long keepers hold states when this process is gone; 0: no states are held.
+        buffers: Maximum number of staging buffers, without the extra one for copies.
+        copies: Number of hosts that hold each state.
+        copy_options: How states are copied.
 
     Attributes:
         run: The id of this run of the job, the same on all ranks; empty without ``survive``.
-        holds: States may be held that no save writes.
-        has_left: The states have been left to a later run.
+        holds: Whether states that no save writes may be held.
+        has_left: Whether the states have been left to a later run.
         copies: Copies states to other hosts.
         predecessors: The keepers of earlier runs on this host.
     """
@@ -99,7 +99,7 @@ class Survival:
         copy_options: CopyOptions,
     ) -> None:
         self.run = agreement.decided(lambda: uuid.uuid4().hex) if seconds else ""
-        # With staging="device" the writer process copies, and it cannot do so while it writes.
+        # With staging="device" the writer process copies, and it cannot copy while it writes.
         self.holds = bool(seconds) and buffers > 2 and saver.options.staging != "device"
         self._saver = saver
         self._folder = folder
@@ -121,7 +121,7 @@ class Survival:
     # --- holding states ---------------------------------------------------------------------------------------------
 
     def find_predecessors(self) -> None:
-        """Looks for states of earlier runs, on the first call. Every rank calls it.
+        """Finds the keepers of earlier runs, on the first call. Collective.
 
         Raises `WriteError`, on all ranks, if another run of the job is alive or a rank is gone.
         """
@@ -136,7 +136,7 @@ class Survival:
             refusal = (
                 f"a run of this job counts as alive, because its keeper on {socket.gethostname()} does not answer at "
                 f"{silent[0]}. If it is stopped, continue it, or kill its processes (that path is in the keeper's "
-                f"command line). Then start again"
+                f"command line). Then start again."
             )
         else:
             refusal = self.predecessors.claim(self.run)
@@ -152,7 +152,7 @@ class Survival:
     def start_keeper(self) -> None:
         """Starts the keeper, on the first call after `find_predecessors`.
 
-        The start takes a core for a fifth of a second. So it comes after a restore, which needs the core.
+        The start uses a core for a fifth of a second, so it follows a restore, which needs the core.
         """
         if self._stage is not _Stage.ON or self._keeper is not None:
             return
@@ -163,7 +163,7 @@ class Survival:
             self._stop_holding(str(error))
 
     def find_partners(self) -> None:
-        """Finds the partners of all ranks, on the first call. Every rank calls it after `start_keeper`.
+        """Finds the partners of all ranks, on the first call. Collective; call it after `start_keeper`.
 
         Waits until the keeper has started. Raises `WriteError` if a rank is gone.
         """
@@ -175,7 +175,7 @@ class Survival:
             self._saver.engine.saves.spares[self] = self._most_buffers - 1
 
     def wait_held(self) -> tuple[bool, bool]:
-        """Waits until the newest state is held; returns whether that failed, and whether this rank has stopped."""
+        """Waits until the newest state is held. Returns whether that failed, and whether this rank stopped holding."""
         holding, self._holding = self._holding, None
         error = None if holding is None else holding.exception()
         if self._stage is _Stage.ON and self._keeper is not None and not self._keeper.is_ours:
@@ -188,15 +188,15 @@ class Survival:
         return has_failed, self._stage is _Stage.ENDING
 
     def vote(self) -> MemoryVote:
-        """Returns this rank's vote about states in memory; waits until the newest state is held."""
+        """Waits until the newest state is held. Returns this rank's vote about states in memory."""
         has_failed, ends = self.wait_held()
         about_copies = self.copies.vote(self._keeper if self._stage is _Stage.ON else None)
         return about_copies._replace(has_failed=has_failed, ends=ends)
 
     def advance(self, vote: MemoryVote, *, is_busy: bool) -> None:
-        """Forgets states that are no longer needed, after all ranks have voted.
+        """Forgets the states that are no longer needed after a vote.
 
-        ``vote`` is the joint vote. ``is_busy``: on this rank, the last save still runs.
+        ``vote`` is the joint vote of all ranks. ``is_busy``: on this rank, the last save still runs.
         """
         if self._stage is _Stage.OFF:
             return
@@ -215,10 +215,10 @@ class Survival:
             self._forget_for(newest, is_busy=is_busy)
 
     def _forget_for(self, newest: str, *, is_busy: bool) -> None:
-        """Forgets the states that are not needed beside the newest one, which all ranks have.
+        """Forgets the states that are not needed in addition to the newest one, which all ranks have.
 
-        The last state that was copied from all ranks stays until a newer one is copied. If a host is lost, the other
-        ranks need their own parts of that state. A state that is being copied stays until saves need its buffer.
+        The last state that was copied from all ranks stays until a newer one is copied: if a host is lost, the other
+        ranks need their own parts of the copied state. A state that is being copied stays until saves need its buffer.
         """
         saves, copied = self._saver.engine.saves, self.copies.ordered
         nbytes = self._held[newest].nbytes if newest in self._held else 0
@@ -236,13 +236,13 @@ class Survival:
 
     @property
     def _most_buffers(self) -> int:
-        """The largest number of staging buffers; with copies one more."""
+        """Returns the maximum number of staging buffers, which is one more with copies."""
         return self._buffers + self.copies.is_on
 
     def next_state(self, record: SaveRecord, position: Position) -> OnStaged | None:
-        """Returns a function that holds the next staged state; None if no rank holds states.
+        """Returns a function that holds the next staged state, or None if no rank holds states.
 
-        ``record`` describes the state in the index, and ``position`` is the job's.
+        ``record`` is the state's record for the index, and ``position`` is the job's.
         """
         if self._stage is _Stage.OFF:  # unlike ENDING, this is the same on all ranks
             return None
@@ -277,8 +277,8 @@ class Survival:
     ) -> tuple[StateHead, AllMemory] | None:
         """Finds the newest state of an earlier run that all ranks can reach, unless it is outdated.
 
-        All ranks call it, and find the same. ``tip`` is the newest checkpoint on storage, ``ids`` are the ids of all
-        checkpoints, and ``lost`` those of saves that were lost with a node before they were on storage.
+        Collective; the result is the same on all ranks. ``tip`` is the newest checkpoint on storage, ``ids`` are the
+        ids of all checkpoints, and ``lost`` those of saves that were lost with a node before they reached storage.
         """
         if self._stage is _Stage.OFF:
             return None
@@ -302,7 +302,7 @@ class Survival:
         def refusal() -> str:
             if own:
                 return outdated(head, tip, None if is_other else head.folder, ids, lost)
-            # The hosts that held it are gone. Other hosts number devices in another way, but see the same inode.
+            # The hosts that held it are gone. Other hosts have other device numbers, but the same inode.
             is_same = head.folder is not None and there is not None and head.folder[1] == there[1]
             return outdated(head, tip, head.folder if is_same else None, ids, lost)
 
@@ -312,7 +312,7 @@ class Survival:
         return head, memory
 
     def forget(self) -> None:
-        """Forgets all states of this run, because the job does not resume from them."""
+        """Forgets all states of this run. Call it if the job does not resume from them."""
         self.wait_held()
         self._newest = None
         self._forget_all_but([])
@@ -321,8 +321,7 @@ class Survival:
     def end(self, deadline: Deadline = NEVER, *, has_saved: bool = False) -> None:
         """Ends the keeper, and frees its states. Idempotent.
 
-        ``has_saved``: the newest step of this run is on storage. Then the states of earlier runs are freed, too.
-        Otherwise they are left as they are.
+        ``has_saved``: the newest step of this run is on storage. If True, also frees the states of earlier runs.
         """
         if self._holding is not None:
             wait_for([self._holding], deadline.left)
@@ -346,7 +345,7 @@ class Survival:
 
     @property
     def _held(self) -> dict[str, SharedBuffer]:
-        """The buffers of the states, by the states' ids, the oldest first."""
+        """Returns the buffers of the states, by the states' ids, the oldest first."""
         return {} if self._keeper is None else self._keeper.held
 
     def _hold(self, head: StateHead, staged: StagedStateDict, *, is_copied: bool) -> None:
@@ -368,8 +367,8 @@ class Survival:
             self.copies.start(self._keeper, head.id)
 
     def _look_for_room(self) -> None:
-        """Frees states if there is too little memory to stage the next one beside them."""
-        if len(self._held) > 1:  # the older one is about to be forgotten
+        """Frees states if memory is too short to stage the next one as well."""
+        if len(self._held) > 1:  # the older state is about to be forgotten
             return
         saves = self._saver.engine.saves
         saves.reclaim()
@@ -380,11 +379,11 @@ class Survival:
         if self._held:
             self._stop_holding(why)
         else:
-            logger.warning("what an earlier run has left in memory is freed: %s", why)
+            logger.warning("the states of an earlier run are freed from memory: %s", why)
             self.predecessors.end()
 
     def _stop_holding(self, why: str) -> None:
-        """Stops holding states on this rank. The other ranks learn of it at the next step."""
+        """Stops holding states on this rank. The next vote reports it to the other ranks."""
         if self._stage is not _Stage.ENDING:
             self._stage = _Stage.ENDING
             logger.warning("states are no longer held in memory, and survive=%g is off: %s", self._seconds, why)
@@ -400,7 +399,7 @@ class Survival:
 
 
 def _lack_of_room(saves: StagedSaves, nbytes: int) -> str:
-    """The reason why another staging buffer of this size does not fit into memory; empty if it does."""
+    """Returns why another staging buffer of this size does not fit into memory, or an empty string if it fits."""
     if saves.has_buffer(nbytes):
         return ""
     available = available_memory()
@@ -413,7 +412,7 @@ def _lack_of_room(saves: StagedSaves, nbytes: int) -> str:
 
 
 class Predecessors:
-    """The keepers of earlier trainers on this machine. ``nbytes`` is the size of the buffer that `open` has opened."""
+    """Keepers of earlier trainers on this machine. ``nbytes`` is the size of the buffer that `open` opened last."""
 
     def __init__(self, keepers: Sequence[KeeperConnection] = ()) -> None:
         self.nbytes = 0
@@ -423,27 +422,30 @@ class Predecessors:
         return bool(self._keepers)
 
     def claim(self, run: str) -> str:
-        """Reserves the keepers for a run of the job. Returns why one refuses: another run is alive; otherwise empty."""
+        """Reserves the keepers for a run of the job.
+
+        If a keeper refuses because another run is alive, returns the reason, and otherwise an empty string.
+        """
         deadline = time.monotonic() + _DEATH_SECONDS
         for keeper in self._keepers:
             while True:
                 try:
                     if keeper.claim(run):
                         break
-                except ReadError:  # it has just ended
+                except ReadError:  # the keeper has just ended
                     break
                 if time.monotonic() > deadline:
                     return (
                         f"another run of this job is alive (its trainer is process {keeper.found.trainer} on "
-                        f"{socket.gethostname()}), or another one is being started: end it first. Two runs would "
-                        f"replace each other's checkpoints"
+                        f"{socket.gethostname()}), or is starting: the two would replace each other's checkpoints. End "
+                        f"the other run first."
                     )
                 time.sleep(_CLAIM_SECONDS)
         return ""
 
     @property
     def found(self) -> list[Found]:
-        """The parts of states that these keepers have."""
+        """Returns the parts of states that these keepers hold."""
         return [keeper.found for keeper in self._keepers]
 
     def open(
@@ -457,7 +459,7 @@ class Predecessors:
         """Opens a state as a checkpoint. If several ranks have the same item, ``rank`` gets its own.
 
         ``elsewhere`` has the holders on other hosts, by the parts' ranks. ``damaged`` are the rank and the holder of
-        parts that are not used. Raises `ReadError` if no keeper has the state any more, or it cannot be read.
+        unusable parts. Raises `ReadError` if no keeper holds the state any longer, or it cannot be read.
         """
         holders: dict[int, list[KeeperConnection | Address]] = {}
         for keeper in self._keepers:
@@ -481,7 +483,7 @@ class Predecessors:
                 (buffer.release if isinstance(buffer, RemotePart) else buffer.close)()
             if not isinstance(error, Exception):  # a KeyboardInterrupt
                 raise
-            # For example, a keeper of another release holds it.
+            # For example, a keeper of another release holds the state.
             raise ReadError(f"{path} cannot be read: {describe(error)}") from error
         checkpoint.holders = used
         last = parts[-1][1]
@@ -494,21 +496,20 @@ class Predecessors:
             keeper.forget_all_but(state_id)
 
     def end(self) -> None:
-        """Ends the keepers, and frees their memory, because the states are no longer wanted. Idempotent."""
+        """Ends the keepers, and frees their memory. Idempotent."""
         self.nbytes = 0
         keepers, self._keepers = self._keepers, []
         for keeper in keepers:
             keeper.end()
 
     def close(self) -> None:
-        """Closes the connections, and leaves the keepers as they are. Idempotent."""
+        """Closes the connections. The keepers continue. Idempotent."""
         keepers, self._keepers = self._keepers, []
         for keeper in keepers:
             keeper.close()
 
 
 def _name_of(holder: KeeperConnection | Address) -> str:
-    """The name of a holder, for messages."""
     if isinstance(holder, Address):
         return f"the keeper at {holder!r}"
     return f"the keeper of process {holder.found.trainer} on {socket.gethostname()}"
@@ -517,7 +518,7 @@ def _name_of(holder: KeeperConnection | Address) -> str:
 def _part_of(
     holders: Sequence[KeeperConnection | Address], state_id: str, rank: int
 ) -> tuple[KeeperConnection | Address, tuple[StateContent, Descriptor | RemotePart]]:
-    """Gets a part from the first holder that gives it; raises `ReadError` if none does."""
+    """Gets a part from the first holder that still has it. Raises `ReadError` if no holder has it."""
     failure = ReadError(f"no undamaged copy of rank {rank}'s part is left")
     for holder in holders:
         try:
@@ -532,7 +533,7 @@ def _part_of(
 
 
 class AllMemory:
-    """The states in the memory of all hosts of the job. ``found`` has, for each rank, the keepers on its host."""
+    """States in the memory of all hosts of the job. ``found`` has, for each rank, the keepers on its host."""
 
     def __init__(self, found: Sequence[Sequence[Found]]) -> None:
         self._found = found
@@ -546,7 +547,7 @@ class AllMemory:
                     holders += [keeper.address] * (keeper.address not in holders)
 
     def states(self) -> list[StateHead]:
-        """The states that all ranks can load, each from its own host or from others, by the heads of their first parts.
+        """Returns the heads, of the first parts, of the states that all ranks can load from their own or other hosts.
 
         A keeper without an address serves only its own host.
         """
@@ -563,18 +564,21 @@ class AllMemory:
         return found
 
     def holders(self, head: StateHead, rank: int | None = None) -> dict[int, list[Address]]:
-        """The keepers that give parts of a state to other hosts, by the parts' ranks; with ``rank`` those it needs."""
+        """Returns the keepers that serve parts of a state to other hosts, by the parts' ranks.
+
+        With ``rank``, returns only the parts that this rank needs.
+        """
         holders = self._holders.get(head.id, {})
         needed = holders.keys() if rank is None else holders.keys() & self._needed(head, rank)
         return {part: holders[part] for part in sorted(needed)}
 
     def _needed(self, head: StateHead, rank: int) -> set[int]:
-        """The parts that a rank needs: its own, or all if another number of ranks had saved."""
+        """Returns the parts that a rank needs: its own, or all parts if the number of ranks has changed."""
         return {rank} if head.world_size == len(self._found) else set(range(head.world_size))
 
 
 class _Offer(NamedTuple):
-    """The states in the memory of a rank's host."""
+    """States in the memory of a rank's host."""
 
     keepers: list[Found]
     folder: tuple[int, int] | None  # the identity of the job's folder there
@@ -582,16 +586,15 @@ class _Offer(NamedTuple):
 
     @property
     def heads(self) -> list[StateHead]:
-        """The heads of all parts."""
         return [head for keeper in self.keepers for head in keeper.heads]
 
     def own(self, head: StateHead) -> list[StateHead]:
-        """The parts of a state that this host held itself. Only it can compare their folder with that of now."""
+        """Returns the parts of a state that this host held first. Only this host can compare their folder."""
         return [part for part in self.heads if part.id == head.id and part.host in ("", self.host)]
 
 
 def _parts_of_newest(offers: Sequence[_Offer]) -> str:
-    """Describes which parts of the newest state are left on hosts that give them to others; empty if there are none."""
+    """Describes which parts of the newest state other hosts can still read. Returns an empty string without parts."""
     heads = [head for offer in offers for keeper in offer.keepers if keeper.address for head in keeper.heads]
     if not heads:
         return ""
@@ -607,7 +610,7 @@ def outdated(
     ids: Collection[str] = (),
     lost: Collection[str] = (),
 ) -> str:
-    """Returns why a state does not resume from the newest checkpoint ``tip``; empty if it does.
+    """Returns why a state does not resume from the newest checkpoint ``tip``, or an empty string if it does.
 
     ``folder`` is the identity of the job's folder. ``ids`` are the ids of all existing checkpoints. Those in ``lost``
     were lost with a node, and count as never saved.
@@ -621,7 +624,7 @@ def outdated(
     if tip is None:
         return "" if parent is None else "the checkpoint that it resumes from is gone: it is not used"
     if head.left == tip.save_id and (record.parent is None or record.parent in ids):
-        return ""  # the job has gone back to before that one, and no run has saved since
+        return ""  # the job has gone back to a step before the tip, and no run has saved since
     is_newer = head.parent_step is None or tip.number > head.parent_step
     is_of_run = tip.record is not None and tip.record.job == head.job and tip.branch == record.branch
     if parent != tip.save_id and not (is_newer and is_of_run):

@@ -1,4 +1,4 @@
-"""TCP connections between keepers on different hosts, for those who know the secret of one run of a job.
+"""TCP connections between keepers on different hosts that share the secret of one run of a job.
 
     client ──▶ hello: magic, version, its ciphers, nonce
            ◀── cipher, nonce, proof      keyed BLAKE2b of all messages so far: an end without the secret learns nothing
@@ -6,8 +6,8 @@
     then frames in both directions, each encrypted and authenticated with a key of this connection and direction:
     header (kind, bytes of the content), content, MAC
 
-A frame is a message, in MessagePack, or raw bytes that a message has announced. Both have a largest size, so that
-no peer can make the other end allocate more. Before the proof, nothing is decoded, and some 70 bytes are read.
+A frame is a message, in MessagePack, or raw bytes that a message has announced. Both have a maximum size, so that
+no peer can make the other end allocate more. Before the proof, only some 70 bytes are read, and nothing is decoded.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .._runtime.threads import Deadline
 from .frames import FRAME_MAC_BYTES, FrameCipher, FrameCipherKind, frame_ciphers
 
 MAX_MESSAGE = 1 << 20
-"""The largest size of a message, in bytes."""
+"""Maximum size of a message, in bytes."""
 MAX_BYTES = 1 << 20
-"""The largest frame of raw bytes. Such a frame is read, encrypted and sent while it is in the cache of a core."""
+"""Maximum size of a frame of raw bytes, which is read, encrypted and sent while it is in the cache of a core."""
 SECRET_BYTES = 32
 
 _MAGIC = b"DCPTZR3"  # ends with the version
@@ -36,20 +36,20 @@ _NONCE = 32
 _PROOF = 32
 _HEADER = struct.Struct("<BI")
 _MESSAGE, _BYTES = 1, 2
-_HANDSHAKE_SECONDS = 10.0  # for all of it: whoever does not know the secret holds a connection no longer
+_HANDSHAKE_SECONDS = 10.0  # for the whole handshake, so that a client without the secret holds a connection no longer
 _SECONDS = 60.0  # for each frame
 _SILENT = "the other end has not answered for too long"
-_LOWER_EFFORT = 0x20  # DSCP CS1: other traffic goes first, where routers look at it
+_LOWER_EFFORT = 0x20  # DSCP CS1: other traffic goes first, where routers support it
 
 
 class WireError(OSError):
-    """The other end does not know the secret, or sends something invalid."""
+    """Error of the other end: it does not know the secret, or sends invalid data."""
 
 
 class Wire:
     """One end of a connection, for one thread at a time.
 
-    ``is_server``: this end has accepted the connection. Raises `WireError` if the other end does not know the secret.
+    ``is_server``: this end accepted the connection. Raises `WireError` if the other end does not know the secret.
     """
 
     def __init__(self, sock: socket.socket, secret: bytes, *, is_server: bool, seconds: float = _SECONDS) -> None:
@@ -70,7 +70,7 @@ class Wire:
         _set_timeout(sock, seconds)
 
     def _shake_hands(self, secret: bytes, *, is_server: bool) -> tuple[bytes, bytes, FrameCipherKind]:
-        """Proves that both ends know the secret. Returns the key of this end's frames, the other's, and the cipher.
+        """Proves to each end that the other knows the secret. Returns the keys to send and to receive, and the cipher.
 
         The server chooses one of the ciphers that both ends have. The proofs cover the choice.
         """
@@ -81,7 +81,7 @@ class Wire:
                 raise WireError("the peer is not a keeper, or runs an incompatible version")
             both = ciphers & hello[len(_MAGIC)]
             if not both:
-                raise WireError("it has no cipher that this end has")
+                raise WireError("the peer has no cipher that this end has")
             cipher = FrameCipherKind.AES if both & FrameCipherKind.AES else FrameCipherKind.CHACHA
             own = bytes([cipher]) + nonce
             nonces = bytes(hello[len(_MAGIC) :]) + own
@@ -96,7 +96,7 @@ class Wire:
             expected = _derived(secret, b"server", nonces)
             cipher = FrameCipherKind.AES if answer[0] == FrameCipherKind.AES else FrameCipherKind.CHACHA
         if not hmac.compare_digest(bytes(proof), expected):
-            raise WireError("it does not know the secret of this run")
+            raise WireError("the peer does not know the secret of this run")
         if not is_server:
             self._sock.sendall(_derived(secret, b"client", nonces))
         keys = _derived(secret, b"to server", nonces), _derived(secret, b"to client", nonces)
@@ -105,14 +105,14 @@ class Wire:
     # --- messages ---------------------------------------------------------------------------------------------------
 
     def send(self, message: msgspec.Struct) -> None:
-        """Sends a message; raises `OSError`, and `WireError` if it is too large."""
+        """Sends a message. Raises `OSError`, and `WireError` if it is too large."""
         content = msgspec.msgpack.encode(message)
         if len(content) > MAX_MESSAGE:
             raise WireError(f"a message of {len(content):,} bytes is too large")
         self._send(_MESSAGE, content)
 
     def receive(self, kind: Any) -> Any:
-        """Receives a message of a type, or of a union of types; raises `OSError`, and `WireError` for others."""
+        """Receives a message of a type or of a union of types. Raises `OSError`, and `WireError` for other types."""
         nbytes = self._header(_MESSAGE, MAX_MESSAGE)
         content = memoryview(bytearray(nbytes))
         self._open(_MESSAGE, nbytes, content)
@@ -129,7 +129,7 @@ class Wire:
     # --- raw bytes --------------------------------------------------------------------------------------------------
 
     def send_bytes(self, data: memoryview) -> None:
-        """Sends bytes that a message has announced, in as many frames as they take."""
+        """Sends bytes that a message has announced, in one or more frames."""
         for start in range(0, data.nbytes, MAX_BYTES):
             self._send(_BYTES, data[start : start + MAX_BYTES])
 
@@ -162,10 +162,10 @@ class Wire:
         sealed = self._room("_in", nbytes + FRAME_MAC_BYTES)
         self._fill(sealed)
         if not self._opening.open(sealed, target, _HEADER.pack(kind, nbytes)):
-            raise WireError("a frame was changed on its way")
+            raise WireError("a frame was changed in transit")
 
     def _room(self, name: str, nbytes: int) -> memoryview:
-        """A buffer of this connection, which all frames share one after the other."""
+        """Returns this connection's buffer for one direction, which all frames reuse."""
         if len(buffer := getattr(self, name)) < nbytes:
             buffer = bytearray(nbytes)
             setattr(self, name, buffer)
@@ -178,7 +178,7 @@ class Wire:
 
     def _fill(self, view: memoryview) -> None:
         while view:
-            if self._handshake is not None:  # one deadline, however many parts the other end sends
+            if self._handshake is not None:  # one deadline for all parts that the other end sends
                 if not (left := self._handshake.left):
                     raise TimeoutError(_SILENT)
                 self._sock.settimeout(left)
@@ -190,17 +190,17 @@ class Wire:
                 raise ConnectionResetError("the other end is gone")
             view = view[count:]
 
-    # --- its end ----------------------------------------------------------------------------------------------------
+    # --- close ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Closes the connection, also if a thread is waiting for the other end. Idempotent."""
+        """Closes the connection, even if a thread is waiting for the other end. Idempotent."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
 
 def _set_timeout(sock: socket.socket, seconds: float) -> None:
-    """Makes the kernel end waits. With Python's own timeouts, each call polls first, and then reads what there is."""
+    """Sets the kernel's timeout. With Python's own timeouts, each call would poll before it reads."""
     sock.settimeout(None)
     timeout = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
@@ -212,18 +212,18 @@ def _derived(secret: bytes, purpose: bytes, nonces: bytes) -> bytes:
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """The address of a keeper for other hosts, and the secret of its run, which only its ranks and keepers know."""
+    """Address of a keeper for other hosts, and the secret of its run, which only the run's ranks and keepers know."""
 
     host: str
     port: int
     secret: bytes
 
     def __repr__(self) -> str:
-        """The address without the secret."""
+        """Returns the address without the secret."""
         return f"{self.host}:{self.port}"
 
     def connect(self, *, lower_effort: bool = False, seconds: float = _SECONDS) -> Wire:
-        """Connects to the keeper; raises `OSError` if it cannot be reached, or does not know the secret.
+        """Connects to the keeper. Raises `OSError` if it cannot be reached, or does not know the secret.
 
         ``lower_effort``: other traffic goes first, if the network supports that.
         """
@@ -235,6 +235,6 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
 
 def listen_on(host: str) -> socket.socket:
-    """Listens on an address of this host, at a free port; raises `OSError`."""
+    """Listens on an address of this host, at a free port. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, 0), family=family, backlog=128)

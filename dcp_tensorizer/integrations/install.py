@@ -1,7 +1,7 @@
-"""Replaces torch's storage and planners by this package's, for a whole process: `install`.
+"""Replacement of torch's storage and planners by this package's, for a whole process: `install`.
 
-Frameworks take no storage: they make a ``FileSystemWriter(path)`` for every save. So torch's own functions and classes
-are changed, which also works for modules that have imported them before.
+Frameworks accept no storage: they make a ``FileSystemWriter(path)`` for every save. So `install` changes torch's own
+functions and classes, which also works for modules that have already imported them.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ _IRRELEVANT = {
     "cache_staged_state_dict",
     "single_file_per_rank",
     "per_thread_copy_ahead",
-}  # they change how it is saved, not what
-_EXTENSIONS = "_extension_registry"  # how to decode what torch's own writer has encoded
+}  # they change how a state is saved, not its content
+_EXTENSIONS = "_extension_registry"  # decodes data that torch's own writer encoded
 
 
 def install(
     *, writer_options: Mapping[str, Any] | None = None, reader_options: Mapping[str, Any] | None = None
 ) -> None:
-    """Makes this process use this package wherever it asks for torch's own storage or planners.
+    """Replaces torch's own storage and planners by this package's, in this process.
 
     From then on:
 
     - ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` with a ``checkpoint_id`` and no storage use this package;
     - ``FileSystemWriter(path, ...)`` makes a `TensorizerStorageWriter`, which passes for a ``FileSystemWriter``;
     - ``FileSystemReader(path)`` makes the reader of `open_reader`, which passes for a ``FileSystemReader``, and also
-      loads what torch has saved before;
+      loads torch's own checkpoints;
     - ``dcp.async_save`` without a stager stages into this package's buffer;
-    - ``DefaultSavePlanner(...)`` and ``DefaultLoadPlanner(...)``, which DCP makes if it is given no planner, make a
-      `SavePlanner` and a `LoadPlanner`. They take a fraction of the time for many tensors.
+    - ``DefaultSavePlanner(...)`` and ``DefaultLoadPlanner(...)``, which DCP makes by default, make a `SavePlanner` and
+      a `LoadPlanner`. These take a fraction of the time for many tensors.
 
-    It does not matter whether they were imported before. Subclasses, such as torch's ``FsspecWriter`` and
-    ``HuggingFaceStorageWriter``, and stagers that are passed to ``async_save`` are not changed. Calling it again
+    This also applies to functions and classes that were imported before. Subclasses, such as torch's ``FsspecWriter``
+    and ``HuggingFaceStorageWriter``, and stagers that are passed to ``async_save`` are not changed. Another call
     changes the options.
 
     Args:
         writer_options: Options of `TensorizerStorageWriter`, for all writers. The ``sync_files``, ``overwrite`` and
-            ``thread_count`` that are passed to a ``FileSystemWriter(...)`` override them, even torch's defaults.
+            ``thread_count`` of a ``FileSystemWriter(...)`` override them, even torch's defaults.
         reader_options: Options of `TensorizerStorageReader`, for all readers.
 
     Raises:
@@ -80,7 +80,7 @@ def install(
 
 
 def uninstall() -> None:
-    """Undoes `install`. Waits for the saves that ``dcp.async_save`` has staged without a writer. Idempotent."""
+    """Reverts `install`. Waits for the saves that ``dcp.async_save`` has staged without a writer. Idempotent."""
     global _installation
     before, _installation = _installation, None
     if before is not None:
@@ -94,7 +94,7 @@ def uninstall() -> None:
 def installed(
     *, writer_options: Mapping[str, Any] | None = None, reader_options: Mapping[str, Any] | None = None
 ) -> Iterator[None]:
-    """Installs for the length of a ``with`` block, and then restores what was there before."""
+    """Installs for a ``with`` block, and then restores the previous state."""
     before = _installation
     install(writer_options=writer_options, reader_options=reader_options)
     try:
@@ -111,7 +111,7 @@ class _Installation:
     writer_options: dict[str, Any]
     reader_options: dict[str, Any]
     stager: TensorizerStorageWriter
-    """Stages for saves without a writer. From its first staging on, closing another writer does not end the engine."""
+    """Stages for saves without a writer. After its first staging, closing another writer does not end the engine."""
 
 
 _installation: _Installation | None = None
@@ -119,7 +119,7 @@ _replaced: list[tuple[Any, str, Any]] = []  # module, name, original value
 
 
 class InstalledWriter(TensorizerStorageWriter, FileSystemWriter):  # type: ignore[misc]
-    """Stands for ``FileSystemWriter``; takes its arguments, and has its attributes."""
+    """Replacement of ``FileSystemWriter``, with its arguments and attributes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = _given(FileSystemWriter, args, kwargs, _UNDERSTOOD | _IRRELEVANT)
@@ -150,7 +150,7 @@ class InstalledWriter(TensorizerStorageWriter, FileSystemWriter):  # type: ignor
 
 
 class InstalledReader(AnyFormatReader, FileSystemReader):
-    """Stands for ``FileSystemReader``; takes its arguments, and has its attributes."""
+    """Replacement of ``FileSystemReader``, with its arguments and attributes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = _given(FileSystemReader, args, kwargs, {"path", _EXTENSIONS})
@@ -172,7 +172,7 @@ class InstalledReader(AnyFormatReader, FileSystemReader):
 
 
 def _torch_path(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """The path as torch's ``FileSystem`` has it; a URL, which it does not open, as it is."""
+    """Returns the path as torch's ``FileSystem`` makes it, or a URL, which torch does not open, unchanged."""
     return Path(os.path.expanduser(path)) if isinstance(absolute_path(path), Path) else path
 
 
@@ -181,7 +181,7 @@ def _replace() -> None:
     process_executor = getattr(saver, PROCESS_EXECUTOR)
 
     class ProcessExecutor(process_executor):  # type: ignore[misc,valid-type]
-        """Sends the writer to the process that saves, where nothing is installed."""
+        """Executor that sends the writer to the process that saves, where `install` has not been called."""
 
         def execute_save(self, *args: Any, storage_writer: Any = None, checkpoint_id: Any = None, **kwargs: Any) -> Any:
             writer = storage_writer or (InstalledWriter(checkpoint_id) if is_location(checkpoint_id) else None)
@@ -190,11 +190,11 @@ def _replace() -> None:
     set_up = getattr(saver, STORAGE_SETUP)
 
     def storage_setup(storage: Any, checkpoint_id: Any, reader: bool = False) -> Any:
-        if storage or not is_location(checkpoint_id):  # torch has an error for ids that no storage knows
+        if storage or not is_location(checkpoint_id):  # torch raises its own error for unknown ids
             return set_up(storage, checkpoint_id, reader)
         return (InstalledReader if reader else InstalledWriter)(checkpoint_id)
 
-    def stager(*args: object) -> DescribedStager:  # of a save that has neither a stager nor a writer
+    def stager(*args: object) -> DescribedStager:  # for a save without a stager and a writer
         assert _installation is not None
         return DescribedStager(_installation.stager)
 
@@ -216,18 +216,19 @@ _CLASSES: dict[type, type] = {
     DefaultSavePlanner: SavePlanner,
     DefaultLoadPlanner: LoadPlanner,
 }
-"""torch's classes, and the subclasses that are made instead."""
+"""torch's classes, and the subclasses that replace them."""
 
 
 def _make_instead(cls: type, ours: type) -> None:
-    """Makes one of torch's classes create objects of ours while this package is installed.
+    """Makes one of torch's classes create objects of ``ours`` while this package is installed.
 
-    It stays after `uninstall`, and then makes torch's own: a class whose ``__new__`` was removed takes no arguments.
+    The new ``__new__`` stays after `uninstall`, and then makes torch's own objects, because a class whose ``__new__``
+    was removed accepts no arguments.
     """
     has_path = issubclass(cls, (FileSystemWriter, FileSystemReader))
 
     def new(made: type, *args: Any, **kwargs: Any) -> Any:
-        is_copy = has_path and not (args or kwargs)  # of torch's own, which was made before
+        is_copy = has_path and not (args or kwargs)  # a copy of one of torch's own objects, made earlier
         return object.__new__(ours if made is cls and _installation is not None and not is_copy else made)
 
     cls.__new__ = new  # type: ignore[assignment]
@@ -237,9 +238,9 @@ _said: set[str] = set()
 
 
 def _given(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], silent: Set[str]) -> dict[str, Any]:
-    """The arguments of one of torch's classes by name.
+    """Returns the arguments of one of torch's classes, by name.
 
-    Logs once for each argument that has no effect here, except for ``silent`` ones and those that ask for the default.
+    Logs once for each argument that has no effect here, except for ``silent`` ones and default values.
     """
     bound = inspect.signature(vars(cls)["__init__"]).bind(None, *args, **kwargs)
     _, *given = bound.arguments.items()  # the first is self
@@ -251,10 +252,10 @@ def _given(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], silent: Set
     return dict(given)
 
 
-# The code of `dcp_tensorizer.run`. It is here because the script gets the namespace of that module.
+# The code of `dcp_tensorizer.run`. It is in this module, because the script replaces the namespace of that one.
 
 _USAGE = "usage: python -m dcp_tensorizer.run SCRIPT [ARGUMENT ...], or -m MODULE [ARGUMENT ...]"
-# Environment variables that tell the processes that the script spawns what to run.
+# Environment variables with which processes that the script spawns find the code to run.
 _SCRIPT = "DCP_TENSORIZER_RUN_SCRIPT"
 _MODULE = "DCP_TENSORIZER_RUN_MODULE"
 
@@ -262,8 +263,8 @@ _MODULE = "DCP_TENSORIZER_RUN_MODULE"
 def run(namespace: dict[str, Any]) -> None:
     """Installs, and runs the script or module of the command line in the namespace of the main module.
 
-    The main module keeps its name and its ``__spec__``. A process that the script spawns imports the main module again,
-    and so comes here as well.
+    The name and the ``__spec__`` of the main module stay. A process that the script spawns imports the main module
+    again, and so calls this function as well.
     """
     if namespace["__name__"] == "__main__":
         _take_arguments()
@@ -285,7 +286,7 @@ def _take_arguments() -> None:
     arguments = arguments[1:] if is_module else arguments
     if not arguments or arguments[0].startswith("-"):
         raise SystemExit(_USAGE)
-    os.environ.pop(_MODULE, None)  # set if another script has started this one
+    os.environ.pop(_MODULE, None)  # set if another such script has started this process
     sys.argv = arguments
     if is_module:
         sys.path[0] = os.getcwd()
@@ -309,10 +310,10 @@ def _module(name: str) -> tuple[CodeType, dict[str, Any]]:
     for candidate in (name, f"{name}.__main__"):
         try:
             spec = importlib.util.find_spec(candidate)
-        except ImportError as error:  # it does not exist, or its package cannot be imported
+        except ImportError as error:  # the module does not exist, or its package cannot be imported
             spec, reason = None, reason or f" ({error})"
         if spec is not None and spec.submodule_search_locations is None:
             code = getattr(spec.loader, "get_code", lambda _: None)(candidate)
             if code is not None and spec.origin is not None:
                 return code, {"__file__": spec.origin, "__package__": spec.parent}
-    raise SystemExit(f"dcp_tensorizer.run: there is no module {name} that can be run{reason}\n{_USAGE}")
+    raise SystemExit(f"dcp_tensorizer.run: cannot run a module named {name}{reason}\n{_USAGE}")

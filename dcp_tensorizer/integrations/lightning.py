@@ -1,4 +1,4 @@
-"""Strategies for Lightning's Trainer and Fabric, which save with this package while training goes on.
+"""Strategies for Lightning's Trainer and Fabric that save with this package while training continues.
 
 For the Trainer::
 
@@ -14,7 +14,7 @@ For Fabric::
 
 A checkpoint is a directory like those of Lightning's ``ModelParallelStrategy``, which loads it under `install`. Values
 other than model and optimizers are in its ``meta.pt``, and also in the checkpoint itself, from which these strategies
-load them. Otherwise a save that is killed while it replaces another would leave the new ``meta.pt`` beside old weights.
+load them. So a killed save that leaves a new ``meta.pt`` beside old weights does no damage.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ _META_KEY = "lightning_meta"
 
 
 class _Asynchronous:
-    """The common part of both strategies: one writer, and one save in progress.
+    """Common base of both strategies, with one writer and at most one save in progress.
 
     Takes the arguments of ``ModelParallelStrategy``, and ``writer_options`` of `TensorizerStorageWriter`. Raises
-    `TypeError` or `ValueError` for bad arguments, and if ``save_distributed_checkpoint`` is False.
+    `TypeError` or `ValueError` for invalid arguments, and if ``save_distributed_checkpoint`` is False.
     """
 
     is_global_zero: bool
@@ -73,8 +73,8 @@ class _Asynchronous:
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         if not given.get("save_distributed_checkpoint", True):
             raise ValueError(
-                "save_distributed_checkpoint=False asks for one file with all of the state, and this strategy has each "
-                "rank save its shards: leave it out, or use Lightning's own strategy"
+                "save_distributed_checkpoint=False asks for one file with the whole state, but with this strategy each "
+                "rank saves its shards. Leave it out, or use Lightning's own strategy."
             )
         super().__init__(*args, **kwargs)
         self._writer = TensorizerStorageWriter(**(writer_options or {}))
@@ -87,7 +87,7 @@ class _Asynchronous:
         """Waits until the save in progress is committed, and the checkpoint that it replaces is removed.
 
         Raises:
-            CheckpointException: it failed; raised only once.
+            CheckpointException: the save failed; raised only once.
         """
         save, self._save = self._save, None
         if save is not None:
@@ -95,7 +95,7 @@ class _Asynchronous:
             self._clean()
 
     def teardown(self) -> None:
-        """Waits for the save in progress, see `wait_for_save`, and destroys the process group of the saves."""
+        """Waits for the save in progress (`wait_for_save`), and destroys the process group of the saves."""
         try:
             self.wait_for_save()
         finally:
@@ -105,17 +105,17 @@ class _Asynchronous:
             super().teardown()  # type: ignore[misc]
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Waits, with ``overlap_staging``, until the parameters may be changed."""
+        """With ``overlap_staging``, waits until the parameters may change. Then takes the step."""
         with self._writer.lock():
             return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
 
     def _start_save(self, path: Path, state: dict[str, Any], meta: dict[str, Any], *, has_buffers: bool) -> None:
-        """Stages the state once the save before is over, and saves it while training goes on. A collective.
+        """Waits for the previous save, stages the state, and saves it while training continues. Collective.
 
-        ``state`` is that of the model and the optimizers, ``meta`` everything else, of which rank 0's is saved first,
-        as a file. The checkpoint's directory is made. With ``has_buffers``, which the next forward pass may change, it
-        waits until the state is copied. Raises `CheckpointException` if the save before failed, and `WriteError` if
-        rank 0 could not write ``meta.pt``.
+        ``state`` is that of the model and the optimizers, and ``meta`` everything else. First, rank 0 makes the
+        checkpoint's directory, and writes its own ``meta`` to ``meta.pt``. With ``has_buffers``, which the next forward
+        pass may change, the call waits until the state is copied. Raises `CheckpointException` if the previous save
+        failed, and `WriteError` if rank 0 could not write ``meta.pt``.
         """
         self.wait_for_save()
         if self._heartbeats is None:
@@ -125,7 +125,7 @@ class _Asynchronous:
         failure = None
         if self.is_global_zero:
             try:
-                if path.is_file():  # it stays until its replacement is committed
+                if path.is_file():  # an old file stays until its replacement is committed
                     path.replace(replaced)
                 content = io.BytesIO()
                 torch.save(meta, content)
@@ -136,7 +136,7 @@ class _Asynchronous:
                 state = {**state, _META_KEY: content.getvalue()}
             except Exception as error:
                 failure = f"rank 0 could not write {path / _META_FILE}: {error!r}"
-        if failure := self.broadcast(failure):  # so that the others do not wait for rank 0
+        if failure := self.broadcast(failure):  # so that the other ranks do not wait for rank 0
             raise WriteError(failure)
         group = self._heartbeats.group
         saved = async_save(state, storage_writer=self._writer, checkpoint_id=path, process_group=group)
@@ -147,7 +147,7 @@ class _Asynchronous:
             self._when_committed(lambda: replaced.unlink(missing_ok=True))
 
     def _when_committed(self, action: Callable[[], object]) -> None:
-        """Calls ``action`` when the save in progress is committed; if that save fails, with the next commit."""
+        """Calls ``action`` after the commit of the save in progress, or after the next commit if that save fails."""
         self._after_commit.append(action)
         if self._save is None:
             self._clean()
@@ -161,11 +161,11 @@ class _Asynchronous:
 
 
 class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
-    """A strategy for Lightning's ``Trainer``: its ``ModelParallelStrategy`` with saves while training goes on.
+    """Strategy for Lightning's ``Trainer``: its ``ModelParallelStrategy``, with saves while training continues.
 
     ``trainer.save_checkpoint`` and ``ModelCheckpoint`` return when the state is copied from the device. The checkpoint
-    that a save replaces is removed after the commit, and stays if the save fails. The error of a failed save is raised
-    by the next save, or at the end of ``trainer.fit``, which waits for the last one.
+    that a save replaces is removed after the commit, and stays if the save fails. The next save raises the error of a
+    failed save, or else the end of ``trainer.fit``, which waits for the last save.
 
     It also loads checkpoints of Lightning's ``ModelParallelStrategy``, and takes its arguments: ``data_parallel_size``,
     ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
@@ -175,7 +175,7 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
     """
 
     def setup(self, trainer: Trainer) -> None:
-        """Called by the trainer before it trains.
+        """Sets up the strategy. The trainer calls this before training.
 
         Raises:
             ValueError: a ``ModelCheckpoint`` has ``save_last="link"``: the link would be made before the commit.
@@ -188,20 +188,20 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
         super().setup(trainer)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's state, on its device."""
+        """Returns the model's state, on its device."""
         return get_model_state_dict(self.model)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state, on its device."""
+        """Returns the optimizer's state, on its device."""
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return get_optimizer_state_dict(self.model, inner)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Begins a save. A collective.
+        """Begins a save. Collective.
 
         Raises:
-            TypeError: there are ``storage_options``, which mean nothing here.
-            CheckpointException: the save before failed.
+            TypeError: ``storage_options`` is given, which is not supported.
+            CheckpointException: the previous save failed.
             WriteError: the directory or its ``meta.pt`` could not be written.
         """
         _refuse(storage_options=storage_options)
@@ -211,12 +211,12 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
         self._start_save(_local(self.broadcast(filepath)), state, checkpoint, has_buffers=has_buffers)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a checkpoint when the save in progress is committed."""
+        """Removes a checkpoint after the commit of the save in progress."""
         remove = super().remove_checkpoint
         self._when_committed(lambda: remove(filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Loads model and optimizers, and returns everything else. A collective."""
+        """Loads model and optimizers, and returns everything else. Collective."""
         self.wait_for_save()
         path = _local(self.broadcast(checkpoint_path))
         if path.is_file():
@@ -227,11 +227,11 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
 
 
 class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
-    """A strategy for Lightning's ``Fabric``: its ``ModelParallelStrategy`` with saves while training goes on.
+    """Strategy for Lightning's ``Fabric``: its ``ModelParallelStrategy``, with saves while training continues.
 
-    ``fabric.save`` returns when the state is copied from the device. The error of a failed save is raised by the next
-    save, or by ``fabric.strategy.wait_for_save()``. Call that after the last save, because Fabric has no end of its
-    own.
+    ``fabric.save`` returns when the state is copied from the device. The next save raises the error of a failed save,
+    or else ``fabric.strategy.wait_for_save()``. Call ``wait_for_save()`` after the last save, because Fabric has no
+    teardown.
 
     It also loads checkpoints of Lightning's ``ModelParallelStrategy``, and takes its arguments: ``parallelize_fn``,
     ``data_parallel_size``, ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
@@ -247,12 +247,12 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
         storage_options: Any = None,
         filter: Any = None,  # noqa: A002 - the base class names it so
     ) -> None:
-        """Begins a save. A collective.
+        """Begins a save. Collective.
 
         Raises:
-            TypeError: there are ``storage_options`` or a ``filter``, which mean nothing here.
+            TypeError: ``storage_options`` or ``filter`` is given, which are not supported.
             ValueError: the state has no model, or several.
-            CheckpointException: the save before failed.
+            CheckpointException: the previous save failed.
             WriteError: the directory or its ``meta.pt`` could not be written.
         """
         _refuse(storage_options=storage_options, filter=filter)
@@ -272,10 +272,10 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads the model and the optimizers of a state, and sets its other values. A collective.
+        """Loads the model and the optimizers of a state, and sets its other values. Collective.
 
         A value with ``load_state_dict``, such as a scheduler, gets its saved state. Without ``strict``, parts of the
-        model and other values that the checkpoint lacks stay as they are.
+        model and other values that the checkpoint lacks stay unchanged.
 
         Returns:
             The saved values that the state does not have.
@@ -302,7 +302,7 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
 
 
 def _local(path: Any) -> Path:
-    """A path; raises `ValueError` for a URL, which would become a local directory."""
+    """Returns a path. Raises `ValueError` for a URL, which would become a local directory."""
     if "://" in str(path):
         raise ValueError(f"{path} is a URL, and Lightning's strategies save to paths. Pass a path that all nodes see.")
     return Path(path)
@@ -322,7 +322,7 @@ def _model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:
 
 
 def _has_buffers(model: nn.Module, state: Mapping[str, Any]) -> bool:
-    """Returns whether a model's state has more than parameters, such as the statistics of BatchNorm."""
+    """Returns whether a model's state has values other than parameters, such as the statistics of BatchNorm."""
     return not state.keys() <= dict(model.named_parameters(remove_duplicate=False)).keys()
 
 
@@ -333,9 +333,9 @@ def _load(
     strict: bool,
     weights_only: bool | None,
 ) -> dict[str, Any]:
-    """Loads a model and its optimizers, by key; returns the other values.
+    """Loads a model and its optimizers, by key. Returns the other values.
 
-    All are checked before any changes. Without ``strict`` the model may have keys that the checkpoint lacks.
+    Checks all of them before any changes. Without ``strict``, the model may have keys that the checkpoint lacks.
     """
     meta: dict[str, Any] = {_META_KEY: b""}
     load(meta, storage_reader=open_reader(path), planner=LoadPlanner(allow_partial_load=True))

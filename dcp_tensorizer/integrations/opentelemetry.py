@@ -1,4 +1,4 @@
-"""Passes the spans of saves and loads to OpenTelemetry: `OpenTelemetrySpans`, an ``on_report``."""
+"""OpenTelemetry spans of saves and loads: `OpenTelemetrySpans`, an ``on_report``."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["OpenTelemetrySpans"]
 
 
 class OpenTelemetrySpans:
-    """Passes the spans of each report to OpenTelemetry, as one trace for each save and load of a rank.
+    """Callback that passes the spans of each report to OpenTelemetry, as one trace for each save and load of a rank.
 
-    The wait before a save, and its flush, are part of no other span: each is a trace of its own.
+    The wait before a save, and its flush, are separate traces, because they are part of no other span.
 
-    It needs ``opentelemetry-api`` (the extra ``otel``). Where they go is the program's choice, as for all of its spans.
+    The callback needs ``opentelemetry-api`` (the extra ``otel``). The program's tracer provider decides where spans go.
     Names are ``checkpoint.save``, ``checkpoint.stage`` and so on. Attributes are ``checkpoint.path``,
     ``checkpoint.save_id``, ``checkpoint.rank``, ``checkpoint.file`` and ``checkpoint.bytes``.
 
     Args:
-        provider: The tracer provider; None for the program's own.
+        provider: The tracer provider; None for the program's global one.
 
     Raises:
         ImportError: OpenTelemetry is not installed.
@@ -39,7 +39,7 @@ class OpenTelemetrySpans:
         self._tracer = trace.get_tracer("dcp_tensorizer", tracer_provider=provider)
 
     def __call__(self, report: SaveReport | LoadReport) -> None:
-        """Makes spans, and ends them."""
+        """Makes and ends the spans of a report."""
         common: dict[str, Any] = {
             "checkpoint.path": report.path,
             "checkpoint.save_id": report.save_id,
@@ -47,7 +47,7 @@ class OpenTelemetrySpans:
         }
         made: dict[tuple[str, str], Any] = {}
         is_flush = isinstance(report, SaveReport) and report.remote_durable_at is not None
-        for span in report.spans[-1:] if is_flush else report.spans:  # earlier reports of the save had the others
+        for span in report.spans[-1:] if is_flush else report.spans:  # an earlier report had the save's other spans
             around = PARENTS.get(span.name, "")
             parent = made.get((around, span.file if around == "file" else ""))
             attributes = common | {"checkpoint.bytes": span.nbytes}

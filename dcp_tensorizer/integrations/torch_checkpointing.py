@@ -51,36 +51,36 @@ __all__ = ["TensorizerCheckpointManager"]
 
 
 class TensorizerCheckpointManager(CheckpointManager):
-    """torch_checkpointing's ``CheckpointManager`` with this package's engine in it: files, commits and loads are ours.
+    """torch_checkpointing's ``CheckpointManager`` with files, commits and loads of this package.
 
-    ``save``, ``load``, ``lock``, ``prewarm_staging`` and ``close`` are used as before. It differs in:
+    ``save``, ``load``, ``lock``, ``prewarm_staging`` and ``close`` are used as before. Differences:
 
-    - A ``checkpoint_id`` may be a URL of any storage. A checkpoint is a directory of this package: whole or absent,
-      with digests that loads compare. It replaces one at the same path.
-    - An item with a ``DefaultResharder`` is saved once for all ranks: its DTensors by shards. Its other values are
-      taken to be the same on all ranks. An item without one is each rank's own, and only a rank of the same number
+    - A ``checkpoint_id`` may be a URL of any storage. A checkpoint is a directory of this package: complete or absent,
+      with digests that loads verify. It replaces a checkpoint at the same path.
+    - An item with a ``DefaultResharder`` is saved once for all ranks: its DTensors by shards. Its other values must be
+      the same on all ranks. An item without a resharder is separate for each rank, and only a rank of the same number
       loads it.
-    - The next save waits for the one before. torch_checkpointing's raises an error after a while.
-    - There is no barrier to configure: ranks agree over a gloo group, which is made here. So all ranks make the
-      manager, before ``destroy_process_group``, and close it before that.
-    - What torch_checkpointing itself has saved is loaded by it, from local disks.
+    - The next save waits for the previous one. torch_checkpointing's manager raises an error after a timeout.
+    - No barrier is configured, because the ranks agree over a gloo group that the manager makes. So all ranks make the
+      manager, and close it before ``destroy_process_group``.
+    - torch_checkpointing itself loads its own checkpoints, from local disks.
 
     Raises:
         TypeError: an option of the writer or the reader is of a wrong type.
-        ValueError: an option has a value that is not allowed; or the configuration has what does not exist here:
-            layouts, resharders of other classes, or hooks that run in torch_checkpointing's own process. Those of
-            single items are found by the first save or load.
+        ValueError: an option has an invalid value; or the configuration has an unsupported part: layouts, resharders of
+            other classes, or hooks that run in torch_checkpointing's own process. The first save or load raises it for
+            those of single items.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         """torch_checkpointing's configuration.
 
-        ``save.staging_config`` only says whether to stage in the background (``use_async_staging``), ``writer_config``,
-        ``process_config`` and ``load`` only matter for checkpoints of torch_checkpointing.
+        Of ``save.staging_config``, only ``use_async_staging`` has an effect: it stages in the background.
+        ``writer_config``, ``process_config`` and ``load`` only affect checkpoints of torch_checkpointing.
 
         Attributes:
-            root: The folder that ``writer_options["local"]`` mirrors; ids are below it then.
+            root: The folder that ``writer_options["local"]`` mirrors. If given, all ids must be below it.
             writer_options: Options of `TensorizerStorageWriter`, such as ``local``.
             reader_options: Options of `open_reader`.
         """
@@ -117,7 +117,7 @@ class TensorizerCheckpointManager(CheckpointManager):
         self._loader: CheckpointLoader = _Loader(own, config, self._rank)
 
     def lock(self) -> AbstractContextManager[None]:
-        """Waits until everything is copied. Enter it around updates of the state in place."""
+        """Returns a lock that waits until the state is copied. Enter it around in-place updates of the state."""
         return self._saver.writer.lock()
 
     def prewarm_staging(self, checkpoint: Mapping[str, Any]) -> None:
@@ -130,11 +130,11 @@ class TensorizerCheckpointManager(CheckpointManager):
 _NO_PROCESS = SyncCheckpointSaverConfig(
     writer_config=CheckpointWriterConfig(barrier_config=None, write_to_temp_dir=False)
 )
-"""For the saver that torch_checkpointing's manager makes in any case."""
+"""Configuration of the unused saver that torch_checkpointing's manager always makes."""
 
 
 class _Saver(CheckpointSaver):
-    """Saves by DCP and this package's writer. ``finalize`` gets the path of each committed checkpoint."""
+    """Saver with DCP and this package's writer. ``finalize`` gets the path of each committed checkpoint."""
 
     def __init__(self, finalize: Callable[[str], object], config: TensorizerCheckpointManager.Config) -> None:
         how = config.save
@@ -147,7 +147,7 @@ class _Saver(CheckpointSaver):
         self._group = OwnGroup() if is_distributed() else None
 
     def save(self, path: str, checkpoint: CheckpointBase) -> tuple[Future[Any], Future[Any]] | None:
-        """Saves the items of a checkpoint; returns the futures of copying and of the commit if it is asynchronous."""
+        """Saves the items of a checkpoint. If asynchronous, returns the futures of the copy and of the commit."""
         where: dict[str, Any] = {"checkpoint_id": path, "storage_writer": self.writer, "planner": SavePlanner()}
         where["process_group"] = None if self._group is None else self._group.group
         state = _state_of(checkpoint.get_items(), self._rank)
@@ -170,12 +170,12 @@ class _Saver(CheckpointSaver):
 
     @property
     def stager(self) -> AsyncStager:
-        """The writer, which stages."""
+        """Returns the writer, which stages."""
         return self.writer
 
 
 class _Loader(CheckpointLoader):
-    """Loads by DCP and `open_reader`; by ``own``, torch_checkpointing's loader, what that has saved."""
+    """Loader with DCP and `open_reader`. ``own`` is torch_checkpointing's loader, for its own checkpoints."""
 
     def __init__(self, own: CheckpointLoader, config: TensorizerCheckpointManager.Config, rank: int) -> None:
         self._own = own
@@ -192,10 +192,10 @@ class _Loader(CheckpointLoader):
         *,
         metadata_format: Any = None,
     ) -> None:
-        """Loads the items of a checkpoint, in place where they are tensors.
+        """Loads the items of a checkpoint, tensors in place.
 
         Raises:
-            FileNotFoundError: there is no checkpoint at the path, or one of the items is not in it.
+            FileNotFoundError: the path has no checkpoint, or the checkpoint lacks an item.
             RuntimeError: with ``strict``, a part of an item is missing.
             CheckpointError: the checkpoint is damaged, or cannot be read.
         """
@@ -212,7 +212,7 @@ class _Loader(CheckpointLoader):
         items = checkpoint.get_items()
         reader, there = self._reader(path), set[str]()
         reader.reset(path)
-        with suppress(CheckpointError):  # then the load raises on all ranks
+        with suppress(CheckpointError):  # the load raises it on all ranks
             there = {key.partition(".")[0] for key in reader.read_metadata().state_dict_metadata}
         names = {key: _found(key, item, self._rank, there) for key, item in items.items()}
         for key, item in items.items():
@@ -237,7 +237,7 @@ class _Loader(CheckpointLoader):
         return open_reader(self._root or path, **self._options)
 
     def _is_ours(self, path: str | os.PathLike[str]) -> bool:
-        """Returns whether to load by this package: what it has saved, and all URLs."""
+        """Returns whether to load with this package: its own checkpoints, and all URLs."""
         if "://" in str(path):
             return True
         options = self._options
@@ -247,12 +247,11 @@ class _Loader(CheckpointLoader):
         return opener(path).head(metadata_file_name()) is not None
 
     def close(self) -> None:
-        """Closes torch_checkpointing's loader."""
         self._own.close()
 
 
 class _Planner(LoadPlanner):
-    """Checks that each item is in the checkpoint, also where parts of items may be missing."""
+    """Load planner that requires each item, even if parts of items may be missing."""
 
     def __init__(self, path: str, **options: bool) -> None:
         super().__init__(**options)
@@ -261,10 +260,10 @@ class _Planner(LoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Called by DCP with the state to load into."""
+        """Receives the state to load into from DCP. Raises `FileNotFoundError` if an item is missing."""
         assert metadata is not None
         there = {key.partition(".")[0] for key in metadata.state_dict_metadata}
-        wanted = {key for key, value in state_dict.items() if pytree.tree_leaves(value)}  # nothing is stored of {}
+        wanted = {key for key, value in state_dict.items() if pytree.tree_leaves(value)}  # {} has no stored entry
         if missing := sorted(wanted - there):
             raise FileNotFoundError(_missing(self._path, missing))
         super().set_up_planner(state_dict, metadata, is_coordinator)
@@ -276,39 +275,38 @@ def _missing(path: str, names: list[str]) -> str:
 
 
 def _state_of(items: Mapping[str, CheckpointItem], rank: int) -> dict[str, Any]:
-    """The state dict of a rank's items."""
     for key, item in items.items():
         _check(key, item)
     return {_name(key, item, rank): item.value for key, item in items.items()}
 
 
 def _name(key: str, item: CheckpointItem, rank: int) -> str:
-    """The name of an item in the state dict: an item that is not resharded is each rank's own. Keys have no ``@``."""
+    """Returns the name of an item in the state dict: without a resharder, one for each rank. Keys have no ``@``."""
     return f"{key}@{rank}" if item.resharder is None else key
 
 
 def _found(key: str, item: CheckpointItem, rank: int, there: set[str]) -> str:
-    """The name of an item in a checkpoint, which may have been saved with a resharder and be loaded without, or the
-    other way round.
+    """Returns the name of an item in a checkpoint, which may have been saved with a resharder and be loaded without
+    one, or vice versa.
     """
     name, others = _name(key, item, rank), {key, f"{key}@{rank}"} & there
     return name if name in others or not others else others.pop()
 
 
 def _check(key: str, item: CheckpointItem) -> None:
-    """Raises `ValueError` if an item asks for something that does not exist here."""
+    """Raises `ValueError` if an item needs an unsupported feature."""
     if item.layout is not None:
         raise ValueError(f"item {key!r} has a layout, and files of this package have their own. Leave it out.")
     if item.resharder is None:
         return
     if type(item.resharder) is not DefaultResharder:
-        raise ValueError(f"item {key!r} has a resharder of a class of its own, {type(item.resharder).__name__}")
+        raise ValueError(f"item {key!r} must have a DefaultResharder or none, got {type(item.resharder).__name__}.")
     if any(isinstance(value, CheckpointableTensor) for value in pytree.tree_leaves(item.value)):
         raise ValueError(f"item {key!r} has shards that are not DTensors. Make them DTensors.")
 
 
 def _then(future: Future[Any], function: Callable[[], object]) -> Future[None]:
-    """A future of what follows another one."""
+    """Returns a future of ``function``, which runs after another future."""
     result: Future[None] = Future()
 
     def follow(done: Future[Any]) -> None:

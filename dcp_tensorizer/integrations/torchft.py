@@ -1,9 +1,9 @@
-"""A checkpoint transport for torchft: a replica that joins reads the state of a healthy one: `TensorizerTransport`.
+"""Checkpoint transport for torchft, by which a joining replica reads a healthy one's state: `TensorizerTransport`.
 
-healthy replica                                        replica that joins
+healthy replica                                        joining replica
 send_checkpoint(): state ──▶ shared memory
                    its keeper process serves it   ──▶  recv_checkpoint(): byte ranges, in parallel, each verified
-training goes on                                       into its own tensors, or new ones
+training continues                                     into its own tensors, or new ones
 """
 
 from __future__ import annotations
@@ -46,43 +46,43 @@ __all__ = ["TensorizerTransport"]
 _STRUCTURE = "structure"  # other keys begin with a bracket
 _ELSEWHERE = "192.0.2.1"  # reserved (RFC 5737): the route to it is the default route
 _PLAIN = (bool, bytes, float, int, str, type(None))
-"""The types of values that are sent together, each within its container; others have items of their own."""
+"""The types of values that are sent together, within their containers. Other values are separate items."""
 
 
 class TensorizerTransport:
-    """Heals replicas of torchft over this package's keeper process.
+    """Transport that heals replicas of torchft through this package's keeper process.
 
-    Pass it to torchft's manager, in every replica::
+    Pass it to torchft's manager in every replica::
 
         from dcp_tensorizer.integrations.torchft import TensorizerTransport
 
         manager = torchft.Manager(..., checkpoint_transport=TensorizerTransport())
 
-    It has the interface of torchft's ``CheckpointTransport``, and differs from torchft's own transports in:
+    It has the interface of torchft's ``CheckpointTransport``. Differences from torchft's own transports:
 
-    - ``send_checkpoint`` copies the state to shared memory, and returns. A process beside the training, the keeper,
-      sends it: encrypted, and only to those who know the secret in ``metadata``, which torchft passes on.
-    - ``recv_checkpoint`` compares everything with its digests. Objects load under the rules of this package, and run no
-      code.
-    - ``disallow_checkpoint`` frees the copy. A replica that is still reading it gets a `ReadError`. Under torchft's
-      manager there is none: a step ends when the replicas that join have their state.
+    - ``send_checkpoint`` copies the state to shared memory, and returns. A separate process, the keeper, sends the
+      copy: encrypted, and only to clients that know the secret in ``metadata``, which torchft distributes.
+    - ``recv_checkpoint`` compares all bytes with their digests. Objects load under the rules of this package, and run
+      no code.
+    - ``disallow_checkpoint`` frees the copy. A replica that is still reading the copy gets a `ReadError`. Under
+      torchft's manager this does not happen: a step ends when the joining replicas have their state.
 
-    torchft logs the metadata of a transport where a replica joins. Whoever reads that log, and reaches the network of
-    the job, can read the state while it is offered. So the next state has another secret.
+    torchft logs the metadata of a transport where a replica joins. With that log and access to the network of the job,
+    anyone can read the state while it is offered. So the next state has another secret.
 
     Args:
-        state_dict: Returns the state to load into, nested as the one that is sent: what torchft's manager sends is
+        state_dict: Returns the state to load into, nested like the sent state: torchft's manager sends
             ``{"user": {"default": state}, "torchft": ...}``. Tensors of the same key, shape and dtype are filled in
             place. Tensors without a target are allocated in host memory. Required if the state has DTensors.
-        interface: The name or address of the network interface to listen on. None: the one towards torchft's
+        interface: The name or address of the network interface to listen on. None: the interface towards torchft's
             lighthouse, if ``TORCHFT_LIGHTHOUSE`` names it, or that of the host's name, or of the default route.
         reader_options: ``allow_pickle``, ``verify``, ``thread_count``, ``on_progress``, ``on_report``, as of
             `TensorizerStorageReader`.
 
     Raises:
         TypeError, ValueError: an option of the reader is not allowed.
-        WriteError: the keeper cannot be started, or there is no libsodium to encrypt with.
-        OSError: there is no such interface.
+        WriteError: the keeper cannot be started, or libsodium, which encrypts, is missing.
+        OSError: the interface does not exist.
     """
 
     def __init__(
@@ -104,15 +104,13 @@ class TensorizerTransport:
         self._keeper, self._address = self._start()
 
     def metadata(self) -> str:
-        """The address of the keeper for the other replicas, with the secret.
+        """Returns the address of the keeper for the other replicas, with the secret.
 
-        The secret changes once the state that was offered is withdrawn.
-
-        Starts another keeper if this one has died.
+        The secret changes after an offered state is withdrawn. If the keeper has died, starts another.
         """
         if self._has_offered and not self._held:
-            # The keeper stays: while another one starts, the other replicas could finish a step without this one.
-            with suppress(WriteError):  # it has died
+            # The keeper stays: during the start of another, the other replicas could finish a step without this one.
+            with suppress(WriteError):  # the keeper has died
                 self._address = self._keeper.open_to_peers(self._host, _new_secret(), anew=True)
             self._has_offered = False
         if not self._keeper.alive:
@@ -121,20 +119,20 @@ class TensorizerTransport:
         return msgspec.json.encode(self._address).decode()
 
     def send_checkpoint(self, dst_ranks: Sequence[int], step: int, state_dict: Any, timeout: timedelta) -> None:
-        """Offers the state of a step to the replicas that join, until `disallow_checkpoint`.
+        """Offers the state of a step to joining replicas, until `disallow_checkpoint`.
 
         The state may change as soon as this returns.
 
         Args:
-            dst_ranks: The replicas, which are not needed here: whoever knows the metadata may read.
-            step: The step that they ask for.
-            state_dict: Nested containers of tensors and other values. Of DTensors this rank's part is sent, for the
+            dst_ranks: The joining replicas; unused, because the metadata alone gives access.
+            step: The step that they request.
+            state_dict: Nested containers of tensors and other values. Of DTensors, this rank's part is sent, for the
                 rank of the same number in other replicas.
-            timeout: How long the keeper may take to answer; a minute at most. It does not wait for other replicas.
+            timeout: Timeout for the keeper's answer, a minute at most. The keeper does not wait for other replicas.
 
         Raises:
-            StagingError: memory is short, or a tensor cannot be copied; names its key.
-            WriteError: an object cannot be pickled, which names its key; or the keeper does not answer.
+            StagingError: memory is short, or a tensor cannot be copied; the error names its key.
+            WriteError: an object cannot be pickled, and the error names its key; or the keeper does not answer.
         """
         self._keeper.timeout = timeout.total_seconds()
         self.disallow_checkpoint()
@@ -157,7 +155,7 @@ class TensorizerTransport:
         self._held, self._has_offered = head.id, True
 
     def disallow_checkpoint(self) -> None:
-        """Offers the state no longer, and frees its memory."""
+        """Withdraws the state, and frees its memory."""
         held, self._held = self._held, ""
         try:
             if held:
@@ -171,20 +169,20 @@ class TensorizerTransport:
 
         Args:
             src_rank: The replica, for messages.
-            metadata: As `metadata` of that transport has returned it.
-            step: The step that it offers.
-            timeout: How long to wait until it does. A connection that hangs ends after 10 s while it begins, and
-                after 60 s later on.
+            metadata: The result of `metadata` of that transport.
+            step: The offered step.
+            timeout: Timeout for the offer. A hung connection ends after 10 s in the handshake, and after 60 s later.
 
         Returns:
-            The state, with the containers of the one that was sent.
+            The state, with the containers of the sent state.
 
         Raises:
-            ReadError: it is not offered in time, cannot be reached, or ends meanwhile.
-            ChecksumMismatch: it is not what was sent; names the key.
+            ReadError: the state is not offered in time, or the replica cannot be reached, or ends.
+            ChecksumMismatch: the state was changed in transit; the error names the key.
             UntrustedObject: an object could run code; nothing has changed.
-            StateMismatch: there is a DTensor, and no ``state_dict`` with its mesh; or a tensor of ``state_dict`` is
-                sharded otherwise. Names the key; tensors of ``state_dict`` may have changed.
+            StateMismatch: the state has a DTensor, and ``state_dict`` has none on its mesh; or a tensor of
+                ``state_dict`` has another sharding. The error names the key. Tensors of ``state_dict`` may have
+                changed.
         """
         try:
             address = msgspec.json.decode(metadata, type=Address)
@@ -208,7 +206,7 @@ class TensorizerTransport:
         self._saves.close()
 
     def _start(self) -> tuple[KeeperProcess, Address]:
-        """Starts a keeper that the other replicas reach, and that ends with this process."""
+        """Starts a keeper that other replicas can reach, and that ends with this process."""
         self._has_offered = False
         keeper = KeeperProcess(job_name(f"torchft {self._run}"), self._run, 0.0)
         try:
@@ -219,7 +217,7 @@ class TensorizerTransport:
 
 
 class _Sharding(NamedTuple):
-    """The sharding of a DTensor, in data that every replica understands."""
+    """Sharding of a DTensor, independent of the replica."""
 
     mesh_names: tuple[str, ...] | None
     mesh_shape: tuple[int, ...]
@@ -233,7 +231,7 @@ class _Sharding(NamedTuple):
         return cls(names, shape, tuple(tensor.placements), tuple(tensor.size()), tuple(tensor.stride()))
 
     def around(self, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-        """A DTensor of which this is the local part."""
+        """Makes a DTensor of this local part."""
         local = local.to(mesh.device_type)
         return DTensor.from_local(
             local, mesh, self.placements, run_check=False, shape=torch.Size(self.size), stride=self.stride
@@ -241,20 +239,21 @@ class _Sharding(NamedTuple):
 
 
 def _name_of(mesh: DeviceMesh) -> tuple[tuple[str, ...] | None, tuple[int, ...]]:
-    """Names a mesh in the way of all replicas, whose ranks have other numbers."""
+    """Returns a name of a mesh that is the same in all replicas, although their ranks have other numbers."""
     names = mesh.mesh_dim_names
     return None if names is None else tuple(names), tuple(mesh.shape)
 
 
 def _leaves(state: Any) -> list[tuple[str, Any]]:
-    """The values in nested containers, each with its key."""
+    """Lists the values in nested containers, each with its key."""
     return [(pytree.keystr(path), value) for path, value in pytree.tree_flatten_with_path(state)[0]]
 
 
 def _taken_apart(state: Any) -> dict[str, Any]:
-    """The tensors and objects of a state by their keys, and its structure: containers of numbers, and what these are.
+    """Returns the tensors and objects of a state by their keys, and its structure.
 
-    A number is a plain value, or has a key. A DTensor's has a sharding, too.
+    The structure has a number for each value in the containers, and for each number a plain value or a key. A DTensor's
+    number also has a sharding.
     """
     leaves = _leaves(state)
     tree = pytree.tree_unflatten(range(len(leaves)), pytree.tree_structure(state))
@@ -272,7 +271,7 @@ def _taken_apart(state: Any) -> dict[str, Any]:
 
 
 def _read(reader: StateReader, own: Mapping[str, Any]) -> Any:
-    """Reads a state that was taken apart; into tensors of ``own`` where they fit."""
+    """Reads a state from the parts of `_taken_apart`, into tensors of ``own`` where they fit."""
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, True)
     target, in_place = dict[str, Any](), set[str]()
@@ -304,7 +303,7 @@ def _read(reader: StateReader, own: Mapping[str, Any]) -> Any:
         if key in in_place:
             there = _Sharding.of(own[key]) if isinstance(own[key], DTensor) else None
             if there != sharding:
-                raise StateMismatch(f"{key} is sharded otherwise in the replica that sent it: {sharding}, not {there}")
+                raise StateMismatch(f"{key} has another sharding in the replica that sent it: {sharding}, not {there}")
             return own[key]
         if sharding is None:
             return planner.state_dict[key]
@@ -328,8 +327,9 @@ def _state_id(step: int) -> str:
 
 
 def _own_address() -> str:
-    """The address of this host towards torchft's lighthouse, by its name, or towards the world; a local one if it has
-    no other.
+    """Returns the address of this host towards torchft's lighthouse, of its name, or of its default route.
+
+    If all of them are missing or local, returns a loopback address.
     """
     lighthouse = urlsplit(os.environ.get("TORCHFT_LIGHTHOUSE", "")).hostname
     for name in (lighthouse, socket.gethostname(), _ELSEWHERE):

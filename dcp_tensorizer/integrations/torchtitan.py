@@ -32,31 +32,32 @@ __all__ = ["TensorizerCheckpointManager"]
 class TensorizerCheckpointManager(CheckpointManager):
     """torchtitan's ``CheckpointManager`` with this package's storage.
 
-    Folders, steps, the saved state and the times of saves are torchtitan's. It differs in:
+    Folders, steps, the saved state and the times of saves are torchtitan's. Differences:
 
-    - ``async_mode="async"`` saves while training goes on. ``save`` returns when the state is copied.
-    - ``async_mode="async_with_pinned_mem"`` also copies while training goes on. torchtitan's trainer waits for the copy
-      before the next optimizer step. The copy is in pinned memory in both modes.
-    - A job resumes from any format that `open_reader` loads, also by ``initial_load_path``. So a job that has
-      saved by torchtitan's own manager goes on with this one.
-    - Old checkpoints are removed when the save that replaces them has committed: by the next save, or by ``close``.
-      torchtitan removes them when that save begins. So there is one more of them than ``keep_latest_k`` meanwhile, and
-      after a last step, which is saved synchronously. A save that failed does not count.
+    - ``async_mode="async"`` saves while training continues. ``save`` returns when the state is copied.
+    - ``async_mode="async_with_pinned_mem"`` also copies while training continues. torchtitan's trainer waits for the
+      copy before the next optimizer step. The copy is in pinned memory in both modes.
+    - A job resumes from any format that `open_reader` loads, also by ``initial_load_path``. So a job that saved with
+      torchtitan's own manager can resume with this one.
+    - Old checkpoints are removed after the commit of the save that replaces them: by the next save, or by ``close``.
+      torchtitan removes them when that save begins. So until then, and after a last step, which is saved synchronously,
+      there is one checkpoint more than ``keep_latest_k``. Failed saves do not count.
     - ``close`` waits for the save in progress.
 
-    A save that failed is raised once, by the next save or by ``close``. ``last_save_in_hf`` exports as torchtitan does.
+    The error of a failed save is raised once, by the next save or by ``close``. ``last_save_in_hf`` exports as
+    torchtitan does.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
-        """torchtitan's options of a ``CheckpointManager``; there are no others."""
+        """torchtitan's options of a ``CheckpointManager``, without additions."""
 
     save_future: Future[None] | None
 
     def __init__(self, config: Config, **components: Any) -> None:
         super().__init__(config, **components)
         if self.enable:
-            # With a stager torchtitan makes none, and closes this one with the manager.
+            # If a stager is set, torchtitan makes no other, and closes it with the manager.
             self.stager = TensorizerStorageWriter(overlap_staging=self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM)
 
     def dcp_save(
@@ -67,10 +68,10 @@ class TensorizerCheckpointManager(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Future[None] | AsyncSaveResponse | None:
-        """Saves by this package, or exports as torchtitan does.
+        """Saves with this package, or exports as torchtitan does.
 
         Returns:
-            None when all is saved; else what ``dcp.async_save`` returns.
+            After a synchronous save, None; otherwise the result of ``dcp.async_save``.
         """
         if to_hf:
             return super().dcp_save(  # type: ignore[no-any-return]
@@ -86,7 +87,7 @@ class TensorizerCheckpointManager(CheckpointManager):
         return None
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """Loads any format that `open_reader` recognises; with ``from_hf`` it is renamed as torchtitan does it."""
+        """Loads any format that `open_reader` recognises. With ``from_hf``, loads with torchtitan's own loader."""
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return

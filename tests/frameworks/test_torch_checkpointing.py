@@ -236,7 +236,7 @@ def test_what_does_not_exist_here_is_refused(tmp_path):
     _Other.__abstractmethods__ = frozenset()
     for spec, message in (
         (ItemSpec(layout=LayoutInfo("x.pt", TorchSerialization())), "item 'x' has a layout"),
-        (ItemSpec(resharder=_Other()), "item 'x' has a resharder of a class of its own, _Other"),
+        (ItemSpec(resharder=_Other()), "item 'x' must have a DefaultResharder or none, got _Other"),
     ):
         manager = TensorizerCheckpointManager.Config(items={"x": spec}).build()
         with pytest.raises(ValueError, match=message):

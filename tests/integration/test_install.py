@@ -397,7 +397,7 @@ def test_running_a_package_that_cannot_be_imported_says_why(tmp_path: Path, monk
     (tmp_path / "broken_job").mkdir()
     (tmp_path / "broken_job" / "__init__.py").write_text("import no_such_dependency")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(SystemExit, match=r"there is no module broken_job.*No module named 'no_such_dependency'"):
+    with pytest.raises(SystemExit, match=r"cannot run a module named broken_job.*No module named 'no_such_dependency'"):
         run_by_arguments(["-m", "broken_job"], monkeypatch)
 
 
@@ -407,7 +407,7 @@ def test_running_a_package_that_cannot_be_imported_says_why(tmp_path: Path, monk
         ([], "usage"),
         (["--flag"], "usage"),
         (["nowhere.py"], "cannot be read"),
-        (["-m", "no.such"], "no module no.such"),
+        (["-m", "no.such"], "cannot run a module named no.such"),
     ],
 )
 def test_running_nothing_says_how(arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:

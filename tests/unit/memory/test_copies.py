@@ -126,7 +126,7 @@ def test_options(tmp_path: Any, options: dict[str, Any], error: type[Exception],
     ("options", "error", "words"),
     [
         ({"rate": "fast"}, TypeError, "rate must be a number of bytes a second, or None, got 'fast'"),
-        ({"rate": 1000}, ValueError, "rate must be at least 1e[+]06 bytes a second, or None for no limit, got 1000"),
+        ({"rate": 1000}, ValueError, "rate must be None, or at least 1e[+]06 bytes a second, got 1000"),
         ({"failure_domain": 7}, TypeError, "failure_domain must be a string, or None, got 7"),
         ({"interface": ""}, TypeError, "interface must be a string, or None, got ''"),
     ],

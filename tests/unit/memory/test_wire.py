@@ -176,7 +176,7 @@ def test_a_changed_frame() -> None:
     for place in (-1, 5):
         client, server = relayed(lambda data, place=place: _flipped(data, place))  # type: ignore[misc]
         client.send(Word("hello"))
-        with pytest.raises(WireError, match="changed on its way"):
+        with pytest.raises(WireError, match="changed in transit"):
             server.receive(Word)
         client.close()
         server.close()
@@ -187,7 +187,7 @@ def test_a_frame_that_is_repeated() -> None:
     client, server = relayed(lambda data: data * 2)
     client.send(Word("hello"))
     assert server.receive(Word) == Word("hello")
-    with pytest.raises(WireError, match="changed on its way"):
+    with pytest.raises(WireError, match="changed in transit"):
         server.receive(Word)
     client.close()
     server.close()
