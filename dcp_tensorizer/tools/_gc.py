@@ -1,8 +1,8 @@
-"""Plans and removes checkpoints that are no longer needed, and files that dead saves have left.
+"""Plans and removes old checkpoints and the leftovers of dead saves.
 
-A save or a copy may be in progress anywhere, and must not be harmed. So a file is removed as a leftover in two cases:
-if it is proven to belong to a dead save (see `commit.dead_files`), or if it is older than any save or copy takes, which
-only the user knows. A directory that may hold the parts of one checkpoint is removed as a whole or not at all.
+A save or a copy may be in progress in any directory. A file is therefore removed as a leftover only if it provably
+belongs to a dead save (see `commit.dead_files`), or if it is older than the longest save or copy, an age that only the
+user knows. A directory that may hold the parts of one checkpoint is removed as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _RETAINED = "its manager retains it by keep_every or keep_best. To remove it, de
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The files that `collect` has removed from a directory, or would remove, or why it has not removed them.
+    """The files that `collect` removed from a directory, would remove, or retained for a reason.
 
     Attributes:
         path: The directory, without credentials.
         whole: True for a whole checkpoint; False for the leftovers of dead saves.
         files: Paths below the directory.
-        nbytes: Bytes of these files. Files that also have names elsewhere do not count: their space is not freed.
-        kept: Why the files are still there; None if they are removed.
-        failed: The files are kept because they could not be listed or removed, not because they may be needed.
+        nbytes: Bytes that removing the files frees. A file that other checkpoints share does not count.
+        kept: The reason for which the files were retained; None for removed files.
+        failed: True if the files were retained because they could not be listed or removed.
     """
 
     path: str
@@ -50,7 +50,7 @@ class Collected:
 
 
 Removal = tuple[Folder, Collected]
-"""The plan of a removal, or of a refusal with its reason; the directory as it was listed for the plan."""
+"""The directory as listed for the plan, and the planned removal, or the reason against it."""
 
 
 def collect(
@@ -62,19 +62,19 @@ def collect(
     dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> tuple[Collected, ...]:
-    """Removes old checkpoints in a directory and below it, and what dead saves have left there.
+    """Removes old checkpoints and the leftovers of dead saves, in and below a directory.
 
-    A checkpoint is removed if it is neither among the ``keep_latest`` newest nor among those with the ``keep_latest``
-    highest steps of its directory, and is older than ``older_than``. With neither argument, only leftovers are removed.
-    The newest committed checkpoint always stays, and so do one that a link there leads to, and those that the last
-    manager there retains by ``keep_every`` or ``keep_best``.
+    A checkpoint is removed if it is neither among the ``keep_latest`` newest nor among the ``keep_latest`` highest
+    steps of its directory, and is older than ``older_than``. With neither argument, only leftovers are removed. Always
+    retained are the newest committed checkpoint, the targets of links in the directory, and the checkpoints that its
+    last manager retains by ``keep_every`` or ``keep_best``.
 
     Args:
         path: The directory.
-        keep_latest: How many checkpoints to keep in each directory; at least 1. By default as many as the last manager
-            there retains.
-        older_than: Seconds since a checkpoint was saved, by its own record.
-        only_data: Leave the files in a checkpoint's directory that this package did not write, and the directory.
+        keep_latest: Number of checkpoints to retain in each directory, at least 1. By default, the number that the
+            directory's last manager retains.
+        older_than: Minimum age in seconds, by the recorded time of the save.
+        only_data: Retain the directory of a removed checkpoint, and the files in it that this package did not write.
         dry_run: Remove nothing, and return what would be removed.
         storage_options: Passed to the fsspec filesystem of a URL.
 
@@ -85,7 +85,7 @@ def collect(
     """
     if keep_latest is not None and keep_latest < 1:
         raise ValueError(
-            f"keep_latest must be at least 1, because the newest checkpoint always stays, got {keep_latest}."
+            f"keep_latest must be at least 1, because the newest checkpoint is always retained, got {keep_latest}."
         )
     removals = plan_collection(open_storage(path, storage_options), keep_latest, older_than, only_data=only_data)
     return tuple(removal[1] if dry_run else remove(removal) for removal in removals)
@@ -94,14 +94,14 @@ def collect(
 def plan_collection(
     storage: Storage, keep: int | None, older_than: float | None, *, only_data: bool = False
 ) -> list[Removal]:
-    """Plans what `collect` removes in a directory and below it.
+    """Plans what `collect` removes in and below a directory.
 
-    Steps are committed checkpoints in one directory whose names differ by their numbers. One is removed only if all of
-    this holds: it is neither among the ``keep`` newest nor among those with the ``keep`` highest steps, it is older
-    than ``older_than`` seconds, no rule of a manager retains it, and no link there leads to it. The newest one is never
-    removed, nor is the one with the highest step, from which a job would resume. If ranks save for themselves, a
-    checkpoint of fewer ranks than another beside it may lack some: it neither counts nor is removed. Without ``keep``
-    and ``older_than``, no checkpoint is removed. ``only_data`` leaves files that this package did not write.
+    Steps are committed checkpoints in one directory whose names differ by their numbers. A step is removed only if it
+    is neither among the ``keep`` newest nor among the ``keep`` highest, is older than ``older_than`` seconds, is not
+    retained by a manager's rule, and is not the target of a link. The newest step is never removed, nor is the highest,
+    from which a job would resume. If ranks save for themselves, a checkpoint of fewer ranks than another in the
+    directory may be incomplete: it neither counts nor is removed. Without ``keep`` and ``older_than``, no checkpoint is
+    removed. ``only_data`` retains files that this package did not write.
 
     Raises `NotCommitted` if there is no such directory, and `ReadError` if it cannot be listed.
     """
@@ -109,11 +109,11 @@ def plan_collection(
     removals: list[Removal] = []
     if keep is not None or older_than is not None:
         removals += _old_checkpoints(top, keep, older_than, only_data)
-    # An old checkpoint that stays may hold leftovers of dead saves. One that could not be listed has been reported.
+    # A retained checkpoint may hold leftovers of dead saves. One whose listing failed is already in the plan.
     done = [folder for folder, planned in removals if planned.kept is None or planned.failed]
     whole = {part.storage.path for folder in done for part in folder.checkpoints}
     for folder in top.walk():
-        if folder.info is None:  # killed jobs leave files beside their checkpoints
+        if folder.info is None:  # killed jobs leave temporary files beside their checkpoints
             files = tuple(file for file in folder.files if is_temporary_file_of_job(file.name))
             if files:
                 kept = None if _are_old(files, older_than) else _MAY_BE_IN_PROGRESS
@@ -131,7 +131,7 @@ def _removal(
 
 
 def remove(removal: Removal) -> Collected:
-    """Carries out a plan unless it has a reason against it. Returns the removed files, or the reason."""
+    """Carries out a plan, unless the plan has a reason against it. Returns the result."""
     folder, planned = removal
     if planned.kept is not None:
         return planned
@@ -144,7 +144,7 @@ def remove(removal: Removal) -> Collected:
 
 
 def _remove(folder: Folder, planned: Collected, stack: ExitStack) -> Collected:
-    """Locks directories, and removes their files."""
+    """Removes the planned files, with their directories locked by ``stack``."""
     for locked in folder.walk() if planned.whole else [folder]:
         if locked.info is None:
             continue
@@ -157,7 +157,7 @@ def _remove(folder: Folder, planned: Collected, stack: ExitStack) -> Collected:
         return replace(planned, files=(), nbytes=0, kept=kept)
     chosen = set(planned.files)
     if planned.whole:
-        # If this is interrupted, the remaining files are recognised as those of a dead save.
+        # After an interruption, the remaining files are recognised as leftovers of a dead save.
         folders = list(_chosen_below(folder, chosen))
         for one, names in folders:
             withdraw(one.storage, names)
@@ -167,23 +167,23 @@ def _remove(folder: Folder, planned: Collected, stack: ExitStack) -> Collected:
         folder.storage.discard(*planned.files)
         if folder.info is not None and folder.info.state == "unfinished":
             folder.storage.remove_directory()
-    # Files may have got or lost other names since this was planned.
+    # Hard links may have been added or removed since the plan.
     shared = sum(file.nbytes for file in _chosen(now, planned) if file.shared)
     return replace(planned, nbytes=sum(file.nbytes for file in _chosen(folder, planned)) - shared)
 
 
 def _chosen_below(folder: Folder, chosen: Container[str], prefix: str = "") -> Iterator[tuple[Folder, list[str]]]:
-    """Each directory with the names of the chosen files in it, parents first."""
+    """Yields each directory with the names of its chosen files, parents first."""
     yield folder, [file.name for file in folder.files if prefix + file.name in chosen]
     for child in folder.folders:
         yield from _chosen_below(child, chosen, f"{prefix}{child.name}/")
 
 
 def _file_set(top: Folder) -> set[tuple[str, FileInfo, bool]]:
-    """The files in and below a directory, and which of them are leftovers: equal as long as nothing has changed.
+    """Returns the files in and below a directory, and which are leftovers, to detect changes.
 
-    The ctime of data files is left out. A data file is never written again, but its ctime changes when a save links it,
-    and when a checkpoint that shares it is removed.
+    Ignores the ctime of data files. They are never rewritten, but a save that links one changes its ctime, as does the
+    removal of a checkpoint that shares it.
     """
     return {
         (
@@ -198,14 +198,14 @@ def _file_set(top: Folder) -> set[tuple[str, FileInfo, bool]]:
 
 
 def _chosen(folder: Folder, planned: Collected) -> list[FileInfo]:
-    """Returns the files of a plan, by their paths below the directory. No listing shows those in uploads."""
+    """Returns the files of a plan. Files in uploads are among the leftovers, not in a listing."""
     names = set(planned.files)
     found = {file.name: file for file in (*folder.leftovers, *_files_below(folder))}
     return [file for name, file in found.items() if name in names]
 
 
 def _with_shared(removals: Sequence[Removal]) -> list[Removal]:
-    """Subtracts from each removal the space that it does not free: deleting a file's last name frees its space."""
+    """Subtracts the bytes that a removal does not free: only deleting the last hard link of a file frees its space."""
     left: dict[tuple[int, int], int] = {}
     freeing: list[Removal] = []
     for folder, planned in removals:
@@ -220,7 +220,7 @@ def _with_shared(removals: Sequence[Removal]) -> list[Removal]:
 
 
 def _leftovers(folder: Folder, older_than: float | None) -> Iterator[Removal]:
-    """The leftovers in a directory: those to remove, and in a removal of their own those that may be in use."""
+    """Yields the leftovers of a directory to remove and, separately, those that may be in use."""
     others = tuple(file for file in folder.leftovers if file not in folder.dead)
     are_old = _are_old(others, older_than)
     if files := folder.leftovers if are_old else folder.dead:
@@ -252,7 +252,7 @@ def _old_checkpoints(top: Folder, keep: int | None, older_than: float | None, on
 
 
 def _objection(old: Folder, linked: Sequence[str], older_than: float | None) -> str:
-    """Returns the reason why an old checkpoint must stay; without one, an empty string."""
+    """Returns why an old checkpoint must be retained; otherwise an empty string."""
     real = old.storage.real_path
     if any(path == real or path.startswith(real + "/") for path in linked):
         return "a link leads to it"
@@ -272,8 +272,8 @@ def _beyond(folders: Sequence[Folder], keep: int) -> list[Folder]:
     steps = [(folder.step, folder) for folder in folders if folder.committed and folder.step is not None]
     most = max((folder.ranks for _, folder in steps), default=0)
     steps = [(step, folder) for step, folder in steps if folder.ranks in (0, most)]
-    # If a job went back to an earlier step, newer checkpoints have lower steps. If a clock was set back, they have
-    # earlier times.
+    # Newer checkpoints have lower steps after a job went back to an earlier step, and earlier times after a clock was
+    # set back.
     by_time = [folder for _, folder in sorted(steps, key=lambda pair: (pair[1].saved, pair[0]), reverse=True)]
     by_step = [folder for _, folder in sorted(steps, key=lambda pair: (pair[0], pair[1].saved), reverse=True)]
     recorded = [(folder.record.serial, folder) for folder in by_time if folder.record is not None]

@@ -1,4 +1,4 @@
-"""Shared by the formats: the options of a conversion, files that are read by ranges, tensors by key."""
+"""Code shared by the formats: the options of a conversion, and file ranges as files."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ _IN_MEMORY = 512 << 20  # bytes of tensors, unless a single one is larger
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """Options of a conversion. An option that only one format takes is an error with the others.
+    """Options of a conversion. The options of one format raise `ConversionError` with any other.
 
     Attributes:
-        include: Patterns, as in a shell, of the keys to convert; ``*`` also matches dots. Empty: all.
+        include: Shell-style patterns of the keys to convert, in which ``*`` also matches dots. Empty: all keys.
         strip_prefix: Removed from the beginning of keys that have it.
         dtype: The dtype to which floating-point tensors are converted.
-        source_format: One of `FORMATS`; None: recognised by its contents.
-        shard_bytes: safetensors: the largest size of a file. A larger tensor gets a file of its own.
+        source_format: One of `FORMATS`; None: recognised by the source's contents.
+        shard_bytes: safetensors: the maximum size of a file. A larger tensor gets a separate file.
         tensor_parallel: tensorizer: the number of files to split into, one for each rank of an inference server.
-        split: tensorizer: the dimension along which to split the tensors whose keys match a pattern. The first pattern
-            that matches counts. Other tensors are whole in each file.
+        split: tensorizer: maps patterns of keys to the dimension along which to split. The first pattern that matches
+            counts. Other tensors are whole in each file.
         buffers: tensorizer: patterns of the keys that are a module's buffers instead of parameters. Integer tensors are
             always buffers.
         exclude: Patterns of the keys to leave out.
-        rename: New keys by patterns, in which only ``*`` has a meaning. The n-th ``*`` of a new key stands for the same
-            text as the n-th of its pattern. The first pattern that matches a key without ``strip_prefix`` counts.
-        add_prefix: Put before all keys, after they have their new names. Each part that ends in a dot is the key of a
-            dict around the others.
+        rename: Maps patterns, in which only ``*`` is special, to new keys. The n-th ``*`` of a new key stands for the
+            text that the n-th ``*`` of the pattern matched. Patterns are matched after ``strip_prefix``, and the first
+            match counts.
+        add_prefix: Prepended to all keys, after ``rename``. Each part that ends in a dot is the key of an enclosing
+            dict.
     """
 
     include: Sequence[str] = ()
@@ -62,21 +63,21 @@ _OF_ONE_FORMAT = {
 
 
 def check_options(options: ConvertOptions, to: str, path: str) -> None:
-    """Raises `ConversionError`, naming the option, for options that are invalid or would have no effect."""
+    """Raises `ConversionError` for an option that is invalid or would have no effect."""
     _check_values(options)
     defaults = ConvertOptions()
     for name, (of, flag) in _OF_ONE_FORMAT.items():
         if to != of and getattr(options, name) != getattr(defaults, name):
-            raise ConversionError(f"{name} ({flag}) is an option of {of}, and means nothing to {to}: leave it out")
+            raise ConversionError(f"{name} ({flag}) is an option of {of}, and has no effect on {to}. Leave it out.")
     if path.endswith(".safetensors") and options.shard_bytes != defaults.shard_bytes:
         raise ConversionError(
-            "shard_bytes (--shard-size) means nothing to a single file: leave it out, or name a directory, whose name "
-            "does not end in .safetensors"
+            "shard_bytes (--shard-size) has no effect on a single file. Leave it out, or name a directory (whose name "
+            "does not end in .safetensors)."
         )
     if (options.tensor_parallel > 1) != bool(options.split):
         raise ConversionError(
-            "tensor_parallel (--tensor-parallel N) and split (--split FILE) go together: into how many files to split, "
-            "and along which dimension of which tensors"
+            f"tensor_parallel (--tensor-parallel N) and split (--split FILE) need each other, got "
+            f"tensor_parallel={options.tensor_parallel} and split={dict(options.split)}. Give both."
         )
 
 
@@ -98,22 +99,22 @@ def _check_values(options: ConvertOptions) -> None:
 
 @contextmanager
 def naming(storage: Storage, path: str) -> Iterator[None]:
-    """Raises errors of reading a file's contents as `ConversionError` with its path, and without credentials.
+    """Converts errors from parsing a file to `ConversionError` with the path and without credentials.
 
-    Errors of this package pass, and so do those of the storage. `Storage.reading` belongs inside it where a file that
-    ends too early is damage: then that is a `ReadError`.
+    `CheckpointError` and `OSError` pass through. Enter `Storage.reading` inside this context if a truncated file is
+    damage: then it raises `ReadError`.
     """
     try:
         yield
     except (CheckpointError, OSError):
         raise
-    except Exception as error:  # also what no reader foresees: a huge number, endless nesting, a lack of memory
+    except Exception as error:  # including OverflowError, RecursionError and MemoryError from hostile files
         what = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise ConversionError(storage.scrub(f"{path} cannot be read: {what}")) from storage.cause(error)
 
 
 class FileRange(io.RawIOBase):
-    """A range of a file, as a file of its own."""
+    """A range of a file as a file object."""
 
     def __init__(self, reader: RangeReader, offset: int, nbytes: int) -> None:
         self._reader = reader
@@ -133,10 +134,10 @@ class FileRange(io.RawIOBase):
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        """Reads exactly ``size`` bytes: a damaged length must not allocate that much memory."""
+        """Reads exactly ``size`` bytes. Raises `EOFError` before allocating memory for a damaged length."""
         left = max(0, self._nbytes - self._position)
         if size > left:
-            raise EOFError(f"{size:,} bytes should follow, and there are {left:,}")
+            raise EOFError(f"{size:,} bytes must follow, got {left:,}")
         return super().read(size) or b""
 
     def readall(self) -> bytes:
@@ -151,17 +152,17 @@ class FileRange(io.RawIOBase):
 
 
 def check_no_objects(view: CheckpointView, format_name: str) -> None:
-    """Raises `ConversionError` if there are values that are not tensors."""
+    """Raises `ConversionError` if the checkpoint holds objects."""
     if view.objects:
         key = next(iter(view.objects))
         others = f" (and {len(view.objects) - 1:,} more)" if len(view.objects) > 1 else ""
         raise ConversionError(
-            f"{key!r}{others} is not a tensor, which {format_name} cannot hold: leave it out with exclude "
-            f"(--exclude), or say what to take with include (--include)"
+            f"{key!r}{others} is not a tensor, which {format_name} cannot hold. Leave it out with exclude (--exclude), "
+            f"or choose keys with include (--include)."
         )
 
 
 def tensors_at_once(tensors: Iterable[StoredTensor]) -> int:
-    """The number of tensors that may be in memory at once, and so of threads that read them."""
+    """Returns how many tensors may be in memory at once: the number of threads that read them."""
     largest = max((tensor.nbytes for tensor in tensors), default=1)
     return max(1, min(4, cores(), _IN_MEMORY // max(1, largest)))

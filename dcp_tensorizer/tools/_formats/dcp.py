@@ -1,7 +1,6 @@
-"""torch's own DCP format: read by ranges and without running code, and written tensor by tensor.
+"""Reads torch's own DCP format by ranges, without running code, and writes it tensor by tensor.
 
-Its data files hold the ``torch.save`` bytes of each write item, one after the other. ``.metadata`` is a pickle with the
-location of each.
+Data files hold the concatenated ``torch.save`` bytes of write items. ``.metadata`` is a pickle with their locations.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ from .torch_file import check_lists, check_names, check_paths, load_fake, locate
 
 
 def read(storage: Storage, pickled: bytes) -> CheckpointView:
-    """The contents of a checkpoint of torch's own writer.
+    """Opens a checkpoint of torch's own writer, whose ``.metadata`` is ``pickled``.
 
-    Raises `MetadataError` if it is damaged, not supported, or its files do not hold what it describes, and
-    `UntrustedObject` if it would need code to run.
+    Raises `MetadataError` if the metadata is damaged, unsupported, or does not match the files, and `UntrustedObject`
+    if loading it would run code.
     """
     catalog = TorchCatalog(storage, metadata_file_name(), pickled)
     stored = catalog.metadata()
@@ -56,8 +55,8 @@ def read(storage: Storage, pickled: bytes) -> CheckpointView:
             info = _untransformed(catalog.info(MetadataIndex(stored_key)), key)
             if info.offset + info.length > (nbytes := size_of(info.relative_path) or 0):
                 raise MetadataError(
-                    f"{storage.path}/{info.relative_path} is missing, or too short to hold {key!r}: it has {nbytes:,} "
-                    f"bytes"
+                    f"{storage.path}/{info.relative_path} is missing, or too short to hold {key!r}: it must have at "
+                    f"least {info.offset + info.length:,} bytes, got {nbytes:,}."
                 )
             values[key] = StoredObject(key, path, info.length, functools.partial(_read_object, storage, info, key))
         else:
@@ -68,25 +67,21 @@ def read(storage: Storage, pickled: bytes) -> CheckpointView:
 
 
 def check(view: CheckpointView, options: ConvertOptions) -> None:
-    """Raises `ConversionError` for keys that are not one nested state dict or would change, and for unsupported
-    dtypes.
-    """
+    """Raises `ConversionError` for unsupported dtypes, and for keys that would change or are not one state dict."""
     check_paths(view)
     check_names(view)
     check_lists(view)
     for tensor in view.tensors.values():
         if not _is_planned(tensor.dtype):
             raise ConversionError(
-                f"{tensor.key!r} is of {tensor.dtype}, which torch's DCP cannot plan: leave it out, or convert to "
-                f"another format"
+                f"{tensor.key!r} is of {tensor.dtype}, which torch's DCP cannot plan. Leave it out, or convert to "
+                f"another format."
             )
 
 
 @functools.cache
 def _is_planned(dtype: torch.dtype) -> bool:
-    """Returns whether DCP's planner knows the size of an element. It asks ``torch.iinfo``, which does not know all
-    dtypes.
-    """
+    """Returns whether DCP's planner supports a dtype: it calls ``torch.iinfo``, which lacks some."""
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
         return True
     try:
@@ -97,12 +92,12 @@ def _is_planned(dtype: torch.dtype) -> bool:
 
 
 def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: ConvertOptions) -> None:
-    """Writes a checkpoint like ``dcp.save`` from one process. Each tensor is read when it is to be written."""
+    """Writes a checkpoint with ``dcp.save`` in this process. Each tensor is read right before it is written."""
     values = dict.fromkeys(view.values) | {
         key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in view.tensors.items()
     }
     with new_directory(path, storage_options, "__*.distcp") as storage:
-        # Without copies ahead, so that a tensor is read only after the one before it is written.
+        # Without copy-ahead, torch reads a tensor only after it has written the previous one.
         writer: _Writer = (
             _UrlWriter(storage.location, per_thread_copy_ahead=0, **storage_options)
             if "://" in storage.location
@@ -111,18 +106,18 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
         writer.name = shown_path(path)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # about saving from a single process, which is intended
+                warnings.simplefilter("ignore", UserWarning)  # it warns about saving from a single process
                 save(nested(values, view.paths), storage_writer=writer, planner=_ReadingPlanner(view), no_dist=True)
         except CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
             if isinstance(cause, CheckpointError):
-                raise cause from cause.__cause__  # whose class tells whether it is damage
+                raise cause from cause.__cause__  # its class shows whether it is damage
             message = f"cannot write {shown_path(path)} in torch's own format: {cause}"
             raise WriteError(storage.scrub(message)) from storage.cause(error)
 
 
 class _Writer(FileSystemWriter):
-    """Writes a given name into ``.metadata`` instead of the path, which may contain a password."""
+    """A writer that records ``name`` in ``.metadata`` instead of the path, which may contain a password."""
 
     name: str
 
@@ -135,10 +130,10 @@ class _UrlWriter(_Writer, FsspecWriter):
 
 
 class _ReadingPlanner(DefaultSavePlanner):
-    """Reads a value when it is to be written; the state dict holds only shapes.
+    """A planner that reads each value right before it is written; the state dict holds only meta tensors.
 
-    torch's writer keeps every tensor until the file is complete, although it no longer needs those that are written. So
-    all of them share the memory of the largest one.
+    torch's writer holds every tensor until the file is complete, even once written. So all tensors share the memory of
+    the largest one.
     """
 
     def __init__(self, view: CheckpointView) -> None:
@@ -163,7 +158,7 @@ class _ReadingPlanner(DefaultSavePlanner):
 def _tensor(
     storage: Storage, named: tuple[str, Path], entry: TensorStorageMetadata, infos: Sequence[StorageInfo]
 ) -> StoredTensor:
-    """A tensor whose chunks are located in their files when it is read."""
+    """Makes a tensor that locates its chunks in their files on its first read."""
     key = named[0]
     path = f"{storage.path}/.metadata"
     shape, dtype = tuple(entry.size), entry.properties.dtype
@@ -188,13 +183,13 @@ def _tensor(
 
 
 def _located(storage: Storage, key: str, region: Region, info: StorageInfo) -> tuple[StoredTensor, bool]:
-    """Locates the elements of a chunk; also returns whether they are stored in C order."""
+    """Returns the stored tensor of a chunk, and whether it is stored in C order."""
     path = f"{storage.path}/{info.relative_path}"
     purpose = f" (for {key!r})"
     with naming(storage, path + purpose), storage.reading(info.relative_path, purpose) as reader:
         value = load_fake(FileRange(reader, info.offset, info.length), info.length, path + purpose)
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != region.size:
-        raise ReadError(f"{path} does not hold {key!r} of shape {region.size} at byte {info.offset:,}")
+        raise ReadError(f"{path} does not hold {key!r} of shape {region.size} at byte {info.offset:,}.")
     stored = locate(storage, (key,), value, info.relative_path, info.offset)
     if not stored.chunks:
         raise ConversionError(f"{key!r} in {path} is conjugated or negated, which cannot be converted")
@@ -207,9 +202,9 @@ def _read_object(storage: Storage, info: StorageInfo, key: str) -> bytes:
 
 
 def _untransformed(info: StorageInfo, key: str) -> StorageInfo:
-    """Checks that an item can be read by ranges."""
+    """Returns ``info``; raises `ConversionError` if the item is transformed, and so cannot be read by ranges."""
     if info.transform_descriptors:
         raise ConversionError(
-            f"{key!r} is stored transformed ({', '.join(info.transform_descriptors)}): load and save it"
+            f"{key!r} is stored transformed ({', '.join(info.transform_descriptors)}). Load and save it."
         )
     return info

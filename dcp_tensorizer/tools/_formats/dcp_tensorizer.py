@@ -1,4 +1,4 @@
-"""Writes this package's own format from one process: each tensor as one chunk."""
+"""Writes this package's format from a single process, each tensor as one chunk."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from .torch_file import check_names, check_paths
 
 
 def check(view: CheckpointView, options: ConvertOptions) -> None:
-    """Raises `ConversionError` for keys that are not one nested state dict, or are not strings."""
+    """Raises `ConversionError` if keys do not form one nested state dict, or are not strings."""
     check_paths(view)
     check_names(view)
 
 
 def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: ConvertOptions) -> None:
-    """Writes a checkpoint like the coordinator of a save."""
+    """Writes and commits a checkpoint, as the coordinator of a save does."""
     save_id = uuid.uuid4().hex
     described = {key: _describe(value) for key, value in view.values.items()}
     items = _items(view)
@@ -63,7 +63,7 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
 
 
 def _items(view: CheckpointView) -> list[Item]:
-    """The items of a save. Their tensors are on the meta device, because they are read when they are written."""
+    """Returns the items of a save, with meta tensors: each tensor is read right before it is written."""
     names = stored_names([*view.tensors, *view.objects])
     values = [(key, tensor.shape, tensor.dtype) for key, tensor in view.tensors.items()]
     items = [
@@ -77,7 +77,7 @@ def _items(view: CheckpointView) -> list[Item]:
 
 
 def _describe(value: StoredValue) -> TensorStorageMetadata | BytesStorageMetadata:
-    """DCP's metadata of a value."""
+    """Returns DCP's metadata of a value."""
     if isinstance(value, StoredObject):
         return BytesStorageMetadata()
     size = torch.Size(value.shape)
@@ -87,7 +87,7 @@ def _describe(value: StoredValue) -> TensorStorageMetadata | BytesStorageMetadat
 
 @contextmanager
 def _locked(storage: Storage) -> Iterator[None]:
-    """Keeps `_gc.collect` away, as a save does."""
+    """Locks the directory against `_gc.collect`, as a save does."""
     with storage.lock_directory() as lock:
         lock.share(TIMEOUT)
         yield

@@ -1,3 +1,3 @@
-"""The names of the formats, known without an import of torch."""
+"""The names of the formats, in a module that does not import torch."""
 
 FORMATS = ("dcp_tensorizer", "tensorizer", "safetensors", "torch", "dcp")

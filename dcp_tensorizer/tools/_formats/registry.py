@@ -1,4 +1,4 @@
-"""The formats: how each is recognised, read and written."""
+"""Recognises the formats, and dispatches to their readers and writers."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 
 _Check = Callable[[CheckpointView, ConvertOptions], None]
-"""Raises `ConversionError` before anything is written if a format cannot hold a checkpoint."""
+"""Raises `ConversionError` if a format cannot hold a checkpoint, before anything is written."""
 _Write = Callable[[CheckpointView, str, Mapping[str, Any], ConvertOptions], None]
-"""Writes a checkpoint to a path, with options for its filesystem."""
+"""Writes a checkpoint to a path; the mapping holds options of the filesystem."""
 
 _FIRST_BYTES = {b"|TZR|": "tensorizer", b"PK\x03\x04": "torch"}
 _FILE_READERS = {"tensorizer": tensorizer.read, "safetensors": safetensors.read, "torch": torch_file.read}
@@ -57,10 +57,10 @@ def open_checkpoint(
 ) -> CheckpointView:
     """Opens a checkpoint of any format: a directory or a file, at a local path or URL.
 
-    ``expected_format`` is one of `FORMATS`; by default it is recognised. ``encryption`` is the key of an encrypted
-    dcp_tensorizer checkpoint. Raises `NotCommitted` if there is nothing, `ConversionError` if the format is unknown or
-    not the expected one, `DecryptionError` if the key is missing, wrong or not needed, and `CheckpointError` if it is
-    damaged or cannot be read.
+    ``expected_format`` is one of `FORMATS`; by default, the format is recognised. ``encryption`` is the key of an
+    encrypted dcp_tensorizer checkpoint. Raises `NotCommitted` if there is no checkpoint, `ConversionError` if the
+    format is unknown or not ``expected_format``, `DecryptionError` if the key is missing, wrong or not needed, and
+    `CheckpointError` if the checkpoint is damaged or cannot be read.
     """
     return _open(_locate(path, options, expected_format), encryption)
 
@@ -68,9 +68,9 @@ def open_checkpoint(
 def open_foreign(
     path: str | os.PathLike[str], options: Mapping[str, Any] | None, encryption: DecryptionParams | None = None
 ) -> tuple[CheckpointView, dict[str, int]] | None:
-    """Opens a checkpoint of another format, with the sizes of its data files; None if there is none.
+    """Opens a checkpoint of another format, and returns it with the sizes of its data files.
 
-    Raises what `open_checkpoint` raises if there is one that cannot be read.
+    Without such a checkpoint, returns None. Raises what `open_checkpoint` raises for one that cannot be read.
     """
     try:
         location = _locate(path, options or {})
@@ -93,10 +93,10 @@ def open_all(
     *,
     look_at_files: bool = False,
 ) -> list[CheckpointView]:
-    """Opens several checkpoints, of which only some may be encrypted; see `open_checkpoint`.
+    """Opens several checkpoints (see `open_checkpoint`). Not all need to be encrypted.
 
     With ``look_at_files``, raises `ReadError` if data files of this package's checkpoints are missing or have other
-    sizes. If ``encryption`` is not a key, raises `TypeError` before anything is read.
+    sizes. If ``encryption`` is of another type, raises `TypeError` before reading anything.
     """
     if encryption is not None:
         check_decryption(encryption)
@@ -106,15 +106,13 @@ def open_all(
         check_files(location.storage, files, files)
     if encryption is not None and not any(location.is_encrypted for location in located):
         names = " and ".join(location.path for location in located)
-        raise DecryptionError(f"a key was given, but nothing is encrypted in {names}")
+        raise DecryptionError(f"a key was given, but nothing is encrypted in {names}. Read without a key.")
     return [_open(location, encryption if location.is_encrypted else None) for location in located]
 
 
 @dataclass(frozen=True, slots=True)
 class _Location:
-    """The location of a checkpoint. ``parts`` is the metadata of one of this package's, ``name`` the name of a single
-    file.
-    """
+    """A checkpoint's location. ``name`` is that of a single file, ``parts`` the metadata of this package's format."""
 
     path: str
     format: str
@@ -131,7 +129,7 @@ def _locate(path: str | os.PathLike[str], options: Mapping[str, Any], expected_f
     text = os.fspath(path)
     storage, name = open_storage(text, options), ""
     actual: str | None = None
-    with suppress(NotCommitted):  # it is a file, or nothing
+    with suppress(NotCommitted):  # a file, or nothing
         actual = format_of(storage, 0)
     if actual == "dcp":
         pickled = storage.read(metadata_file_name())
@@ -140,7 +138,7 @@ def _locate(path: str | os.PathLike[str], options: Mapping[str, Any], expected_f
                 f"{storage.path} is of torch's own format, and each rank has saved for itself (use_collectives=False). "
                 f"Load it with torch's FileSystemReader on as many ranks, and save it with collectives."
             )
-        if is_index(pickled):  # of this package before its first release, which `read_parts` refuses
+        if is_index(pickled):  # from before this package's first release: `read_parts` raises
             actual = "dcp_tensorizer"
     if actual is None:
         storage, name = beside(re.sub("(?<=[^:/])/+$", "", text), options)
@@ -171,7 +169,7 @@ def _file_format(storage: Storage, name: str) -> str:
     nbytes = storage.head(name)
     try:
         if nbytes is None:
-            raise NotCommitted(f"{path} does not exist, or holds no checkpoint")
+            raise NotCommitted(f"{path} does not exist, or holds no checkpoint.")
         with storage.reading(name) as reader:
             head = reader.read_range(0, min(9, nbytes))
     except (NotCommitted, ReadError) as error:
@@ -186,11 +184,11 @@ def _file_format(storage: Storage, name: str) -> str:
             return name_of_format
     if head[8:] == b"{":
         return "safetensors"
-    raise ConversionError(f"{path} has none of the formats {', '.join(FORMATS)}")
+    raise ConversionError(f"{path} has none of the formats {', '.join(FORMATS)}.")
 
 
 def _is_directory(storage: Storage, name: str) -> bool:
-    """Returns whether a name is a directory's. Servers do not report that when it is read as a file."""
+    """Returns whether a name is a directory. Reading it as a file does not show that on object stores."""
     with suppress(CheckpointError):
         files, folders = storage.child(name).listing()
         return bool(folders) or [file.name for file in files] != [name]  # fsspec lists a file as itself
@@ -201,28 +199,27 @@ def _is_directory(storage: Storage, name: str) -> bool:
 
 
 def new_paths(paths: Mapping[str, Path], options: ConvertOptions, source: str) -> dict[str, Path]:
-    """Returns the path of each value in the new nested state dict, by its old key.
+    """Returns the new path of each value, by its old key.
 
-    Raises `ConversionError` if two keys would be the same, if a key would be empty, or if a prefix or a pattern matches
-    no key.
+    Raises `ConversionError` if two new keys are equal, a new key is empty, or a prefix or pattern matches no key.
     """
     stripped = {key: _stripped(path, options.strip_prefix) for key, path in paths.items()}
     if options.strip_prefix and all(stripped[key] is paths[key] for key in paths):
-        raise ConversionError(f"no key of {source} that is to be converted begins with {options.strip_prefix!r}")
+        raise ConversionError(f"no selected key of {source} begins with {options.strip_prefix!r}. Change strip_prefix.")
     renamed = _renamed(stripped, options.rename, source)
-    *around, begin = options.add_prefix.split(".")  # without a prefix, nothing is around
+    *around, begin = options.add_prefix.split(".")  # without a prefix, `around` is empty
     new = {
         key: (*around, f"{begin}{path[0]}", *path[1:]) if begin else (*around, *path) for key, path in renamed.items()
     }
     first: dict[str, str] = {}
     for key, path in new.items():
         if first.setdefault(key_of(path), key) != key:
-            raise ConversionError(f"{first[key_of(path)]!r} and {key!r} of {source} would both be {key_of(path)!r}")
+            raise ConversionError(f"{first[key_of(path)]!r} and {key!r} of {source} would both be {key_of(path)!r}.")
     return new
 
 
 def _stripped(path: Path, prefix: str) -> Path:
-    """Strips ``prefix`` from a path whose key begins with it; the rest begins with the key of a dict."""
+    """Returns a path without ``prefix``, if its key begins with it. The first part of the result is a str."""
     whole = path
     if not prefix or not key_of(path).startswith(prefix):
         return whole
@@ -233,12 +230,12 @@ def _stripped(path: Path, prefix: str) -> Path:
     if path and (rest or not isinstance(path[0], str)):
         path = (str(path[0]).removeprefix(rest), *path[1:])
     if not key_of(path):
-        raise ConversionError(f"nothing is left of the key {key_of(whole)!r} without the prefix {prefix!r}")
+        raise ConversionError(f"nothing is left of the key {key_of(whole)!r} without {prefix!r}. Leave it out.")
     return path
 
 
 def _renamed(paths: Mapping[str, Path], rules: Mapping[str, str], source: str) -> dict[str, Path]:
-    """Renames keys; raises `ConversionError` for a rule that matches no key."""
+    """Renames keys. Raises `ConversionError` for an invalid rule, or one that matches no key."""
     try:
         renaming = Renaming(rules)
     except ValueError as error:
@@ -249,12 +246,12 @@ def _renamed(paths: Mapping[str, Path], rules: Mapping[str, str], source: str) -
         new = renaming.new_name(key)
         renamed[old] = path if new == key else _moved(path, new)
     for rule in renaming.unused:
-        raise ConversionError(f"no key of {source} that is to be converted matches {rule!r}, which is to be renamed")
+        raise ConversionError(f"no selected key of {source} matches {rule!r}. Change rename.")
     return renamed
 
 
 def _moved(path: Path, key: str) -> Path:
-    """Returns the path of a new key: in the same nested dicts as before, as far as it begins with their keys."""
+    """Returns the path of a new key, which stays in the nested dicts whose keys it still begins with."""
     kept: list[str | int] = []
     for part in path[:-1]:
         if not key.startswith(f"{part}.") or key == f"{part}.":

@@ -1,7 +1,7 @@
-"""safetensors files, read and written by ranges, so that no tensor must be in memory as a whole.
+"""Reads and writes safetensors files by ranges, so that no tensor is in memory as a whole.
 
-The safetensors library reads only local files, and writes only tensors that are in memory. The layout of files is in
-`_formats.safetensors`.
+The safetensors library reads only local files, and writes only tensors that are in memory. The layout of the files
+is in `_formats.safetensors`.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _PARTS = "shard-*.safetensors"  # the files of torch's HuggingFaceStorageWriter(
 
 
 def read_directory(storage: Storage) -> CheckpointView:
-    """Views the tensors of all files in a directory: from the file that the index names, or joined from parts.
+    """Opens the tensors of all files in a directory: each from the file that the index names, or joined from parts.
 
     Raises `MetadataError` if a file is of another kind, damaged, or lacks a tensor of the index, or if the parts of a
-    tensor do not make it up, and `ReadError` if a file cannot be read.
+    tensor do not cover it exactly, and `ReadError` if a file cannot be read.
     """
     return view_of(storage, storage.path, "safetensors", ModelCatalog(storage))
 
 
 def read(storage: Storage, name: str) -> CheckpointView:
-    """Views the tensors of a file.
+    """Opens the tensors of a file.
 
-    Raises `ConversionError` if it has only parts of tensors, `MetadataError` if it is of another kind or damaged, and
-    `ReadError` if it cannot be read.
+    Raises `ConversionError` if the file has only parts of tensors, `MetadataError` if it is of another kind or damaged,
+    and `ReadError` if it cannot be read.
     """
     path, file = f"{storage.path}/{name}", read_weight_file(storage, name)
     with naming(storage, path):
         offsets = saved_offsets(file.notes)
-    is_part = bool(offsets) and fnmatch.fnmatchcase(name, _PARTS)  # torch records offsets in whole files as well
+    is_part = bool(offsets) and fnmatch.fnmatchcase(name, _PARTS)  # torch records offsets in unsharded files, too
     if is_part or any(map(any, offsets.values())):
         raise ConversionError(f"{path} has parts of tensors, one rank's of a distributed save. Name its directory.")
     return view_of(storage, path, "safetensors", ModelCatalog(storage, files=[file]))
@@ -56,7 +56,7 @@ def read(storage: Storage, name: str) -> CheckpointView:
 
 
 def check(view: CheckpointView, options: ConvertOptions) -> None:
-    """Raises `ConversionError` for objects, and for dtypes and keys that the format does not have."""
+    """Raises `ConversionError` for objects, and for dtypes and keys that the format cannot hold."""
     check_no_objects(view, "safetensors")
     for tensor in view.tensors.values():
         if (fault := fault_of(tensor.key, tensor.dtype, tensor.shape)) is not None:
@@ -70,7 +70,7 @@ def write(
     options: ConvertOptions,
     block_bytes: int = BLOCK,
 ) -> None:
-    """Writes a file if the path ends in ``.safetensors``; otherwise a directory in Hugging Face's layout."""
+    """Writes a file (for a path that ends in ``.safetensors``), or a directory in Hugging Face's layout."""
     tensors = list(view.tensors.values())
     if path.endswith(".safetensors"):
         with new_file(path, storage_options) as (storage, name):

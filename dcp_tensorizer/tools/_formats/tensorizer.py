@@ -1,9 +1,9 @@
-"""tensorizer files: of any release when read, and like the package's own data files when written.
+"""Reads tensorizer files of any release, and writes them like the package's own data files.
 
-tensorizer itself reads a file's index and the headers of its tensors. The tensors' bytes are read by ranges here, and
-compared with the CRC-32 in their headers. ``TensorDeserializer`` returns a tensor only as a whole, from a stream that
-one thread reads, but a conversion reads parts of tensors, in blocks, by several threads. tensorizer has no public name
-for its index (``_metadata``), nor for a tensor's header (``_TensorHeaderDeserializer``).
+tensorizer parses a file's index and the headers of its tensors. This module reads the tensors by ranges, and compares
+them with the CRC-32 in their headers: ``TensorDeserializer`` returns only whole tensors from a stream that one thread
+reads, but a conversion reads blocks of tensors in several threads. tensorizer has no public name for its index
+(``_metadata``) or for a tensor's header (``_TensorHeaderDeserializer``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MAX_HEADER = 1 << 20  # bytes of one tensor's header, whose name has at most 64
 
 
 def read(storage: Storage, name: str) -> CheckpointView:
-    """The tensors of a file, each compared with the CRC-32 in its header when it is read.
+    """Opens the tensors of a file. Reading a tensor compares it with the CRC-32 in its header.
 
     Raises `ConversionError` if the file is of another kind, encrypted, or damaged, and `ReadError` if it cannot be
     read.
@@ -60,7 +60,7 @@ def read(storage: Storage, name: str) -> CheckpointView:
 
 
 def _tensor(storage: Storage, file: str, nbytes: int, entry: Any) -> StoredTensor:
-    """A tensor of the file's index (a ``tensorizer.serialization.TensorEntry``)."""
+    """Makes the tensor of an index entry (``tensorizer.serialization.TensorEntry``)."""
     dtype = _dtype(entry.dtype)
     if not 0 <= entry.data_offset - entry.offset <= _MAX_HEADER:
         raise ValueError(f"damaged in its index: {str(entry.name)!r} has no header")
@@ -80,9 +80,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class _VerifiedReads:
-    """Compares a tensor with its CRC-32: while it is read from front to back, or before any other region is
-    returned.
-    """
+    """Reads of a tensor that compare it with its CRC-32: incrementally if it is read in order, otherwise at once."""
 
     def __init__(self, storage: Storage, file: str, entry: Any, tensor: StoredTensor) -> None:
         self._storage = storage
@@ -96,7 +94,7 @@ class _VerifiedReads:
         self._is_verified = False
 
     def read(self, region: Region) -> torch.Tensor:
-        """Reads like `StoredTensor.read`; raises `ChecksumMismatch`, at the last element at the latest."""
+        """Reads a region. Raises `ChecksumMismatch` for a damaged tensor, with its last element at the latest."""
         value = self._tensor.read(region)
         with self._lock:
             if not self._is_verified and self._next < 0:
@@ -127,7 +125,7 @@ class _VerifiedReads:
         self._expected = hashes.get(HashType.CRC32)
         self._crc32 = header.compute_crc32()
         self._next = 0
-        self._is_verified = self._expected is None  # some releases could leave it out
+        self._is_verified = self._expected is None  # a release may omit it
 
     def _add(self, value: torch.Tensor) -> None:
         self._crc32 = crc32(host_bytes(value), self._crc32)
@@ -137,14 +135,14 @@ class _VerifiedReads:
         if self._crc32 != self._expected:
             self._next = -1
             raise ChecksumMismatch(
-                f"{self._storage.path}/{self._file}: {self._tensor.key!r} is damaged: its CRC-32 is not the one that "
-                f"was stored with it"
+                f"{self._storage.path}/{self._file}: {self._tensor.key!r} is damaged: its CRC-32 differs from the "
+                f"stored one"
             )
         self._is_verified = True
 
 
 def _first_of_run(region: Region, shape: Sequence[int]) -> int | None:
-    """The number of a region's first element, if the region is one run of elements in C order; otherwise None."""
+    """Returns the index of a region's first element in C order. For a region that is not contiguous, returns None."""
     first, stop = region.span(shape)
     return first if stop - first == math.prod(region.size) else None
 
@@ -153,22 +151,20 @@ def _first_of_run(region: Region, shape: Sequence[int]) -> int | None:
 
 
 def check(view: CheckpointView, options: ConvertOptions) -> None:
-    """Raises `ConversionError` for values that tensorizer cannot hold or read again, and for rules that split
-    nothing.
-    """
+    """Raises `ConversionError` for values that tensorizer cannot hold or read, and for rules that split nothing."""
     check_no_objects(view, "a tensorizer file")
     keys = list(view.tensors)
     for key, name in zip(keys, stored_names(keys), strict=True):
         if key != name:
-            raise ConversionError(f"{key!r} cannot be a name in a tensorizer file: leave it out, or strip a prefix")
+            raise ConversionError(f"{key!r} cannot be a name in a tensorizer file. Leave it out, or strip a prefix.")
     for pattern in options.split:
         if not fnmatch.filter(keys, pattern):
-            raise ConversionError(f"no key matches {pattern!r}, which is to be split")
+            raise ConversionError(f"no key matches {pattern!r}. Change split.")
     for tensor in view.tensors.values():
         if not tensor.nbytes and _numpy_lacks(tensor.dtype):
             raise ConversionError(
-                f"{tensor.key!r} has no elements, and tensorizer cannot read a file with such a tensor of "
-                f"{tensor.dtype}: leave it out"
+                f"{tensor.key!r} has no elements, and tensorizer cannot read a file with an empty tensor of "
+                f"{tensor.dtype}. Leave it out."
             )
         dim = _split_dimension(tensor.key, options)
         if dim is None:
@@ -177,12 +173,12 @@ def check(view: CheckpointView, options: ConvertOptions) -> None:
         if extent is None or extent % options.tensor_parallel:
             raise ConversionError(
                 f"{tensor.key!r} of shape {tensor.shape} cannot be split into {options.tensor_parallel} equal "
-                f"parts along dimension {dim}"
+                f"parts along dimension {dim}."
             )
 
 
 def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: ConvertOptions) -> None:
-    """Writes a file, or a directory with a file for each rank."""
+    """Writes a file or, with ``tensor_parallel``, a directory with a file for each rank."""
     tensors = list(view.tensors.values())
     if options.tensor_parallel == 1:
         with new_file(path, storage_options) as (storage, name):
@@ -209,7 +205,7 @@ def _elements(tensor: StoredTensor) -> memoryview:
 
 
 def _split_dimension(key: str, options: ConvertOptions) -> int | None:
-    """The dimension along which a tensor is split; None if it is whole in each file."""
+    """Returns the dimension along which a tensor is split. For a tensor that is whole in each file, returns None."""
     return next((dim for pattern, dim in options.split.items() if fnmatch.fnmatchcase(key, pattern)), None)
 
 

@@ -1,9 +1,9 @@
-"""Reads and writes the files of ``torch.save`` without ever having a whole file in memory.
+"""Reads and writes ``torch.save`` files without holding a whole file in memory.
 
-Such a file is a zip archive: a pickle of the state dict, and a record with each tensor's elements. With fake tensors,
-``torch.load`` gives the locations of these records instead of reading them, and ``torch.save`` makes an archive in
-which they are empty space. The other parts of that archive are copied to the result, which Python's zipfile writes: it
-does not seek, and computes the CRC-32s.
+Such a file is a zip archive with a pickle of the state dict and a record per tensor. With fake tensors, ``torch.load``
+returns the locations of the records instead of reading them, and ``torch.save`` writes an archive in which they are
+empty. The other parts of that archive are copied to the result, which Python's zipfile writes: it does not seek, and
+computes the CRC-32s.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from .._view import (
 )
 from .common import ConvertOptions, FileRange, naming
 
-_ALIGNMENT = 64  # tensors in the file are aligned as torch.save aligns them
+_ALIGNMENT = 64  # bytes, as in torch.save
 _NOT_LOCATED = "a sparse, quantized or nested tensor, or one without data"
-# The bytes before an entry's data in a zip file, without its name: a header, the beginning of the extra field with our
-# padding, and one for 64-bit sizes. Readers skip extra fields with unknown tags.
+# The bytes before an entry's data in a zip file, without its name: the header (30), the head of the extra field with
+# the padding (4), and the extra field for 64-bit sizes (20). Readers skip extra fields with unknown tags.
 _BEFORE_DATA = 30 + 4 + 20
 _PADDING_TAG = 0x4246
 
@@ -66,17 +66,17 @@ _PADDING_TAG = 0x4246
 
 
 def read(storage: Storage, name: str) -> CheckpointView:
-    """The contents of a file with a state dict.
+    """Opens a file with a state dict.
 
-    Raises `UntrustedObject` if it would need code to run, and `ConversionError` if it cannot be read or has no state
-    dict.
+    Raises `UntrustedObject` if loading would run code, and `ConversionError` if the file cannot be read or holds no
+    state dict.
     """
     path = f"{storage.path}/{name}"
     nbytes = storage.head(name) or 0
     with naming(storage, path), storage.reading(name) as reader:
         state = load_fake(FileRange(reader, 0, nbytes), nbytes, path)
     if not isinstance(state, dict):
-        raise ConversionError(f"{path} holds a {type(state).__name__}, not a state dict")
+        raise ConversionError(f"{path} must hold a state dict, got a {type(state).__name__}.")
     with naming(storage, path):
         check_size(state)
         values, paths = flatten_state_dict(state)
@@ -98,9 +98,9 @@ def read(storage: Storage, name: str) -> CheckpointView:
 
 
 def locate(storage: Storage, path: Path, tensor: torch.Tensor, file: str, start: int = 0) -> StoredTensor:
-    """Makes the tensor at a path from one of `load_fake`, whose ``torch.save`` bytes begin at ``start`` in a file.
+    """Makes a stored tensor from one of `load_fake`, whose ``torch.save`` bytes begin at ``start`` in a file.
 
-    Raises `ConversionError` if its elements are not plain bytes.
+    Raises `ConversionError` if the elements are not stored as plain bytes.
     """
     if not is_located(tensor):
         message = f"{key_of(path)!r} in {storage.path}/{file} is {_NOT_LOCATED}, which cannot be converted"
@@ -129,16 +129,16 @@ def locate(storage: Storage, path: Path, tensor: torch.Tensor, file: str, start:
 
 
 LAST_STRIDED: list[tuple[Piece, torch.Tensor]] = []
-"""The last tensor that was read whole because its elements are not stored in C order, until its last block is read."""
+"""The last tensor that was read whole because it is not stored in C order. Cleared once its last block is read."""
 _STRIDED_LOCK = free_in_child(threading.Lock())
 _RUN = 32 << 20  # bytes of a file to read at once for elements that are not adjacent
 
 
 def _read_strided(storage: Storage, piece: Piece, strides: Sequence[int], region: Region) -> torch.Tensor:
-    """Reads a region of a tensor that has these strides in a file: reads the whole tensor, once for all its blocks."""
+    """Reads a region of a tensor with these strides in its file, by reading the whole tensor once for all blocks."""
     with _STRIDED_LOCK:
         elements = LAST_STRIDED[0][1] if LAST_STRIDED and LAST_STRIDED[0][0] is piece else None
-        LAST_STRIDED.clear()  # first, so that two are never in memory
+        LAST_STRIDED.clear()  # before reading, so that two tensors are never in memory
         if elements is None:
             elements = _read_whole(storage, piece, strides)
         if any(a + n != extent for a, n, extent in zip(region.start, region.size, piece.shape, strict=True)):
@@ -156,7 +156,7 @@ def _read_whole(storage: Storage, piece: Piece, strides: Sequence[int]) -> torch
         return read_region(storage, piece.item.name, dtype, [run], Region((start,), (count,)), verify=False)
 
     def gather(target: torch.Tensor, first: int) -> None:
-        """Reads elements that are not adjacent, in runs: by halves, quarters, and so on."""
+        """Reads elements that are not adjacent, halving the tensor until a part spans at most _RUN bytes."""
         extents = [(n - 1) * step for n, step in zip(target.shape, strides, strict=True)]
         count = 1 + sum(extents)
         if count * target.itemsize <= _RUN:
@@ -169,7 +169,7 @@ def _read_whole(storage: Storage, piece: Piece, strides: Sequence[int]) -> torch
 
     if run.shape[0] <= math.prod(piece.shape):
         return read_run(0, run.shape[0]).as_strided(piece.shape, strides, 0)
-    # For example a few columns of a large matrix: only these stay in memory, not the bytes between them.
+    # For example a few columns of a large matrix: hold only the columns, not the bytes between them.
     elements = empty(piece.shape, dtype)
     gather(elements, 0)
     return elements
@@ -179,7 +179,7 @@ def _read_whole(storage: Storage, piece: Piece, strides: Sequence[int]) -> torch
 
 
 def check(view: CheckpointView, options: ConvertOptions) -> None:
-    """Raises `ConversionError` for keys that are not one nested state dict."""
+    """Raises `ConversionError` if the keys do not form one nested state dict."""
     check_paths(view)
     check_lists(view)
 
@@ -191,9 +191,9 @@ def write(
     options: ConvertOptions,
     block_bytes: int = BLOCK,
 ) -> None:
-    """Writes a nested state dict of everything; tensors are read in blocks.
+    """Writes the nested state dict, reading tensors in blocks.
 
-    Raises `UntrustedObject` if an object would need code to run, and `ConversionError` if an object holds tensors.
+    Raises `UntrustedObject` if loading an object would run code, and `ConversionError` if an object holds tensors.
     """
     with new_file(path, storage_options) as (storage, name):
         records = _records(view)
@@ -202,7 +202,7 @@ def write(
 
 
 def _records(view: CheckpointView) -> dict[str, bytes | StoredTensor]:
-    """The records of the archive in order, with their bytes or the tensor whose elements they are."""
+    """Returns the records of the archive in order: their bytes, or the tensor that they store."""
     with FakeTensorMode():
         fakes = {
             key: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for key, tensor in view.tensors.items()
@@ -213,41 +213,42 @@ def _records(view: CheckpointView) -> dict[str, bytes | StoredTensor]:
     # torch numbers the records of tensors in the order in which it pickles them.
     keys = {id(fake): key for key, fake in fakes.items()}
     tensors = {f"archive/data/{n}": view.tensors[keys[id(fake)]] for n, fake in enumerate(tensors_in(state))}
-    # The file is sparse, so that the space for the tensors takes none. The archive contains its own name, here the one
-    # that torch gives to streams.
+    # The file is sparse: the empty tensors take no space. The archive contains its own name; "archive" is the name that
+    # torch gives to streams.
     with tempfile.TemporaryDirectory(prefix="dcp_tensorizer-") as folder:
         try:
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save(state, f"{folder}/archive")
-        except (RuntimeError, OSError) as error:  # a full disk is a RuntimeError there
+        except (RuntimeError, OSError) as error:  # torch raises RuntimeError for a full disk
             raise WriteError(
-                f"cannot write the frame of the archive to {tempfile.gettempdir()} (TMPDIR says where): {error}"
+                f"cannot write the frame of the archive to {tempfile.gettempdir()}: {error}. "
+                f"Set TMPDIR to another folder."
             ) from error
         with zipfile.ZipFile(f"{folder}/archive") as template:
-            # A record of this name would promise that the places of records follow from their sizes.
+            # This record would promise that the offsets of records can be computed from their sizes.
             names = [name for name in template.namelist() if name != "archive/.format_version"]
             return {name: tensors[name] if name in tensors else template.read(name) for name in names}
 
 
 def _loaded(stored: StoredObject, path: str) -> Any:
-    """Loads an object that becomes part of the state dict."""
+    """Loads an object, which torch.save can only write as part of the state dict."""
     try:
         value = load_object(stored.read())
     except UntrustedObject as error:
         raise UntrustedObject(
-            f"{stored.key!r} in {path} could run code when it is loaded: {error}. It must be loaded to become part of "
-            f"a torch.save file: leave it out"
+            f"{stored.key!r} in {path} could run code when loaded, which writing a torch.save file needs: {error}. "
+            f"Leave it out."
         ) from None
     if tensors_in(value):  # their elements would not be written
         raise ConversionError(
-            f"{stored.key!r} in {path} is a {type(value).__name__} with tensors in it, which cannot be converted: "
-            f"leave it out, or load and save it"
+            f"{stored.key!r} in {path} is a {type(value).__name__} with tensors in it, which cannot be converted. "
+            f"Leave it out, or load and save it."
         )
     return value
 
 
 class _Output:
-    """A file that is written from front to back, or of which only the size is computed."""
+    """An output that is written sequentially, or without ``write_piece`` only measured."""
 
     def __init__(self, write_piece: Callable[[memoryview], None] | None = None) -> None:
         self.write_piece = write_piece
@@ -268,7 +269,7 @@ class _Output:
 
 
 def archive_size(records: Mapping[str, bytes | StoredTensor]) -> int:
-    """The size of the archive of some records, without reading tensors."""
+    """Returns the size of the archive of some records, without reading tensors."""
     output = _Output()
     _write_archive(records, output, BLOCK)
     return output.position
@@ -288,7 +289,7 @@ def _write_archive(records: Mapping[str, bytes | StoredTensor], output: _Output,
                         record.write(host_bytes(content.read(region)))
                 else:
                     output.position += content.nbytes
-            if isinstance(content, StoredTensor):  # of which nothing is written if only the size is computed
+            if isinstance(content, StoredTensor):  # zipfile counts no bytes if the archive is only measured
                 entry.file_size = entry.compress_size = content.nbytes
 
 
@@ -296,9 +297,9 @@ def _write_archive(records: Mapping[str, bytes | StoredTensor], output: _Output,
 
 
 def load_fake(file: FileRange, nbytes: int, path: str) -> Any:
-    """Loads ``torch.save`` bytes with fake tensors; `is_located` returns which of them have a location in the file.
+    """Loads ``torch.save`` bytes with fake tensors. Those that satisfy `is_located` have a location in the file.
 
-    Raises `UntrustedObject`, with the file's path, if it would need code to run, and any other error if it is damaged.
+    Raises `UntrustedObject`, with the file's path, if loading would run code, and any other error for a damaged file.
     """
     buffered = io.BufferedReader(file)
     records = check_saved(buffered, nbytes)
@@ -309,20 +310,20 @@ def load_fake(file: FileRange, nbytes: int, path: str) -> Any:
     except Exception as error:
         refused = error
     try:
-        # What `_Unpickler` replaces is not called: torch 2.15 no longer trusts the function that makes nested tensors.
+        # `_Unpickler` never calls the functions in NEVER_FAKE. torch 2.15 no longer trusts the one for nested tensors.
         needed = [name for name in unsafe_globals(buffered) if name not in NEVER_FAKE]
-    except UntrustedObject:  # not what torch.save writes
+    except UntrustedObject:  # not a pickle that torch.save writes
         raise refused from None
     if needed:
         raise UntrustedObject(
-            f"{path} could run code when it is loaded ({', '.join(needed)}), and was not loaded: if you trust it, "
-            f"load it with torch.load(weights_only=False), and save its state dict"
+            f"{path} could run code when it is loaded ({', '.join(needed)}), and was not loaded. If you trust it, "
+            f"load it with torch.load(weights_only=False), and save its state dict."
         )
     return _load(buffered, records, weights_only=False)
 
 
 def _load(file: IO[bytes], records: Sequence[tuple[int, int]], *, weights_only: bool) -> Any:
-    """Raises `ValueError` unless the bytes of all tensors lie within records of their file."""
+    """Loads a value; raises `ValueError` unless the bytes of each tensor lie within a record of the file."""
     file.seek(0)
     with FakeTensorMode():
         pickling = None if weights_only else SimpleNamespace(__name__="pickle", Unpickler=_Unpickler)
@@ -333,12 +334,12 @@ def _load(file: IO[bytes], records: Sequence[tuple[int, int]], *, weights_only: 
         nbytes = tensor.untyped_storage().nbytes()
         number = bisect.bisect_right(records, (checkpoint_offset(tensor), 0)) - 1
         if number < 0 or nbytes > records[number][1]:
-            raise ValueError(f"a tensor claims to have {nbytes:,} bytes, more than are stored")
+            raise ValueError(f"a tensor has {nbytes:,} bytes, more than its record")
     return value
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes tensors on the meta device in place of those that torch cannot make as fake ones, such as sparse ones."""
+    """An unpickler that makes meta tensors instead of those that cannot be fake, such as sparse ones."""
 
     def find_class(self, module: str, name: str) -> Any:
         return _stand_in if f"{module}.{name}" in NEVER_FAKE else super().find_class(module, name)
@@ -349,13 +350,13 @@ def _stand_in(*arguments: Any) -> torch.Tensor:
 
 
 def is_located(value: Any) -> bool:
-    """Returns whether a value of `load_fake` is a tensor whose elements lie in the file, as plain bytes."""
+    """Returns whether a value of `load_fake` is a tensor whose elements are plain bytes in the file."""
     is_strided = isinstance(value, FakeTensor) and value.layout is torch.strided
     return is_strided and not value.is_quantized and not value.is_meta
 
 
 class _TensorFinder(pickle.Pickler):
-    """Finds tensors wherever a pickle would contain them."""
+    """A pickler that collects all tensors that a pickle would contain."""
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO())
@@ -369,7 +370,7 @@ class _TensorFinder(pickle.Pickler):
 
 
 def tensors_in(value: Any) -> Sequence[Any]:
-    """The tensors anywhere in a value, in the order in which they are pickled."""
+    """Returns all tensors in a value, however nested, in the order in which they are pickled."""
     finder = _TensorFinder()
     finder.dump(value)
     return finder.tensors
@@ -381,7 +382,7 @@ _MAX_VALUES = 10_000_000
 
 
 def nested(values: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, Any]:
-    """A nested state dict of values at their paths; no path may lead through another's value."""
+    """Builds the nested state dict of values at their paths. No path may be a prefix of another."""
     root: dict[Any, Any] = {}
     for name, value in values.items():
         node: Any = root
@@ -400,7 +401,7 @@ def nested(values: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, An
 
 
 def exact_paths(state: Mapping[Any, Any], paths: Mapping[str, Path]) -> dict[str, Path]:
-    """The paths that DCP makes of a state dict, but with the dicts' own keys if those are not strings."""
+    """Returns DCP's paths of a state dict, with `NonStringKey` for dict keys that are not strings."""
     keys_of: dict[int, dict[str, Any]] = {}
     exact: dict[str, Path] = {}
     for name, path in paths.items():
@@ -420,11 +421,10 @@ def exact_paths(state: Mapping[Any, Any], paths: Mapping[str, Path]) -> dict[str
 
 
 def check_size(state: Any) -> None:
-    """Raises `ValueError` if a nested state dict has too many values, counting a container at each reference, or has a
-    cycle.
+    """Raises `ValueError` if a nested state dict has a cycle or more than `_MAX_VALUES` values.
 
-    Each container is visited once, so that containers with many references to each other take no time here. Flattening
-    the state dict would take long.
+    A container counts at each reference, because flattening visits it at each, but is visited only once here. So nested
+    references cannot take exponential time.
     """
     sizes: dict[int, int] = {}  # the sizes of containers; 0 while one is being counted
     left = [(state, False)]
@@ -452,37 +452,33 @@ def _members(node: Any) -> Collection[Any]:
 
 
 def check_paths(view: CheckpointView) -> None:
-    """Raises `ConversionError` unless all keys are one state dict: none below a value, each container a dict or a
-    list.
-    """
+    """Raises `ConversionError` if a key is below a value, or if a container would be both a dict and a list."""
     is_list: dict[Path, bool] = {(): False}
     for key, path in view.paths.items():
         for depth, part in enumerate(path):
             if is_list.setdefault(path[:depth], type(part) is int) != (type(part) is int):
-                raise ConversionError(f"{key!r} would be in a dict that is a list for other keys: leave it out")
+                raise ConversionError(f"{key!r} would be in a dict that is a list for other keys. Leave it out.")
     for key, path in view.paths.items():
         if path in is_list:
-            raise ConversionError(f"{key!r} cannot be a value, and hold the values of other keys, too: leave it out")
+            raise ConversionError(f"{key!r} is a value, but other keys are below it. Leave it out.")
 
 
 def check_names(view: CheckpointView) -> None:
-    """Raises `ConversionError` for dict keys that are not strings: DCP has only names for them."""
+    """Raises `ConversionError` for dict keys that are not strings: DCP stores only their names."""
     for key, path in view.paths.items():
         for part in path:
             if isinstance(part, NonStringKey):
                 raise ConversionError(
                     f"{key!r} is below {part.value!r} in a dict, a key of type {type(part.value).__name__} that would "
-                    f"become a string: leave it out, or convert to torch"
+                    f"become a string. Leave it out, or convert to torch."
                 )
 
 
 def check_lists(view: CheckpointView) -> None:
-    """Raises `ConversionError` for partial lists: flattening them again would give other keys."""
+    """Raises `ConversionError` for partial lists, whose keys would change when flattened again."""
     paths = view.paths
-    for (
-        key,
-        path,
-    ) in paths.items():  # checked before a huge list is made: a whole one has no more members than there are keys
+    # Checked before `nested` allocates a huge list: a whole list has no more members than there are keys.
+    for key, path in paths.items():
         if any(type(part) is int and part >= len(paths) for part in path):
             raise _partial_list(key)
     values = dict.fromkeys(view.objects) | {key: torch.empty(0, device="meta") for key in view.tensors}
@@ -495,4 +491,4 @@ def check_lists(view: CheckpointView) -> None:
 
 
 def _partial_list(key: str) -> ConversionError:
-    return ConversionError(f"{key!r} belongs to a list that is only partly selected: convert all of it, or nothing")
+    return ConversionError(f"{key!r} belongs to a list that is only partly selected. Convert all of the list, or none.")

@@ -1,4 +1,4 @@
-"""Builds the report of one or several checkpoints, from their views to the page."""
+"""Builds the HTML report of one or several checkpoints."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Reported:
     Attributes:
         path: The page, without credentials.
         checkpoints: The paths of the checkpoints, in the order of the page.
-        tensors: How many tensors the page shows.
+        tensors: Number of tensors on the page.
         nbytes: Size of the page.
-        seconds: How long it took.
+        seconds: The time taken.
     """
 
     path: str
@@ -53,17 +53,17 @@ def report(
     encryption: DecryptionParams | None = None,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Reported:
-    """Writes a page about one or several checkpoints: sizes, norms, extremes, histograms, and how they change.
+    """Writes an HTML page about checkpoints: sizes, norms, extremes, histograms, and their changes over the steps.
 
-    The page is one HTML file that needs no network. Each block of a tensor is read once. A tensor whose digests are the
-    same as in the previous checkpoint is not read again.
+    The page needs no network. Each block of a tensor is read once. A tensor with the same digests as in the previous
+    checkpoint is not read again.
 
     Args:
-        checkpoints: Of any of the formats that `convert` reads. They are sorted by the steps in their names, if all
-            have one and no two the same.
+        checkpoints: Checkpoints of any format that `convert` reads. If all their names have different steps, they are
+            sorted by step.
         output: The page: a local path, or a URL. An older file is replaced.
         storage_options: Passed to the fsspec filesystems of URLs.
-        encryption: The key, if any of them is encrypted. The page is not encrypted.
+        encryption: The key, if a checkpoint is encrypted. The page is not encrypted.
         on_progress: Called with the bytes that were read and the bytes in all.
 
     Raises:
@@ -71,7 +71,7 @@ def report(
         NotCommitted: there is no checkpoint at one of the paths.
         DecryptionError: a key is missing or wrong, or no checkpoint is encrypted.
         WriteError: the page cannot be written.
-        CheckpointError: one of the checkpoints is damaged, or cannot be read.
+        CheckpointError: a checkpoint is damaged or cannot be read.
     """
     if not checkpoints:
         raise ValueError("checkpoints is empty. Name at least one.")
@@ -88,7 +88,7 @@ def report(
 
 
 def in_order_of_steps(views: Sequence[CheckpointView]) -> list[CheckpointView]:
-    """Sorts checkpoints by their steps, if each has its own; otherwise keeps their order."""
+    """Sorts checkpoints by step. If steps are missing or equal, returns the given order."""
     steps = [step_of(_name(view)) for view in views]
     if None in steps or len(set(steps)) < len(steps):
         return list(views)
@@ -98,9 +98,9 @@ def in_order_of_steps(views: Sequence[CheckpointView]) -> list[CheckpointView]:
 def build(
     views: Sequence[CheckpointView], on_progress: Callable[[int, int], object] = lambda done, total: None
 ) -> bytes:
-    """The page about some checkpoints. Each but the first is compared with the one before.
+    """Builds the page. Each checkpoint is compared with the previous one.
 
-    Raises `ReadError` if one of them is damaged or cannot be read.
+    Raises `ReadError` if a checkpoint is damaged or cannot be read.
     """
     names = [_name(view) for view in views]
     if len(set(names)) < len(names):
@@ -118,23 +118,23 @@ def _name(view: CheckpointView) -> str:
 
 # --- the HTML page ----------------------------------------------------------------------------------------------------
 #
-# Data, styles and scripts are inside, and the page makes no request. Names come from checkpoints, and so never become
-# HTML: they are in a JSON document that cannot end its tag, and the scripts show them as text. A policy in the page's
-# head allows only these scripts, by their digests.
+# Data, styles and scripts are inline, and the page makes no request. Names come from checkpoints and are untrusted.
+# They are in a JSON document that cannot close its tag, and the scripts show them only as text. The content security
+# policy in the head allows only these scripts, by their digests.
 
 _SCRIPTS = ("data.js", "draw.js", "treemap.js", "charts.js", "table.js", "detail.js", "main.js")
 _DIGITS = 5
 
 
 def render(data: Mapping[str, Any]) -> bytes:
-    """The page of ``data``: ``checkpoints`` has a `checkpoint_row` for each, ``tensors`` a `tensor_row`."""
+    """Renders ``data``: ``checkpoints`` is a list of `checkpoint_row`, ``tensors`` a list of `tensor_row`."""
     style, script = _read("page.css"), "\n".join(map(_read, _SCRIPTS))
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     parts = {
         "POLICY": f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}",
         "STYLE": style,
         "SCRIPT": script,
-        "DATA": text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),  # none begins a tag
+        "DATA": text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),  # cannot contain a tag
     }
     begin, *rest = _read("page.html").split("{{")
     return (begin + "".join(parts[name] + text for name, _, text in (p.partition("}}") for p in rest))).encode()
@@ -143,7 +143,7 @@ def render(data: Mapping[str, Any]) -> bytes:
 def checkpoint_row(
     name: str, step: int | None, saved: float | None, checkpoint_format: str, nbytes: int, objects: int
 ) -> dict[str, Any]:
-    """The page's row of a checkpoint."""
+    """Returns the page's row of a checkpoint."""
     time = None if saved is None else datetime.fromtimestamp(saved, timezone.utc).isoformat(timespec="seconds")
     return {
         "name": name,
@@ -156,9 +156,9 @@ def checkpoint_row(
 
 
 def tensor_row(tensor: StoredTensor, statistics: Sequence[Statistics | None]) -> list[Any]:
-    """The page's row of a tensor: key, shape, dtype, bytes, and its statistics in each checkpoint.
+    """Returns the page's row of a tensor: key, shape, dtype, bytes, and its statistics in each checkpoint.
 
-    The statistics are in the order of ``data.js``.
+    Each statistic has the order of FIELDS in ``data.js``.
     """
     rows = [
         None
@@ -174,7 +174,7 @@ def tensor_row(tensor: StoredTensor, statistics: Sequence[Statistics | None]) ->
 
 
 def _short(number: float | None) -> float | None:
-    """Rounds to the digits that the page shows."""
+    """Rounds to `_DIGITS` digits. JSON has no NaN and infinity: for these, returns None."""
     return float(f"{number:.{_DIGITS}g}") if number is not None and math.isfinite(number) else None
 
 

@@ -1,4 +1,4 @@
-// How the parts of what the reader looks at move from checkpoint to checkpoint.
+// Charts of the selected parts over the checkpoints.
 
 const MOST_LINES = 24, LABELLED = 8;
 
@@ -60,7 +60,7 @@ function drawLine(line, field, x, y, show, picture, ends) {
   return group;
 }
 
-// Names at the ends of the lines, moved apart where they would overlap.
+// Names at the ends of the lines, moved apart if they would overlap.
 function drawEnds(picture, ends, x, bottom, letters) {
   ends.sort((a, b) => a.y - b.y);
   ends.forEach((end, at) => { end.y = Math.max(end.y, at ? ends[at - 1].y + 13 : 8); });
@@ -79,7 +79,7 @@ function highlight(picture, key) {
   for (const group of picture.querySelectorAll("g")) group.classList.toggle("faint", key !== null && group.dataset.part !== key);
 }
 
-// Places by step where all steps are known and rise, else one after the other.
+// Positions by step if all steps are known and rise, otherwise equidistant.
 function xScale(left, right) {
   const steps = CHECKPOINTS.map((checkpoint) => checkpoint.step);
   const rise = steps.every((step, at) => step !== null && (!at || step > steps[at - 1]));
@@ -98,7 +98,7 @@ function drawSteps(picture, x, height) {
   });
 }
 
-// Round values: of a logarithmic scale powers of ten, or where there are few of them also twice and five times those.
+// Round values. On a logarithmic scale: powers of ten, with fewer than three also their multiples by 2 and 5.
 function ticks(scale, log) {
   const { low, high } = scale;
   if (low === high) return [low];

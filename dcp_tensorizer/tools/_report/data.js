@@ -10,7 +10,7 @@ const TENSORS = REPORT.tensors.map(([key, shape, dtype, bytes, values]) => ({
   values: values.map((row) => row && Object.fromEntries(FIELDS.map((name, number) => [name, row[number]]))),
 }));
 
-// What the reader looks at: a part of the tree, a search, one of the checkpoints.
+// The selection: a node of the tree, a search, a checkpoint.
 const LOOK = { node: null, query: "", checkpoint: CHECKPOINTS.length - 1, colour: "part", sort: null, descending: true };
 
 function makeTree(tensors) {
@@ -32,14 +32,14 @@ function makeTree(tensors) {
   return root;
 }
 
-// What a reader compares when looking at a node: its parts, or where there is only one, the parts of that.
+// The parts of a node to compare. A node with a single part is replaced by that part.
 function comparedIn(node) {
   const parts = partsOf(node);
   if (!parts.length) return [{ name: node.name, node }];
   return parts.length === 1 && parts[0].node.children.size ? comparedIn(parts[0].node) : parts;
 }
 
-// The parts of a node, largest first. A part that is only the way to one other part is shown together with that.
+// The parts of a node, largest first. A chain of nodes with one child each is a single part.
 function partsOf(node) {
   return [...node.children.values()].map((child) => {
     let name = child.name, end = child;
@@ -59,7 +59,7 @@ function isFloating(tensor) {
   return /^(b?float|complex)/.test(tensor.dtype);
 }
 
-// Norm of all floating-point tensors of a node in each checkpoint, and how far it moved, relative to its norm before.
+// Norm of all floating-point tensors of a node in each checkpoint, and its change relative to the previous norm.
 function normsOf(node) {
   const norms = CHECKPOINTS.map((_, at) => rootOfSquares(node.tensors, at, "norm"));
   const moved = CHECKPOINTS.map((_, at) => {
@@ -81,7 +81,7 @@ function rootOfSquares(tensors, at, field) {
   return known ? Math.sqrt(sum) : null;
 }
 
-// One number for a part of the tree at the chosen checkpoint; null where there is none.
+// One number for a node at the selected checkpoint, or null.
 const METRICS = {
   rms: { name: "root mean square", show: number, log: true, of: (node) => {
     const tensors = node.tensors.filter((tensor) => isFloating(tensor) && tensor.values[LOOK.checkpoint]);
@@ -102,7 +102,7 @@ function sum(items, of) {
   return items.reduce((total, item) => total + of(item), 0);
 }
 
-// --- how numbers are written ---
+// --- formatting of numbers ---
 
 function number(value) {
   if (value === null || value === undefined) return "–";

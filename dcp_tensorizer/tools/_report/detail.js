@@ -1,4 +1,4 @@
-// All about one tensor.
+// The details of one tensor.
 
 function showDetail(tensor) {
   const dialog = byId("detail");

@@ -21,7 +21,7 @@ function byId(id) {
   return document.getElementById(id);
 }
 
-// A key that may be broken after its dots.
+// A key with line breaks allowed after its dots.
 function breakable(key) {
   return key.split(/(?<=\.)/).flatMap((part, at) => (at ? [element("wbr"), part] : [part]));
 }
@@ -30,7 +30,7 @@ function fact(name, value, more = "") {
   return element("div", {}, element("dt", {}, name), element("dd", {}, value, element("small", {}, more)));
 }
 
-// A tooltip that follows the pointer, and stands beside what has the focus.
+// A tooltip that follows the pointer, or is next to the focused element.
 function withTip(target, title, lines) {
   const show = (x, y) => {
     const tip = byId("tip");
@@ -63,7 +63,7 @@ function lineColour(rank) {
   return rank < HUES.length ? `oklch(${lightness} .105 ${HUES[rank]})` : `oklch(${lightness} 0 0)`;
 }
 
-// From paper to accent, for a share of 0 to 1.
+// A colour from paper to accent, for a share of 0 to 1.
 function ramp(share) {
   return share === null ? "var(--line)" : `color-mix(in oklch, var(--accent) ${Math.round(8 + 72 * share)}%, var(--raised))`;
 }
@@ -72,7 +72,7 @@ function isDark() {
   return document.documentElement.dataset.theme === "dark";
 }
 
-// A scale from values to shares of 0 to 1; values of 0 or less are at its beginning where it is logarithmic.
+// A scale from values to shares of 0 to 1. A logarithmic scale maps values of 0 or less to 0.
 function scaleOf(values, log) {
   const known = values.filter((value) => value !== null && (!log || value > 0));
   if (!known.length) return { low: null, high: null, share: (value) => (value === null ? null : 0) };

@@ -1,4 +1,4 @@
-// The head of the page, and what the reader does.
+// The head of the page, and the event handlers.
 
 const ROOT = makeTree(TENSORS);
 

@@ -1,6 +1,6 @@
-"""Statistics of all tensors of several checkpoints: each block is read once, from all checkpoints together.
+"""Computes statistics of all tensors of several checkpoints, reading each block once, from all checkpoints together.
 
-Memory does not grow with the checkpoints: threads read a few blocks ahead, and only the statistics of tensors are kept.
+Memory does not grow with the checkpoints: threads read a few blocks ahead, and only statistics are retained.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from .._diff import proved_same
 from .._view import CheckpointView, StoredTensor, blocks_of
 from .statistics import Running, Statistics
 
-_BLOCK = 8 << 20  # bytes that a thread reads at once, of all checkpoints together
+_BLOCK = 8 << 20  # bytes that a thread reads at once, from all checkpoints together
 _MAX_THREADS = 4
 
 
 class _Series(NamedTuple):
-    """A tensor in consecutive checkpoints in which it has the same shape."""
+    """A tensor over consecutive checkpoints in which its shape is the same."""
 
     key: str
-    tensors: list[StoredTensor]  # the versions that differ by their digests
-    numbers: list[list[int]]  # for each version, those of its checkpoints
+    tensors: list[StoredTensor]  # its values whose digests differ
+    numbers: list[list[int]]  # for each of `tensors`, the numbers of the checkpoints that hold it
 
     @property
     def blocks(self) -> list[Region]:
-        """The blocks in which it is read."""
+        """The blocks in which the tensor is read."""
         return list(blocks_of(self.tensors[0], max(1, _BLOCK // len(self.tensors))))
 
 
@@ -41,10 +41,8 @@ def measure(
 ) -> Iterator[tuple[StoredTensor, list[Statistics | None]]]:
     """Yields each tensor, as in the last checkpoint that has it, with its statistics in each checkpoint.
 
-    They are None if a checkpoint lacks the tensor, or the dtype has no arithmetic. Raises `ReadError` if a checkpoint
-    is damaged or cannot be read.
-
-    ``on_progress`` gets the bytes done and the bytes in all.
+    For a checkpoint that lacks the tensor, or a dtype without arithmetic, the statistics are None. ``on_progress`` is
+    called with the bytes done and the total. Raises `ReadError` if a checkpoint is damaged or cannot be read.
     """
     keys = dict.fromkeys(key for view in reversed(views) for key in view.tensors)
     runs = {key: list(_runs(key, [view.tensors.get(key) for view in views])) for key in keys}
@@ -91,7 +89,7 @@ def _runs(key: str, tensors: Sequence[StoredTensor | None]) -> Iterator[_Series]
 
 
 def _measure_block(task: tuple[_Series, Region]) -> list[Running] | None:
-    """Measures a block in all checkpoints of a series; None if the dtype has no arithmetic."""
+    """Measures a block in all checkpoints of a series. If the dtype has no arithmetic, returns None."""
     run, region = task
     measured: list[Running] = []
     before = None
@@ -112,7 +110,7 @@ def _in_order(
     tasks: Iterable[tuple[_Series, Region]],
     most: int,
 ) -> Iterator[list[Running] | None]:
-    """The results of tasks in order. At most ``most`` tasks are begun whose results are not taken yet."""
+    """Yields the results of tasks in order, with at most ``most`` tasks submitted ahead."""
     begun: deque[Future[list[Running] | None]] = deque()
     try:
         for task in tasks:

@@ -1,7 +1,7 @@
-"""Statistics of a tensor's elements in one pass: block by block, and each block piece by piece.
+"""Computes statistics of a tensor's elements in one pass, by blocks and by pieces of blocks.
 
-A histogram whose range is known only at the end needs a second pass, or fine bins that fit every range. The first 14
-bits of a float32 are such bins: sign, exponent, and 5 bits of the fraction, so that a bin is 3% wide.
+The range of a histogram is known only at the end. To avoid a second pass, elements are counted in fine bins that fit
+any range: the first 14 bits of a float32 (sign, exponent, and 5 bits of the fraction), so that a bin is 3% wide.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ import torch
 from numpy.typing import NDArray
 
 BINS = 40
-"""The number of bins of a histogram that is shown."""
+"""The number of bins of a shown histogram."""
 
-_PIECE = 1 << 15  # elements: as float64 they fit into the core's own cache
+_PIECE = 1 << 15  # elements: 256 KiB as float64, which fit into the core's own cache
 _SHIFT = 18
 _FINE = 1 << (32 - _SHIFT)
 _FINITE = 255 << (23 - _SHIFT)  # fine bins of one sign below infinity
 _LARGEST = float(np.finfo(np.float32).max)
-_DEVIATIONS = 4.0  # standard deviations on both sides of the mean that a histogram covers
+_DEVIATIONS = 4.0  # a histogram covers this many standard deviations on both sides of the mean
 
 _Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """The statistics of a tensor's elements; the real and imaginary parts of complex ones count as elements.
+    """The statistics of a tensor's elements. The real and imaginary parts of a complex number are two elements.
 
     Attributes:
-        elements, zeros, nans, infinities: How many there are.
-        smallest, largest, mean, deviation, norm: Of the finite elements; None if there are none. ``deviation`` is the
-            standard deviation, and ``norm`` the Euclidean one. They are not finite if float64 cannot hold their
-            squares.
+        elements, zeros, nans, infinities: The number of each.
+        smallest, largest, mean, deviation, norm: Of the finite elements; None without finite elements. ``deviation`` is
+            the standard deviation, ``norm`` the Euclidean norm. Both are infinite or NaN if their squares overflow
+            float64.
         low, high: The range of the histogram.
-        histogram: Finite elements in each of `BINS` equal parts of that range. Those outside are in the first and the
-            last.
-        distance: The norm of the difference from the same tensor in the checkpoint before; None if there is none.
+        histogram: The number of finite elements in each of `BINS` equal parts of that range. Elements outside of it
+            count in the first and the last.
+        distance: The norm of the difference from the tensor in the previous checkpoint; None without a previous one.
     """
 
     elements: int
@@ -64,21 +64,21 @@ def _wide(elements: torch.Tensor) -> _Floats:
 
 
 class Running:
-    """Statistics of the elements that were added so far. Two of them can be combined."""
+    """Running statistics of the elements added so far, which can be merged."""
 
     def __init__(self) -> None:
         self._elements = self._zeros = self._nans = self._infinities = self._finite = 0
-        self._mean = self._squares = self._distance = 0.0  # squares: of the differences from the mean
+        self._mean = self._squares = self._distance = 0.0  # squares: the sum of squared differences from the mean
         self._smallest, self._largest = math.inf, -math.inf
         self._fine: NDArray[Any] = np.zeros(_FINE, np.int64)
 
     def add(self, block: torch.Tensor, before: torch.Tensor | None = None) -> None:
-        """Adds elements; ``before`` are the same elements in the checkpoint before.
+        """Adds elements; ``before`` holds the same elements in the previous checkpoint.
 
-        Raises `RuntimeError`, `NotImplementedError` or `TypeError` if their dtype has no arithmetic.
+        Raises `RuntimeError`, `NotImplementedError` or `TypeError` if the dtype has no arithmetic.
         """
         block, before = block.reshape(-1), None if before is None else before.reshape(-1)
-        with np.errstate(all="ignore"):  # squares may be infinite
+        with np.errstate(all="ignore"):  # squares may overflow
             for start in range(0, block.numel(), _PIECE):
                 piece = _wide(block[start : start + _PIECE])
                 if before is not None:
@@ -105,7 +105,7 @@ class Running:
         self._fine += np.bincount(bits, minlength=_FINE)
 
     def take(self, other: Running) -> None:
-        """Adds the elements of another one."""
+        """Merges the statistics of other elements."""
         self._elements += other._elements
         self._zeros += other._zeros
         self._nans += other._nans
@@ -117,7 +117,7 @@ class Running:
         self._fine += other._fine
 
     def _combine(self, count: int, mean: float, squares: float) -> None:
-        """Combines by Chan's formula, which is exact also for a large mean with a small deviation."""
+        """Merges moments by Chan's formula, which does not cancel for a large mean with a small deviation."""
         total = self._finite + count
         if total:
             apart = mean - self._mean
@@ -126,7 +126,7 @@ class Running:
             self._finite = total
 
     def result(self, *, has_distance: bool) -> Statistics:
-        """The statistics; with a distance if all blocks came with those before."""
+        """Returns the statistics. ``has_distance`` requires that each `add` got ``before``."""
         counts = self._elements, self._zeros, self._nans, self._infinities
         if not self._finite:
             return Statistics(*counts, None, None, None, None, None, None, None, (), 0.0 if has_distance else None)
@@ -158,10 +158,10 @@ class Running:
 
 
 def _sum_of_squares(values: _Floats) -> float:
-    return float(np.square(values).sum())  # BLAS threads would wait for each other here
+    return float(np.square(values).sum())  # not np.dot: BLAS threads of several callers would wait for each other
 
 
 _BITS = np.arange(_FINITE + 1, dtype=np.uint32) << _SHIFT
 _POSITIVE_EDGES = np.minimum(_BITS.view(np.float32), np.float32(_LARGEST)).astype(np.float64)
 _FINE_EDGES: _Floats = np.concatenate([-_POSITIVE_EDGES[:0:-1], _POSITIVE_EDGES])
-"""The edges of the fine bins, from the lowest to the highest."""
+"""The edges of the fine bins, in ascending order."""

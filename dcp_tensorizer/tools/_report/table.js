@@ -1,4 +1,4 @@
-// All tensors of what the reader looks at, sorted and searched.
+// The table of the selected tensors, sorted and searched.
 
 const PAGE = 200;
 let shownRows = PAGE;
@@ -33,7 +33,7 @@ function valueOf(column, tensor) {
   return value === undefined ? null : value;
 }
 
-// As in a shell where there is a *, else a part of the key, in any case.
+// Case-insensitive: a query with * is a pattern of the whole key, any other a substring.
 function matcher(query) {
   const text = query.trim().toLowerCase();
   if (!text.includes("*")) return (key) => key.toLowerCase().includes(text);

@@ -1,4 +1,4 @@
-// Sizes as areas: the parts of what the reader looks at, and the parts of these.
+// The treemap of sizes: the selected parts, and their parts.
 
 const GAP = 2, HEAD = 18, SMALLEST = 4, DEEPEST = 4;
 
@@ -23,7 +23,7 @@ function drawTreemap() {
   drawLegend(metric, scale);
 }
 
-// A cell, or where there is room its parts with its name above them.
+// A cell or, if large enough, its parts below its name.
 function withParts(cell, top, depth) {
   const inner = partsOf(cell.node);
   if (inner.length < 2 || depth === DEEPEST || cell.width < 84 || cell.height < 64) return [{ ...cell, top }];
@@ -68,7 +68,7 @@ function place(made, cell) {
   return made;
 }
 
-// Rows of cells whose sides are as equal as can be (Bruls, Huizing, van Wijk: Squarified Treemaps, 2000).
+// Rows of cells that are as square as possible (Bruls, Huizing, van Wijk: Squarified Treemaps, 2000).
 function squarify(parts, x, y, width, height) {
   const left = parts.filter((part) => part.node.bytes);
   const scale = (width * height) / (sum(left, (part) => part.node.bytes) || 1);

@@ -117,13 +117,13 @@ def test_what_cannot_be_done_is_said_first(tmp_path: Path, options: ConvertOptio
         (
             "torch",
             ConvertOptions(split={"*": 0}),
-            "split (--split) is an option of tensorizer, and means nothing to torch",
+            "split (--split) is an option of tensorizer, and has no effect on torch",
         ),
         ("dcp", ConvertOptions(buffers=("rotary.*",)), "buffers (--buffer) is an option of tensorizer"),
         ("tensorizer", ConvertOptions(shard_bytes=1000), "shard_bytes (--shard-size) is an option of safetensors"),
-        ("safetensors", ConvertOptions(shard_bytes=1000), "shard_bytes (--shard-size) means nothing to a single file"),
-        ("tensorizer", ConvertOptions(tensor_parallel=4), "(--tensor-parallel N) and split (--split FILE) go together"),
-        ("tensorizer", ConvertOptions(split={"*": 0}), "(--tensor-parallel N) and split (--split FILE) go together"),
+        ("safetensors", ConvertOptions(shard_bytes=1000), "shard_bytes (--shard-size) has no effect on a single file"),
+        ("tensorizer", ConvertOptions(tensor_parallel=4), "and split (--split FILE) need each other, got"),
+        ("tensorizer", ConvertOptions(split={"*": 0}), "and split (--split FILE) need each other, got"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

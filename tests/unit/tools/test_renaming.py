@@ -54,9 +54,9 @@ def test_new_places(options: dict[str, Any], expected: list[Path]) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"strip_prefix": "zz."}, "no key of run/step-1 that is to be converted begins with 'zz.'"),
+        ({"strip_prefix": "zz."}, "no selected key of run/step-1 begins with 'zz.'"),
         ({"strip_prefix": "app.model.layers.0.wq"}, "nothing is left of the key 'app.model.layers.0.wq'"),
-        ({"rename": {"*.wk": "*.k"}}, "no key of run/step-1 that is to be converted matches '*.wk'"),
+        ({"rename": {"*.wk": "*.k"}}, "no selected key of run/step-1 matches '*.wk'"),
         ({"rename": {"*.wq": "q"}}, "'app.model.layers.0.wq' and 'app.model.layers.1.wq' of run/step-1 would both be"),
         ({"rename": {"*.wq": "*.q.*"}}, "'*.wq' cannot become '*.q.*'"),
         ({"rename": {"*.wq": ""}}, "'*.wq' cannot become ''"),

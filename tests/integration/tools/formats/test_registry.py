@@ -74,7 +74,7 @@ def test_a_directory_above_checkpoints(tmp_path: Path, s3: S3Server, sftp: SftpS
         make_checkpoint(f"{url}/run/step-1", {"w": torch.ones(3)}, options=options)
         with pytest.raises(NotCommitted, match=f"{url}/run holds no checkpoint of .* checkpoints below it: step-1"):
             report([f"{url}/run{slash}"], tmp_path / "out", storage_options=options)
-        with pytest.raises(NotCommitted, match=f"{url}/gone does not exist, or holds no checkpoint$"):
+        with pytest.raises(NotCommitted, match=rf"{url}/gone does not exist, or holds no checkpoint\.$"):
             report([f"{url}/gone{slash}"], tmp_path / "out", storage_options=options)
         other = open_storage(f"{url}/other", options)
         other.make_directory()

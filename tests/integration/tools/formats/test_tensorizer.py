@@ -132,7 +132,7 @@ def test_an_index_that_is_longer_than_the_file(tmp_path: Path) -> None:
     content = bytearray(tensorizer_file(tmp_path / "a").read_bytes())
     content[71] ^= 1  # in the length of the index
     (tmp_path / "a").write_bytes(content)
-    with pytest.raises(ConversionError, match="281,474,976,972,800 bytes should follow, and there are 262,"):
+    with pytest.raises(ConversionError, match="281,474,976,972,800 bytes must follow, got 262,"):
         convert(tmp_path / "a", tmp_path / "b", "torch")
 
 
