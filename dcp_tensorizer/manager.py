@@ -624,12 +624,13 @@ class CheckpointManager:
             self._go_back(step)
             action, vote = self._decide(step, stop=stop, force=force, must_write=must_write)
         self._position.step = step
-        self._stopping = vote.stop
         self._survival.advance(vote.memory, is_busy=self._saves.is_busy)
         self._saves.failures.check(self._max_failures, vote.failures)
         if action in (Action.JOIN, Action.KEEP) and self._is_gone(step):
             action = Action.SAVE
-        return action, self._act(action, vote, collect, metrics)
+        future = self._act(action, vote, collect, metrics)
+        self._stopping = vote.stop  # not if this save has failed: `close` saves again
+        return action, future
 
     def _take_lease(self) -> None:
         """Takes the lease of the folder at the first save of the job."""

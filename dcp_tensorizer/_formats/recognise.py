@@ -8,6 +8,7 @@ from .._index.container import is_index, looks_like_pickle
 from .._tensor_file.layout import MAGIC
 from .._tensor_file.names import is_data_file_name, metadata_file_name
 from ..errors import CheckpointError, NotCommitted
+from .safetensors_header import INDEX, SINGLE
 
 if TYPE_CHECKING:
     from .._storage.base import Storage
@@ -28,6 +29,8 @@ def format_of(storage: Storage, rank: int) -> DirectoryFormat | None:
         head = storage.read(name, _HEAD_BYTES)
         if head is not None:
             return "dcp" if looks_like_pickle(head) and not is_index(head) else "dcp_tensorizer"
+    if any(storage.head(name) is not None for name in (INDEX, SINGLE)):  # some storages have no listing
+        return "safetensors"
     return "safetensors" if any(file.name.endswith(".safetensors") for file in storage.listing()[0]) else None
 
 

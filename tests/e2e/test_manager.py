@@ -163,7 +163,7 @@ def _ends(rank, folder, steps):
     [
         ((12, 12), [10, 12], None),
         ((0, 0), [], None),
-        ((12, 11), [10], "the ranks save different steps, from 11 to 12: all must be at the same"),
+        ((12, 11), [10], "the ranks save different steps, from 11 to 12: all must be at the same step"),
     ],
 )
 def test_the_last_step_of_all_ranks_is_saved(tmp_path, steps, saved, error):

@@ -380,7 +380,7 @@ def test_files_that_would_be_parts_of_the_model_are_refused(tmp_path: Path) -> N
 
 def test_a_storage_that_several_processes_cannot_write_to_is_refused() -> None:
     """It says where a model can be saved: when the writer is made, or by the save that has such an id."""
-    words = "memory://models/a: several processes cannot .* A model can be saved to local directories, network mounts"
+    words = "memory://models/a: several processes cannot .* Save the model to a local directory, a network mount or S3"
     with pytest.raises(WriteError, match=words):
         SafetensorsStorageWriter("memory://models/a")
     with pytest.raises(CheckpointException) as caught, SafetensorsStorageWriter() as writer:

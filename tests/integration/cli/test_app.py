@@ -215,7 +215,7 @@ def test_gc(checkpoint: Path) -> None:
     ("arguments", "words"),
     [
         (["verify", "nowhere"], "no committed checkpoint"),
-        (["ls", "nowhere"], "no directory"),
+        (["ls", "nowhere"], "nowhere does not exist, or is not a directory"),
         (["ls", "nonsense://x"], "nonsense"),
         (["convert", "nowhere", "x", "--to", "torch"], "does not exist"),
         (["convert", "{checkpoint}", "x", "--to", "zip"], "the format must be one of"),

@@ -77,5 +77,5 @@ def test_texts() -> None:
     assert to_text("grün") == "grün"
     assert to_text("\ud800").code == 1  # type: ignore[union-attr]
     assert from_text(to_text("a\ud800")) == "a\ud800"
-    with pytest.raises(ValueError, match="no string"):
+    with pytest.raises(ValueError, match="not a string"):
         from_text(Ext(2, b""))

@@ -34,6 +34,15 @@ def test_files_of_safetensors(tmp_path: Path) -> None:
     assert format_of(open_storage(tmp_path), 0) == "safetensors"
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_model_needs_no_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Servers of files may have none: the names of Hugging Face are asked for first."""
+    (tmp_path / name).touch()
+    storage = open_storage(tmp_path)
+    monkeypatch.setattr(storage, "listing", None)
+    assert format_of(storage, 0) == "safetensors"
+
+
 def test_another_ranks_own_metadata_is_not_this_ranks(tmp_path: Path) -> None:
     """Where each rank saved for itself, each loads its own."""
     (tmp_path / "__3.metadata").write_bytes(pickle.dumps({}))

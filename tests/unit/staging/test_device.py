@@ -59,7 +59,7 @@ def test_memory_is_registered_in_chunks(driver: Driver) -> None:
 def test_what_is_refused_is_undone_and_says_the_drivers_own_words(driver: Driver) -> None:
     """The code, its name and the byte; nothing of a limit that the driver does not look at."""
     driver.refused = {4096 + 2 * GIB}
-    with pytest.raises(StagingError, match=r"GPU 3: .* says 2 \(out of memory\) at byte 2,147,483,648") as info:
+    with pytest.raises(StagingError, match=r"GPU 3: .* returned 2 \(out of memory\) at byte 2,147,483,648") as info:
         Device().pin(4096, 3 * GIB, 3)
     assert driver.registered == {}
     assert "ulimit" not in str(info.value)

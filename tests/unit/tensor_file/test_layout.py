@@ -39,5 +39,5 @@ def test_dimensions_of_over_32_bits_are_laid_out_as_tensorizer_does() -> None:
 
 def test_too_many_names_are_refused() -> None:
     """An index that overflows is an error here and never a damaged file."""
-    with pytest.raises(ValueError, match="3,000 names"):
+    with pytest.raises(ValueError, match="3,000 tensors"):
         lay_out([TensorSource(f"{'x' * 80}{number}", "uint8", (1,), 1) for number in range(3000)])
