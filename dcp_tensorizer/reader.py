@@ -95,10 +95,10 @@ class TensorizerStorageReader(StorageReader):
             given, loading an unencrypted checkpoint is an error.
         on_progress: Called with the bytes that this rank has loaded and their total, before the first tensor and then
             often, by several threads, one at a time. `ProgressLine` shows the progress on a terminal.
-        exchange: A process group whose ranks read data that all of them need once: each reads a part, and they exchange
-            the parts. Use it if ranks hold the same state (DDP; for HSDP, pass the group of the replicas), and the
-            network between ranks is faster than the storage. An exchange takes up to 200 MB of memory. All ranks of the
-            group must load together.
+        exchange: A process group whose ranks read shared data only once: for data that all of them need, each rank
+            reads a part, and the ranks exchange the parts. Use it if ranks hold the same state (DDP; for HSDP, pass the
+            group of the replicas), and the network between ranks is faster than the storage. An exchange takes up to
+            200 MB of memory. All ranks of the group must load together.
         on_report: Called with the `LoadReport` of each load, on the thread that loads. Errors of the callback are
             logged, and do not fail the load.
         local: The writer's ``local`` folder. Files that are complete in this folder are read from it. Then ``path``
@@ -199,8 +199,8 @@ class TensorizerStorageReader(StorageReader):
 
         DCP swallows an error of this method, and calls it again with ``rank=``. A rank for which that call succeeds
         skips the collectives in which the other ranks wait. So for a checkpoint of all ranks, a call with ``rank=``
-        always fails. The error is recorded, and raised by `set_up_storage_reader`, or when a planner reads the metadata
-        before: then DCP sends it to every rank.
+        always fails, but this method only records the error. `set_up_storage_reader` raises it, or the returned
+        metadata does when a planner reads it earlier. DCP then sends the error to every rank.
 
         Raises:
             NotCommitted: there is no metadata of all ranks, and ``rank`` was not given.
@@ -265,7 +265,7 @@ class TensorizerStorageReader(StorageReader):
 
         Raises:
             MetadataError: the stored chunks of a tensor do not cover it; names the key.
-            ReadError: a file is missing, or has not the size that was saved.
+            ReadError: a file is missing, or does not have the recorded size.
         """
         storage, catalog = self._opened()
         with collector_paused():
@@ -355,7 +355,10 @@ class TensorizerStorageReader(StorageReader):
         )
 
     def _find(self, rank: int | None) -> tuple[Storage, Catalog]:
-        """Opens the checkpoint at the path; with ``rank``, that rank's own. Raises `CheckpointError` without one."""
+        """Opens the checkpoint at the path; with ``rank``, that rank's own.
+
+        Raises `CheckpointError` if there is none.
+        """
         storage = self._open(self._path)
         index = read_index(storage, rank)
         if rank is not None:
@@ -391,9 +394,9 @@ def open_reader(
 
     The reader loads checkpoints of this package, of torch's ``FileSystemWriter`` and ``FsspecWriter``, and directories
     of safetensors files in Hugging Face's layout: the files that the index names, or the parts of tensors that torch's
-    ``HuggingFaceStorageWriter`` writes without consolidation. FP8 weights with a scale for each block
-    (``weight_scale_inv``) are multiplied, unless the target has the same FP8 dtype. Each load recognises the format
-    anew, so that a job may switch its storage between two saves.
+    ``HuggingFaceStorageWriter`` writes without consolidation. The reader multiplies FP8 weights by the scales of their
+    blocks (``weight_scale_inv``), unless the target has the same FP8 dtype. Each load recognises the format anew, so
+    that a job may switch its storage between two saves.
 
     A checkpoint of any format cannot run code. torch's ``.metadata`` is a pickle, from which only DCP's own records are
     built. Objects load under the same rules as those of this package. ``allow_pickle=True`` lifts the rules for both.
@@ -446,7 +449,8 @@ class AnyFormatReader(TensorizerStorageReader):
         if self._encryption is not None:
             raise DecryptionError(f"{storage.path} is of the format {found}, which is not encrypted. Omit encryption=.")
         if found == "safetensors":
-            if rank is not None:  # a model is of all ranks: it appeared after DCP's first call
+            # Models have no per-rank metadata: this one appeared after DCP's first call, which found nothing.
+            if rank is not None:
                 raise nothing_committed(storage)
             return storage, ModelCatalog(storage, self._rename)
         name = metadata_file_name(rank)

@@ -47,8 +47,8 @@ DTYPES = {
 """The dtypes of the format."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PAIRS = torch.float4_e2m1fn_x2
-"""Dtypes with two elements per byte, which count as one in torch's shapes, and as two in the format's last
-dimension."""
+"""The dtype with two elements per byte. Such a pair counts as one element in torch's shapes, and as two in the last
+dimension of the format's shapes."""
 
 SHARDING = "DCP_SHARDING_INFO"
 """The metadata key of a file with parts of tensors, for the offset of each part, as torch's
@@ -83,7 +83,10 @@ class SafetensorsLayout(Generic[T]):
 
 
 def fault_of(key: object, dtype: torch.dtype, shape: Sequence[int]) -> str | None:
-    """Returns why the format cannot hold a tensor, as a predicate to its key; None if it can."""
+    """Returns the reason why the format cannot hold a tensor, as the rest of a sentence that begins with its key.
+
+    If the format can hold it, returns None.
+    """
     if dtype not in NAMES:
         return f"is of {dtype}, which safetensors does not have: leave it out, or convert it"
     if dtype == PAIRS and not shape:
@@ -102,7 +105,7 @@ def fault_of(key: object, dtype: torch.dtype, shape: Sequence[int]) -> str | Non
 def in_torch(name: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
     """Returns torch's dtype and shape of a tensor that a file describes.
 
-    Raises `ValueError`, with a predicate to the tensor's key, if torch has no such tensors.
+    Raises `ValueError` if torch has no such tensors. Its message is the rest of a sentence that begins with the key.
     """
     dtype = DTYPES.get(name)
     if dtype is None:
@@ -122,9 +125,9 @@ _decode_saved = Decoder(dict[str, _SavedOffset]).decode
 
 
 def saved_offsets(notes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Returns the offset of each part in its whole tensor, from the notes of a file; empty without `SHARDING`.
+    """Returns the offset of each part in its whole tensor, from the ``__metadata__`` of a file.
 
-    Raises `ValueError` if the note is damaged.
+    Without `SHARDING`, the result is empty. Raises `ValueError` if the entry is damaged.
     """
     note = notes.get(SHARDING, "")
     if not isinstance(note, str):

@@ -70,7 +70,7 @@ class KeeperProcess(ChildProcess):
             raise WriteError(f"states cannot be held in memory: {error.strerror or error}") from error
 
     def hold(self, state: Hold, buffer: SharedBuffer) -> None:
-        """Hands a state to the keeper. The buffer is not written to until the state is forgotten or lost.
+        """Hands a state to the keeper. Saves do not reuse the buffer until the state is forgotten or lost.
 
         Raises `WriteError` if the keeper refuses this state, or has ended, which loses all its states.
         """

@@ -101,7 +101,7 @@ class Chain:
         return {key for delta in self._deltas for key in delta.changes}
 
     def pieces(self, reader: TensorReader, tensor: StoredBytes) -> Iterator[np.ndarray]:
-        """Reads a tensor of the earlier version from a file, and yields the changed bytes.
+        """Reads a tensor of the earlier version from a file, and yields all of its bytes with the deltas applied.
 
         Raises `ChecksumMismatch` if the result differs from the published tensor: the file belongs to another version,
         or the file or a delta is damaged.

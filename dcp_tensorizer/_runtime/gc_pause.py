@@ -17,7 +17,10 @@ from contextlib import contextmanager
 from .threads import Borrowed
 
 _AGEINGS = 96
-"""Ageings before a full collection may run to free dead old cycles: about ten saves."""
+"""After this many calls since the last full collection, about ten saves, `_age` no longer delays the next one.
+
+A full collection frees dead cycles in the oldest generation.
+"""
 _FROZEN_BY_PYTHON = 1000 if sys.version_info[:2] == (3, 12) else 0
 """Python 3.12 starts with about 375 frozen objects, which may be unfrozen. A trainer that freezes has many more."""
 
@@ -63,11 +66,12 @@ def collector_paused() -> Iterator[None]:
 
     While thousands of objects are made that stay alive, the collector visits them and all of torch's objects, and finds
     no garbage. That takes a third of the time of loading 5,000 small tensors. In a save, training waits a sixth of a
-    second for it. A pause alone would only delay the collection until DCP's planning, hence the oldest generation. Do
-    not pause for long operations: garbage of other threads is not collected either.
+    second for it. A pause alone would only delay the collection until DCP's planning, so the end of the pause also
+    moves the objects to the oldest generation. Do not pause for long operations: garbage of other threads is not
+    collected either.
 
-    After an exception no objects are moved. The failed objects are in a cycle with the exception, and in the oldest
-    generation they would hold their memory until a full collection.
+    After an exception no objects are moved. The objects of the failed call are in a reference cycle with the exception.
+    In the oldest generation they would hold their memory until a full collection.
 
     The pause sets the collector's first threshold to 0. If the trainer has disabled the collector, nothing changes. If
     the trainer sets that threshold to 0 during a pause, the end of the pause restores the earlier value.

@@ -27,7 +27,7 @@ class Recent(Generic[_T]):
         self._most = self._room = most
         self._size = size
         self._results: OrderedDict[Any, _T] = OrderedDict()
-        # Reentrant, because a signal handler that saves may interrupt its holder.
+        # Reentrant, because a signal handler that saves may interrupt the lock's holder.
         self._changing = free_in_child(threading.RLock())
 
     def __reduce__(self) -> tuple[Any, ...]:

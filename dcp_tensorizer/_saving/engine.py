@@ -39,9 +39,9 @@ class Engine:
         checked_keys: Keys whose objects have been checked, see `warn_about_untrusted`.
         sections: The sections of the last indexes, see `entries_section`.
         tables: The coordinator's cache of the ranks' tables of locations.
-        files: The contents of the files of the last saves.
+        files: The files of the last saves, and the histories of their tensors.
         connection: The connection to the storage of the last save, open for the next one.
-        warned_of_group: The warning that saves share their process group with training has been logged.
+        warned_of_group: Whether the warning that saves share training's process group has been logged.
     """
 
     def __init__(self, *, devices: bool = False) -> None:
@@ -79,7 +79,7 @@ class Engine:
     def flushing(self, target: FlushTarget) -> Flushing:
         """Returns the flush of a local folder."""
         known = self._flushings.get((target.local, target.name))
-        if known is None or known.target != target:  # such as another writer's credentials
+        if known is None or known.target != target:  # for example, with another writer's credentials
             known = self._flushings[target.local, target.name] = Flushing(self.client, target)
             alive = [other for other in self._all_flushings if other() is not None]
             self._all_flushings = [*alive, weakref.ref(known)]
@@ -95,9 +95,9 @@ class Engine:
     def free(self, deadline: Deadline, stager: object) -> None:
         """Frees the memory and the connection. A buffer with copies still running at the deadline stays.
 
-        States that other stagers have staged since the last user left also stay. So do the contents of the last files,
-        for jobs that close a writer after each save. The counts of failures are reset: a job that closes all of its
-        writers has seen its failures.
+        States that other stagers have staged since the last user left also stay. `files` also stays, so that jobs that
+        close a writer after each save can still reuse unchanged files. The counts of failures are reset: a job that
+        closes all of its writers has seen its failures.
         """
         self.client.free()
         self.saves.close(deadline, stager)

@@ -1,8 +1,8 @@
 """Tables of locations that the coordinator knows from earlier saves, so that ranks need not send them again.
 
-A rank sends the digests of its last tables with its plan. With the plan that it returns, the coordinator sends the
-digests that it knows, and it holds their tables until the save is over. The answer names the rank's save, so a rank
-ignores an answer that a planner has cached from another save, and sends its table.
+A rank sends the digests of its last tables with its plan. The coordinator answers, in the plan that it returns,
+with those of the digests whose tables it has cached, and holds these tables until the save ends. The answer names the
+rank's save, so a rank ignores an answer that a planner has cached from another save, and sends its table.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class SaveTables:
         return plan_with(plan, Offer(self._save_id, self._known.own))
 
     def answer(self, plan: SavePlan) -> SavePlan:
-        """On the coordinator: adds the known ones of a rank's digests to the rank's plan."""
+        """On the coordinator: adds to a rank's plan those of its digests whose tables are cached."""
         offer = plan.storage_data
         if not isinstance(offer, Offer):
             return plan

@@ -19,8 +19,9 @@ from .._storage.urls import is_in_process
 from ..errors import WriteError
 
 _LONGEST_LOOK = 20.0
-"""Seconds. Only so much of the pause between two checks of a flush counts as waiting. Slow disks and the waits between
-two attempts take less.
+"""Of a pause between two checks of a flush, at most this many seconds count towards the flush's timeout.
+
+So a suspended job does not time out. Slow disks and the waits between two attempts take less.
 """
 
 

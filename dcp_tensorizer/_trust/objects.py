@@ -47,7 +47,10 @@ def load_object(content: bytes) -> Any:
 
 
 def is_small(value: Any) -> bool:
-    """Returns whether a value is fast to show or compare. A value that shares members many times is not."""
+    """Returns whether a value is fast to show or compare.
+
+    A value that refers to the same member many times is not: a walk visits the member each time.
+    """
     pending, left = [value], 100_000
     while pending and left > 0:
         member = pending.pop()
@@ -101,7 +104,7 @@ class _Judge(Inert):
         super().__init__(pickled, protocol=2)
         self._allowed = allowed
         self._torch = torch_names
-        self._refused: set[str] = set()  # called or used in another way than their own pickling does
+        self._refused: set[str] = set()  # called or used in a way that pickling their own values never does
         self._unknown: set[str] = set()
         self._owners: set[str] = set()  # names whose attributes are used
         self._members: dict[str, Named] = {}  # the attributes that are used, with their owners
