@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._index.schema import SaveRecord
-from .._index.write import encode
 from .._runtime.spans import Span
 from .._runtime.threads import Hung, ShortSwitchInterval, in_background, in_time
 from .._runtime.torch_compat import DCP_VERSION
@@ -36,6 +35,7 @@ from .commit import (
     begin,
     commit,
     drop_record,
+    encoded,
     failed_before_commit,
     put_records,
     remove_with_records,
@@ -273,17 +273,15 @@ class Save:
         try:
             self._begin_commit(metadata)
             agree_on_key(cipher, parts)
-            try:
-                index = encode(
-                    metadata,
-                    parts,
-                    rank=self.metadata_rank,
-                    cipher=cipher,
-                    record=self._record,
-                    recent=self._saver.engine.sections,
-                )
-            except Exception as error:
-                raise WriteError(f"{self.path}: the checkpoint's metadata cannot be stored: {error}") from error
+            index = encoded(
+                self.path,
+                metadata,
+                parts,
+                rank=self.metadata_rank,
+                cipher=cipher,
+                record=self._record,
+                recent=self._saver.engine.sections,
+            )
         except CheckpointError:  # the save is not committed, and never will be
             self.remove(files)
             raise

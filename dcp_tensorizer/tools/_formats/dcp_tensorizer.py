@@ -18,15 +18,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..._index.write import encode
-from ..._saving.commit import commit, put_records
+from ..._saving.commit import commit, encoded, put_records
 from ..._saving.write_plan import Item, in_files, plan_files, stored_names, write_results
 from ..._storage.base import TIMEOUT, Storage
 from ..._tensor_file.dtypes import host_bytes
 from ..._writer_process.jobs import FileJob
 from ..._writer_process.options import SaveOptions
 from ..._writer_process.protocol import TensorSource
-from ...errors import WriteError
 from .._atomic_output import new_directory, shown_path
 from .._view import CheckpointView, StoredObject, StoredValue
 from .common import ConvertOptions, tensors_at_once
@@ -60,11 +58,7 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
         meta = StorageMeta(shown_path(path), save_id=save_id)
         metadata = Metadata(described, view.paths, storage_meta=meta, version=CURRENT_DCP_VERSION)
         files_of_save = {file.name: file.nbytes for file in done.files}
-        try:
-            index = encode(metadata, parts)
-        except Exception as error:
-            raise WriteError(f"{storage.path}: the checkpoint's metadata cannot be stored: {error}") from error
-        commit(storage, index, files_of_save, save_id=save_id, sync=True)
+        commit(storage, encoded(storage.path, metadata, parts), files_of_save, save_id=save_id, sync=True)
 
 
 def _items(view: CheckpointView) -> list[Item]:
