@@ -58,6 +58,12 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in _anchors(path), f"{name_of(page)}: {target}#{anchor}"
 
 
+@pytest.mark.parametrize("page", texts(), ids=name_of)
+def test_no_merge_is_left_unfinished(page: Path) -> None:
+    """No line marks a conflict between two versions of a page."""
+    assert re.findall(r"^(?:<{7}|={7}|>{7})(?: .*)?$", page.read_text(encoding="utf-8"), re.MULTILINE) == []
+
+
 @pytest.mark.parametrize(("target", "fails"), [("index.md", False), ("nowhere.md", True)])
 def test_make_check_fails_on_a_broken_link(tmp_path: Path, target: str, fails: bool) -> None:
     """The command by which it builds the site counts warnings, and those of `mkdocs.yml` are on."""
