@@ -55,27 +55,24 @@ class Parts:
             raise ValueError(
                 f"names of Parts must have equally many *, and either all or none one {{}}, got {names!r}."
             )
-        if len(names) == 1 and not self._is_numbered(names):
-            raise ValueError(f"one part is the whole: {names[0]!r} has no {{}}")
         self.names: tuple[str, ...] = names
+        if len(names) == 1 and not self.is_numbered:
+            raise ValueError(f"the only name of Parts must contain {{}}, got {names[0]!r}.")
         self.dim = dim
         self.sizes = tuple(sizes) or (1,) * len(names)
         self.groups = groups
         if dim < 0 or groups < 1 or len(self.sizes) != len(names) or min(self.sizes) < 1:
             raise ValueError(
-                f"Parts has dim={dim}, groups={groups}, and {len(names)} names with the sizes {self.sizes}"
+                f"Parts must have dim >= 0, groups >= 1 and a positive size for each of its {len(names)} names, got "
+                f"dim={dim}, groups={groups}, sizes={self.sizes}."
             )
         if len(names) == 1 and groups > 1:
             raise ValueError(f"groups={groups} of Parts needs several names, got {names[0]!r}.")
 
-    @staticmethod
-    def _is_numbered(names: Sequence[str]) -> bool:
-        return "{}" in names[0]
-
     @property
     def is_numbered(self) -> bool:
         """Returns whether there are parts for each index of the first dimension."""
-        return self._is_numbered(self.names)
+        return "{}" in self.names[0]
 
     def __repr__(self) -> str:
         """Returns the call that makes the object."""
@@ -198,7 +195,7 @@ class _Pattern:
         self.stars = text.count("*")
         self._pieces = re.split(r"(\*|\{\})" if is_numbered else r"(\*)", text)
         groups = {"*": "(.*)", "{}": "(0|[1-9][0-9]*)"}
-        regex = (groups[piece] if place % 2 else re.escape(piece) for place, piece in enumerate(self._pieces))
+        regex = (groups[piece] if number % 2 else re.escape(piece) for number, piece in enumerate(self._pieces))
         self._regex = re.compile("".join(regex), re.DOTALL)
 
     def match(self, key: str) -> tuple[tuple[str, ...], int] | None:
