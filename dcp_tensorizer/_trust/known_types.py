@@ -29,38 +29,44 @@ def need(condition: object) -> None:
         raise Unexpected
 
 
-def _check_named(value: Any) -> None:
-    """Raises `Unexpected` unless a value is a dict with str keys, such as the attributes of an object."""
-    need(type(value) is dict and all(type(key) is str for key in value))
+def _check_attributes(state: Any) -> None:
+    need(type(state) is dict and all(type(key) is str for key in state))
 
 
-class _Container(Value):
-    """A stand-in for a mapping or a sequence, which takes members and attributes."""
+def _check_stream(state: Any) -> None:
+    """Checks the state of a `BytesIO`: its bytes, its position and its attributes."""
+    need(type(state) is tuple and tuple(map(type, state[:2])) == (bytes, int) and len(state) == 3)
+    content, position, attributes = state
+    need(0 <= position <= len(content))
+    if attributes is not None:
+        _check_attributes(attributes)
 
-    def extend(self, items: Sequence[Any]) -> None:
-        pass
 
+class _StateValue(Value):
+    """A stand-in for a value that takes a state once, if a check accepts the state.
+
+    The state may set attributes. So a second state, or members that are appended, could call one of them.
+    """
+
+    def __init__(self, what: str, check: Callable[[Any], None] = _check_attributes) -> None:
+        super().__init__(what)
+        self._check: Callable[[Any], None] | None = check
+
+    def build(self, state: Any) -> None:
+        if self._check is None:
+            raise Unexpected
+        self._check(state)
+        self._check = None
+
+
+class _Mapping(_StateValue):
     def update(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         pass
 
-    def build(self, state: Any) -> None:
-        _check_named(state)
 
-
-class _Namespace(Value):
-    def build(self, state: Any) -> None:
-        _check_named(state)
-
-
-class _Stream(Value):
-    """A stand-in for a `BytesIO`, whose state is its bytes, its position and its attributes."""
-
-    def build(self, state: Any) -> None:
-        need(type(state) is tuple and tuple(map(type, state[:2])) == (bytes, int) and len(state) == 3)
-        content, position, attributes = state
-        need(0 <= position <= len(content))
-        if attributes is not None:
-            _check_named(attributes)
+class _Deque(Value):
+    def extend(self, items: Sequence[Any]) -> None:
+        pass
 
 
 def _takes(*kinds: type) -> Maker:
@@ -99,7 +105,7 @@ def _bytearray(name: str, args: Arguments) -> Value:
 
 def _deque(name: str, args: Arguments) -> Value:
     need(not args or (len(args) == 2 and args[0] in ((), []) and type(args[1]) in (int, type(None))))
-    return _Container(name)
+    return _Deque(name)
 
 
 _FACTORIES = {
@@ -111,7 +117,7 @@ def _defaultdict(name: str, args: Arguments) -> Value:
     need(len(args) <= 1)
     for factory in args:  # the defaultdict calls it without arguments
         need(factory is None or (type(factory) is Named and (factory.trusted or factory.name in _FACTORIES)))
-    return _Container(name)
+    return _Mapping(name)
 
 
 def _from_bytes(kind: Any, nbytes: int) -> Maker:
@@ -222,7 +228,7 @@ CALLED: Mapping[str, Maker] = {
     "builtins.set": _takes(list),
     "builtins.slice": _takes(object, object, object),
     "collections.Counter": _takes(dict),
-    "collections.OrderedDict": _takes_nothing(_Container),
+    "collections.OrderedDict": _takes_nothing(_Mapping),
     "collections.defaultdict": _defaultdict,
     "collections.deque": _deque,
     "datetime.date": _from_bytes(datetime.date, 4),
@@ -248,8 +254,8 @@ CALLED: Mapping[str, Maker] = {
 """The functions and classes that a pickle may call, by name."""
 
 CREATED: Mapping[str, Maker] = {
-    "_io.BytesIO": _takes_nothing(_Stream),
-    "argparse.Namespace": _takes_nothing(_Namespace),
+    "_io.BytesIO": _takes_nothing(lambda name: _StateValue(name, _check_stream)),
+    "argparse.Namespace": _takes_nothing(_StateValue),
 }
 """The classes whose ``__new__`` a pickle may call, by name."""
 

@@ -163,6 +163,26 @@ def test_a_dtype_does_not_change_once_it_is_made() -> None:
     assert unsafe_globals(pickled(_DTYPE, _STATE, _STATE)) == ("numpy.dtype",)
 
 
+_ATTRIBUTE = b"}X\x0c\x00\x00\x00__setstate__" + _LIST + b"s"
+_STREAM = b"c_io\nBytesIO\n)\x81"
+
+
+@pytest.mark.parametrize(
+    ("content", "refused"),
+    [
+        ((_ORDERED, b")R", _ATTRIBUTE, b"b}b"), "collections.OrderedDict"),
+        ((_ORDERED, b")R", _ATTRIBUTE, b"bK\x01a"), "collections.OrderedDict"),
+        ((_STREAM, b"(ccollections\nOrderedDict\n", b"tb"), "_io.BytesIO"),
+        ((b"cargparse\nNamespace\n)\x81", _ATTRIBUTE, b"b}b"), "argparse.Namespace"),
+        ((b"ccollections\ndeque\n)R", _ATTRIBUTE, b"b"), "collections.deque"),
+    ],
+    ids=["state", "members", "stream", "namespace", "deque"],
+)
+def test_attributes_are_never_called(content: tuple[bytes, ...], refused: str) -> None:
+    """A pickle could set ``__setstate__`` or ``append``, and call it by a second state or by adding members."""
+    assert unsafe_globals(pickled(*content)) == (refused,)
+
+
 def test_a_torch_script_program_is_refused() -> None:
     """``torch.load`` recognises a program by a record, and would run it."""
     stream = io.BytesIO(saved([1]))
