@@ -188,7 +188,7 @@ def read_head(data: bytes, path: str, *, whole: bool = True) -> Head:
         raise _damaged(path, f"it ends after {len(data):,} bytes")
     _, version, head_nbytes, nbytes = _FIXED.unpack_from(data)
     if head_nbytes > len(data) - _START:
-        raise _damaged(path, "its head is not whole")
+        raise _damaged(path, "its head is incomplete")
     fixed, digest, mac, packed = _start_of(data)
     if _digest(fixed, mac, packed) != digest:
         raise _damaged(path, "its checksum does not match")

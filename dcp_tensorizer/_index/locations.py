@@ -210,9 +210,9 @@ class LocationTable:
         file_sizes = np.array(self._file_sizes, dtype="i8")
         if self._file_numbers.min() < -1 or self._file_numbers.max() >= len(file_sizes) - 1:
             raise ValueError("a table of locations refers to a file that it does not have")
-        room = file_sizes[self._file_numbers]
-        if self._offsets.min() < 0 or self._sizes.min() < 0 or not np.all(self._sizes <= room - self._offsets):
-            raise ValueError("an item with data names no file")
+        ends = file_sizes[self._file_numbers]
+        if self._offsets.min() < 0 or self._sizes.min() < 0 or not np.all(self._sizes <= ends - self._offsets):
+            raise ValueError("an item is not within its file")
         if self._dtype_numbers.max() >= len(self._rows.dtypes) or self._kinds.max() >= len(KINDS):
             raise ValueError("a table of locations has an unknown dtype or kind")
         others = set(self._dtype_numbers[self._kinds > 0].tolist())

@@ -106,7 +106,7 @@ OLD = pickle.dumps({}) + b"\x00DCPTZR1" + bytes(16)
         (b"{}", "was not written by dcp_tensorizer, or is damaged at its beginning"),
         (b"", "was not written by dcp_tensorizer"),
         (index_of()[:20], "is damaged: it ends after 20 bytes"),
-        (index_of()[:100], "is damaged: its head is not whole"),
+        (index_of()[:100], "is damaged: its head is incomplete"),
         (index_of()[:-1], "is damaged: it has [0-9,]+ bytes instead of"),
         (index_of() + b"x", "is damaged: it has [0-9,]+ bytes instead of"),
     ],

@@ -169,7 +169,7 @@ def extruded(shape: tuple[int, ...], chunks: list[Region], depth: int) -> tuple[
 
 
 def test_what_cannot_be_cut_apart_in_three_dimensions() -> None:
-    """Bars in three directions around a centre are not a grid, and do not overlap."""
+    """The result for bars in three directions around a centre is that of counting elements."""
     bars = [((0, 0, 1), (1, 2, 2)), ((1, 0, 0), (2, 1, 2)), ((0, 1, 0), (2, 2, 1))]
     corners = [((0, 0, 0), (1, 1, 1)), ((2, 2, 2), (1, 1, 1)), ((1, 1, 1), (1, 1, 1))]
     others = [((0, 2, 1), (2, 1, 2)), ((1, 0, 2), (2, 2, 1)), ((2, 1, 0), (1, 2, 2))]
