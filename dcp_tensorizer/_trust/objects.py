@@ -27,7 +27,8 @@ def unsafe_globals(content: bytes | IO[bytes], max_opcodes: int | None = None) -
     ``torch.serialization.add_safe_globals``. ``content`` is the ``torch.save`` data, or a file. At most ``max_opcodes``
     opcodes of the pickle are read. Raises `UntrustedObject` if ``torch.save`` would not write ``content``.
     """
-    named = [item if isinstance(item, tuple) else (item, "") for item in torch.serialization.get_safe_globals()]
+    trusted = torch.serialization.get_safe_globals()
+    named: list[tuple[Any, str]] = [item if isinstance(item, tuple) else (item, "") for item in trusted]
     allowed = {  # a class method of a builtin class has no module of its own
         name or f"{value.__module__ or value.__self__.__module__}.{value.__qualname__}": value for value, name in named
     }
