@@ -197,6 +197,9 @@ class Survival:
         """Forgets the states that are no longer needed after a vote.
 
         ``vote`` is the joint vote of all ranks. ``is_busy``: on this rank, the last save still runs.
+
+        The last state that was copied from all ranks stays until a newer one is copied: if a host is lost, the other
+        ranks need their own parts of the copied state. A state that is being copied stays until saves need its buffer.
         """
         if self._stage is _Stage.OFF:
             return
@@ -209,22 +212,18 @@ class Survival:
             self._stop_holding("another rank has stopped holding them")
             self._stage, self.holds = _Stage.OFF, False
             self.end()
-        elif newest is not None and vote.has_failed:
+            return
+        if newest is None:
+            return
+        if vote.has_failed:
             self._forget_all_but([number for number in self._held if number != newest])
-        elif newest is not None:
-            self._forget_for(newest, is_busy=is_busy)
-
-    def _forget_for(self, newest: str, *, is_busy: bool) -> None:
-        """Forgets the states that are not needed in addition to the newest one, which all ranks have.
-
-        The last state that was copied from all ranks stays until a newer one is copied: if a host is lost, the other
-        ranks need their own parts of the copied state. A state that is being copied stays until saves need its buffer.
-        """
-        saves, copied = self._saver.engine.saves, self.copies.ordered
+            return
+        # All ranks have the newest state.
+        saves, confirmed = self._saver.engine.saves, self.copies.confirmed
         nbytes = self._held[newest].nbytes if newest in self._held else 0
-        staying = {newest, self.copies.confirmed, copied} & self._held.keys()
+        staying = {newest, confirmed, self.copies.ordered} & self._held.keys()
         in_use = {*staying, *([self._written] if is_busy else [])}
-        self._forget_all_but([newest, self.copies.confirmed], but_copied=len(in_use) < self._most_buffers)
+        self._forget_all_but([newest, confirmed], but_copied=len(in_use) < self._most_buffers)
         if self.copies.is_on and len(self._held) > 1:
             saves.reclaim()
             if why := _lack_of_memory(saves, nbytes):
