@@ -244,7 +244,7 @@ def test_a_job_that_loads_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFix
     with manager_of(tmp_path) as manager:
         manager.save(1, state_of(1), wait=True)
         assert manager.steps() == [1]
-    assert "step-10, step-11" in said(caplog)
+    assert "'step-10', 'step-11'" in said(caplog)
 
 
 def test_a_job_that_goes_back_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
