@@ -49,12 +49,14 @@ from ._job.steps import (
     Position,
     Step,
     StepNames,
+    current_branch,
     first_position,
+    members,
     new_branch,
     newest_of,
-    read_members,
     read_steps,
     restorable,
+    sound,
 )
 from ._job.unflushed import finish_unflushed
 from ._memory.copies import CopyOptions, check_copies
@@ -564,9 +566,14 @@ class CheckpointManager:
         return self._clock.report()
 
     def _members(self) -> list[Step]:
-        """Reads the checkpoints of the job's branch. Raises what `read_members` raises."""
+        """Reads the checkpoints of the job's branch; without a position, those of the current branch.
+
+        Raises what `read_steps` raises.
+        """
         self._come_home()
-        return read_members(self._folder, self._names, self._position)
+        steps = sound(read_steps(self._folder, self._names))
+        branch = current_branch(steps) if self._position is None else self._position.branch
+        return [] if branch is None else members(steps, branch)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -721,7 +728,7 @@ class CheckpointManager:
         self._saves.forget()
         if self._agreement.is_first:
             self._position.warn_of_others(self._folder.path)
-        self._policy.continue_from(step)
+        self._policy.record_save(step, is_due=True)  # the next save is due relative to this step
         if self._exports is not None:
             self._exports.continue_from(step)
 

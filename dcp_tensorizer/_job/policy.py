@@ -138,7 +138,7 @@ class SavePolicy:
         self._every_in_memory = every_in_memory
         self._clock = clock
         self._bounds = None if interval is None else _bounds(interval)
-        self.continue_from(0)
+        self.record_save(0, is_due=True)
 
     @property
     def interval(self) -> float:
@@ -163,14 +163,10 @@ class SavePolicy:
         return every is not None and step // every > self._held // every
 
     def record_save(self, step: int, *, is_due: bool) -> None:
-        """Records that a step is being saved or held. ``is_due``: a save of it was due."""
+        """Records a step that is being saved or held, or that the job resumes from. ``is_due``: it counts as saved."""
         self._held = step
         if is_due:
             self._saved, self._saved_at = step, self._clock.now()
-
-    def continue_from(self, step: int) -> None:
-        """Records that the job resumes from a step. The next save is due relative to that step."""
-        self.record_save(step, is_due=True)
 
 
 def _bounds(interval: SaveInterval) -> tuple[float, float]:

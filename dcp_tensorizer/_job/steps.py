@@ -164,28 +164,6 @@ def _read_step(folder: Storage, numbered: tuple[int, str]) -> Step | None:
     return Step(number, name, save_id, head.saved_at, head.record)
 
 
-def others(folder: Storage, names: StepNames) -> tuple[list[str], list[str]]:
-    """Finds other contents of a folder in which `read_steps` found no checkpoint.
-
-    Returns the names of directories and files that look like checkpoints, and of steps' directories that have data
-    without metadata. Makes one request for the folder and for each directory. Raises `ReadError`.
-    """
-    try:
-        files, folders = folder.listing()
-        folders = sorted([*folders, *folder.linked_directories()])
-    except NotCommitted:
-        return [], []
-    unknown, lost = list[str](), list[str]()
-    for name, inside in zip(folders, in_threads(functools.partial(_files_in, folder), folders), strict=True):
-        is_step = names.step_in(name) is not None  # in a step's directory, data without metadata is of a dead save
-        if any(_is_of_checkpoint(file) and not (is_step and file.endswith(".tensors")) for file in inside):
-            unknown.append(name)
-        elif is_step and any(map(is_data_file_name, inside)):
-            lost.append(name)
-    unknown.extend(sorted(file.name for file in files if _is_of_checkpoint(file.name)))
-    return unknown, lost
-
-
 def _files_in(folder: Storage, name: str) -> list[str]:
     try:
         return [file.name for file in folder.child(name).listing()[0]]
@@ -359,16 +337,6 @@ def sound(steps: Sequence[Step]) -> list[Step]:
     return [step for step in steps if not step.problem]
 
 
-def read_members(folder: Storage, names: StepNames, position: Position | None) -> list[Step]:
-    """Reads the checkpoints of a job's branch; without a position, those of the current branch.
-
-    Raises `MetadataError` if two directories are of one step, and `ReadError` if the folder cannot be read.
-    """
-    steps = sound(read_steps(folder, names))
-    branch = current_branch(steps) if position is None else position.branch
-    return [] if branch is None else members(steps, branch)
-
-
 def first_position(folder: Storage, names: StepNames, step: int) -> Position:
     """Finds the position of a job that saves a step without having restored.
 
@@ -427,8 +395,24 @@ def restorable(
 
 
 def _check_others(folder: Storage, names: StepNames) -> None:
-    """Raises `MetadataError` for checkpoints of other names or formats, and warns of data without metadata."""
-    unknown, lost = others(folder, names)
+    """Checks the other contents of a folder in which `read_steps` found no checkpoint.
+
+    Raises `MetadataError` for directories and files that look like checkpoints, and warns of steps' directories that
+    have data without metadata. Makes one request for the folder and for each directory. Raises `ReadError`.
+    """
+    try:
+        files, folders = folder.listing()
+        folders = sorted([*folders, *folder.linked_directories()])
+    except NotCommitted:
+        return
+    unknown, lost = list[str](), list[str]()
+    for name, inside in zip(folders, in_threads(functools.partial(_files_in, folder), folders), strict=True):
+        is_step = names.step_in(name) is not None  # in a step's directory, data without metadata is of a dead save
+        if any(_is_of_checkpoint(file) and not (is_step and file.endswith(".tensors")) for file in inside):
+            unknown.append(name)
+        elif is_step and any(map(is_data_file_name, inside)):
+            lost.append(name)
+    unknown.extend(sorted(file.name for file in files if _is_of_checkpoint(file.name)))
     if metadata_file_name() in unknown:
         raise MetadataError(
             f"{folder.path} is a checkpoint, not a folder of checkpoints. Pass its parent folder to the manager."

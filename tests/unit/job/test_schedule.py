@@ -130,12 +130,12 @@ def test_a_policy_counts_what_is_saved_and_what_is_held_apart() -> None:
     assert (policy.is_due(11), policy.is_due_in_memory(11)) == (True, False)
     policy.record_save(11, is_due=True)
     assert (policy.is_due(12), policy.is_due_in_memory(12)) == (False, True)
-    policy.continue_from(29)
+    policy.record_save(29, is_due=True)
     assert [(policy.is_due(step), policy.is_due_in_memory(step)) for step in (29, 30)] == [(False, False), (True, True)]
 
 
 def test_no_step_is_due_in_memory_by_default() -> None:
     """Without ``survive_every`` no step is due in memory."""
     policy = policy_of(None, None)
-    policy.continue_from(7)
+    policy.record_save(7, is_due=True)
     assert (policy.is_due(8), policy.is_due_in_memory(8)) == (True, False)
