@@ -713,7 +713,7 @@ class CheckpointManager:
         self._write_held()
         self._saves.wait()
         self._advance()
-        self._position.begin_anew(self._agreement.decided(lambda: new_branch(None)))
+        self._position.begin_branch(self._agreement.decided(lambda: new_branch(None)))
         self._survival.forget()
         self._continue_from(max(0, step - 1))
 

@@ -297,7 +297,7 @@ class Position:
         serial = max((other.serial for other in steps), default=0)
         return cls(branch, tip, numbers, names, others, left, step, line, serial)
 
-    def begin_anew(self, branch: Branch) -> None:
+    def begin_branch(self, branch: Branch) -> None:
         """Moves the job to a new branch, because it does not resume from its last checkpoint."""
         self.others = sorted(set(self.others) | {name for step, name in self.names.items() if step in self.numbers})
         self.branch, self.tip, self.numbers, self.left, self.line = branch, None, set(), self.tip or self.left, ()

@@ -175,7 +175,7 @@ class PeerCopies:
         self._rate = (options.rate or 0.0) / ranks_of_host[peers[rank].host]
         if self._agreement.is_first:
             logger.info(
-                "states are copied between %d hosts; this one's to the host of rank %d",
+                "states are copied between %d hosts, those of this host to the host of rank %d",
                 len(ranks_of_host),
                 self._partner_of[0],
             )
@@ -233,7 +233,7 @@ class PeerCopies:
             try:
                 keeper.ask(Plain.DROP_COPIES, Done)
             except WriteError as error:
-                logger.warning("the copies of states on another host may not be removed: %s", str(error))
+                logger.warning("copies of states on another host could not be removed: %s", str(error))
         self._begun = ""
 
     def vote(self, keeper: KeeperProcess | None) -> MemoryVote:

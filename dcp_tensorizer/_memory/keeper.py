@@ -150,7 +150,7 @@ class Keeper:
         finally:
             with self._changed:
                 if self._claims.pop(channel, None) is not None:
-                    self._wait_anew()
+                    self._restart_timeout()
             if is_trainer:
                 self.orphan()
             channel.close()
@@ -161,7 +161,7 @@ class Keeper:
             if not self.is_orphaned:
                 self.is_orphaned = True
                 self._set_priority(0)
-                self._wait_anew()
+                self._restart_timeout()
                 for held in reversed(list(self._held.values())):  # a successor wants the newest state
                     self._digest(held)
 
@@ -175,7 +175,7 @@ class Keeper:
                 if not self._changed.wait(min(left, _TOUCH_SECONDS)):
                     touch(path)
 
-    def _wait_anew(self) -> None:
+    def _restart_timeout(self) -> None:
         """Restarts the timeout for successors. While a successor has claimed the keeper, there is no timeout."""
         if self.is_orphaned:
             seconds = max((held.part.seconds for held in self._held.values()), default=self._seconds)
@@ -226,7 +226,7 @@ class Keeper:
             return Failed(f"the staging buffer cannot be read: {error}")
         with self._changed:
             self._held[part.head.id, part.head.rank] = held
-            self._wait_anew()
+            self._restart_timeout()
             if self.is_orphaned or not part.digests_follow:
                 self._digest(held)
         return Done()
@@ -255,7 +255,7 @@ class Keeper:
                 self._copy = CopyStatus(copied, problem=_NEEDED, is_given_up=True)
             keys = [key for key, held in self._held.items() if key[0] in over and not (is_trainer and held.is_replica)]
             forgotten = [self._held.pop(key) for key in keys]
-            self._wait_anew()
+            self._restart_timeout()
         for held in forgotten:
             held.forget()
             self._digesting.submit(held.close)
@@ -266,7 +266,7 @@ class Keeper:
             if not self.is_orphaned or any(other != job for other in self._claims.values()):
                 return Failed("its trainer lives, or another job has claimed it")
             self._claims[channel] = self._claimed_by = job
-            self._wait_anew()
+            self._restart_timeout()
             return Done()
 
     def _give_part(self, state_id: str, rank: int) -> tuple[Answer, list[int]]:
@@ -350,7 +350,7 @@ class Keeper:
         held.digests.set_result(part.digests)
         with self._changed:
             self._held[part.head.id, part.head.rank] = held
-            self._wait_anew()
+            self._restart_timeout()
 
     def drop_replicas(self, head: StateHead, confirmed: str) -> list[tuple[int, int]]:
         """Forgets the replicas of a rank and run, except the ``confirmed`` replica.
