@@ -39,7 +39,6 @@ from .._formats.safetensors_header import INDEX, decode_json
 from .._formats.weight_files import check_plain_name, check_weight_name, read_small
 from .._runtime.validation import check_count
 from .._storage.base import Storage
-from .._storage.lease import Lease, LeaseRecord
 from .._storage.open import open_storage
 from ..errors import MetadataError, NotCommitted, UnsupportedFormat
 from .model import read_blocks, written_file
@@ -306,10 +305,6 @@ class Published:
         return chain[::-1]
 
     # --- for publishers -----------------------------------------------------------------------------------------------
-
-    def lease(self, own: LeaseRecord | None = None) -> Lease:
-        """Returns the lease of the directory: a new one, or the publisher's earlier one."""
-        return Lease(self.storage, LEASE, own)
 
     def remove_old(self, keep_latest: int, *, dry_run: bool = False) -> tuple[int, ...]:
         """Removes versions, except the newest and those on which they build; returns the removed ones.
