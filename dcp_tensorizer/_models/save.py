@@ -217,7 +217,7 @@ class ModelSave(Save):
         if untied := layout.dropped(self._untied):
             raise WriteError(
                 f"{listed(untied)} {'is' if len(untied) == 1 else 'are'} tied to another tensor on some rank, but not "
-                f"on rank {self.rank}. Tie them on all ranks, or on none."
+                f"on rank {self.rank}. Tie the tensors on all ranks, or on none."
             )
         for item in items:
             if item.kind != "tensor":

@@ -23,7 +23,7 @@ logger = logging.getLogger("dcp_tensorizer")
 
 
 class NotPublished(WriteError):
-    """A model is saved, but could not be published. The save of a later model may raise this error."""
+    """The error of a model that is saved, but could not be published. The save of a later model may raise it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +47,7 @@ class SavedModel:
 
 
 class VersionsOfWriter:
-    """The publisher of one writer's models, one after the other. Of several waiting models, publishes only the newest.
+    """The publisher of one writer's models, one after the other. Of several waiting models, it publishes the newest.
 
     A model is compared with the last published model, if the files of that one still exist. The files of a replaced
     model stay until publishing no longer needs them.

@@ -127,7 +127,7 @@ def _published(
 
 
 class _Directory:
-    """Updates a directory. Goes back to a lower version only if the caller named that version."""
+    """An update of a directory. It goes back to a lower version only if the caller named that version."""
 
     def __init__(
         self,
@@ -416,7 +416,7 @@ def _lock(descriptor: int) -> bool:
 
 
 class _Tensors:
-    """Updates tensors in memory."""
+    """An update of tensors in memory."""
 
     def __init__(
         self, target: MutableMapping[str, Any], published: Published, version: int, on_progress: _Progress

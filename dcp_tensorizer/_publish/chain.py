@@ -82,7 +82,7 @@ class Chain:
         self.version = deltas[-1].manifest.version if deltas else None
 
     def digest(self, key: str) -> str | None:
-        """Returns the digest of a tensor after all deltas. If no delta changes it, None."""
+        """Returns the digest of a tensor after all deltas; None if no delta changes the tensor."""
         return next((delta.changes[key].digest for delta in reversed(self._deltas) if key in delta.changes), None)
 
     def keys(self) -> set[str]:

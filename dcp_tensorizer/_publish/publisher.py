@@ -170,7 +170,7 @@ class Publication:
 
 
 class _Publisher:
-    """Writes one version."""
+    """The publication of one version."""
 
     def __init__(
         self,

@@ -220,7 +220,7 @@ class VersionInfo:
 
 
 class Published:
-    """A directory of published versions. Only a publisher changes it."""
+    """A directory of published versions, which only a publisher changes."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -241,7 +241,7 @@ class Published:
         return self.storage.child(name_of(version))
 
     def find(self, version: int) -> Manifest | None:
-        """Returns a version's manifest. If the version does not exist, None. Raises `MetadataError`."""
+        """Returns a version's manifest; None if the version does not exist. Raises `MetadataError`."""
         if version not in self._manifests:
             folder = self.folder(version)
             content = read_small(folder, INDEX)
