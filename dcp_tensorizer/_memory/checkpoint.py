@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
 from torch.futures import Future
 
-from .._formats.own import Index
-from .._index.container import IndexFile, read_head
+from .._formats.own import decode
 from .._index.locations import RankLocations
 from .._index.schema import ItemKey, item_key
 from .._index.write import encode
@@ -81,7 +80,8 @@ class StateCheckpoint(Storage):
             else _Buffer(buffer, content.state.nbytes)
             for content, buffer in states
         }
-        indexes = [_index(content.state) for content, _ in states]
+        holds = [content.state for content, _ in states]
+        indexes = [decode(hold.description, f"the description of rank {hold.head.rank}") for hold in holds]
         meta = StorageMeta(save_id=self.save_id)
         metadata = Metadata({}, planner_data=_merged(indexes), storage_meta=meta)
         for index in indexes:
@@ -262,12 +262,6 @@ def location_of(head: StateHead, name: str, kind: str, dtype: str, extent: Exten
     count = -(-nbytes // block_size(nbytes))
     digests = bytes(8 * (count + (count > 1)))
     return StoredItem(data_file_name(head.rank, int(is_inline), head.id), name, offset, nbytes, dtype, kind, digests)
-
-
-def _index(state: Hold) -> Metadata:
-    """Decodes the description. Raises `MetadataError` if it is invalid."""
-    path = f"the description of rank {state.head.rank}"
-    return Index(IndexFile(path, read_head(state.description, path), state.description)).stored_metadata()
 
 
 def _add_entries(entries: Mapping[str, Any], known: dict[str, Any]) -> None:
