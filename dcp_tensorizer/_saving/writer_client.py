@@ -21,14 +21,14 @@ from .._staging.staged_save import StagedSave
 from .._tensor_file.dtypes import host_bytes
 from .._writer_process.client import NotStarted, Unsendable, WriterProcess, WriterProcessHung
 from .._writer_process.jobs import take_digests
-from .._writer_process.protocol import DigestRequest, PublishRequest, TensorSource, WriteDone
+from .._writer_process.protocol import DigestRequest, TensorSource, WriteDone
 from ..errors import WriteError, WriterProcessDied
 from .reuse import FilesOfSave
 from .write_plan import Item
 
 if TYPE_CHECKING:
     from .._models.pieces import SharedFiles
-    from .._publish.publisher import PublishedVersion
+    from .._publish.publisher import Publication, PublishedVersion
     from .._storage.lease import LeaseRecord
     from .._tiers.target import FlushTarget
 
@@ -190,7 +190,7 @@ class WriterClient:
 
     def publish(
         self,
-        request: PublishRequest,
+        request: Publication,
         timeout: float,
         context: ProcessContext | None = None,
         is_closed: Callable[[], bool] = lambda: False,
