@@ -111,7 +111,7 @@ class TensorizerTransport:
         if self._has_offered and not self._held:
             # The keeper stays: during the start of another, the other replicas could finish a step without this one.
             with suppress(WriteError):  # the keeper has died
-                self._address = self._keeper.open_to_peers(self._host, _new_secret(), anew=True)
+                self._address = self._keeper.open_to_peers(self._host, secrets.token_bytes(SECRET_BYTES), anew=True)
             self._has_offered = False
         if not self._keeper.alive:
             self._keeper.end()
@@ -210,7 +210,7 @@ class TensorizerTransport:
         self._has_offered = False
         keeper = KeeperProcess(job_name(f"torchft {self._run}"), self._run, 0.0)
         try:
-            return keeper, keeper.open_to_peers(self._host, _new_secret())
+            return keeper, keeper.open_to_peers(self._host, secrets.token_bytes(SECRET_BYTES))
         except BaseException:
             keeper.end()
             raise
@@ -316,10 +316,6 @@ def _read(reader: StateReader, own: Mapping[str, Any]) -> Any:
         return sharding.around(target[key], mesh)
 
     return pytree.tree_map(value_of, tree)
-
-
-def _new_secret() -> bytes:
-    return secrets.token_bytes(SECRET_BYTES)
 
 
 def _state_id(step: int) -> str:
