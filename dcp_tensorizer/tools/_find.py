@@ -117,16 +117,16 @@ class Folder:
     def step(self) -> int | None:
         return None if self.info is None else self.info.step
 
-    def walk(self) -> Iterator[Folder]:
-        """Yields the directory and all directories below it, parents first."""
-        yield self
+    def walk(self, prefix: str = "") -> Iterator[tuple[str, Folder]]:
+        """Yields the directory and all directories below it, parents first, with the prefix of their files."""
+        yield prefix, self
         for folder in self.folders:
-            yield from folder.walk()
+            yield from folder.walk(f"{prefix}{folder.name}/")
 
     @property
     def checkpoints(self) -> list[Folder]:
         """The checkpoints and leftovers in and below the directory."""
-        return [folder for folder in self.walk() if folder.info is not None]
+        return [folder for _, folder in self.walk() if folder.info is not None]
 
     @property
     def saved(self) -> float:
@@ -156,7 +156,7 @@ def list_checkpoints(
         if (found := rules.best(steps)) is not None:
             best |= {folder.storage.path: rules.metric for folder in folders if folder.step == found.number}
 
-    infos = [folder.info for folder in top.walk() if folder.info is not None]
+    infos = [folder.info for folder in top.checkpoints if folder.info is not None]
 
     def order(info: CheckpointInfo) -> tuple[list[tuple[int, str]], float, str]:
         above, _, name = info.path.rstrip("/").rpartition("/")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import posixpath
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -110,7 +110,7 @@ def plan_collection(
     # A retained checkpoint may hold leftovers of dead saves. One whose listing failed is already in the plan.
     done = [folder for folder, planned in removals if planned.kept is None or planned.failed]
     whole = {part.storage.path for folder in done for part in folder.checkpoints}
-    for folder in top.walk():
+    for _, folder in top.walk():
         if folder.info is None:  # killed jobs leave temporary files beside their checkpoints
             files = tuple(file for file in folder.files if is_temporary_file_of_job(file.name))
             if files:
@@ -143,9 +143,9 @@ def remove(removal: Removal) -> Collected:
 
 def _remove(folder: Folder, planned: Collected, stack: ExitStack) -> Collected:
     """Removes the planned files, with their directories locked by ``stack``."""
-    for locked in folder.walk() if planned.whole else [folder]:
-        if locked.info is None:
-            continue
+    for locked in folder.checkpoints:
+        if not planned.whole and locked is not folder:
+            break
         lock = stack.enter_context(locked.storage.lock_directory())
         if locked.storage.locks_are_visible and not lock.is_exclusive:
             return replace(planned, files=(), nbytes=0, kept="a save is in progress there")
@@ -156,7 +156,9 @@ def _remove(folder: Folder, planned: Collected, stack: ExitStack) -> Collected:
     chosen = set(planned.files)
     if planned.whole:
         # After an interruption, the remaining files are recognised as leftovers of a dead save.
-        folders = list(_chosen_below(folder, chosen))
+        folders = [
+            (one, [file.name for file in one.files if prefix + file.name in chosen]) for prefix, one in folder.walk()
+        ]
         for one, names in folders:
             withdraw(one.storage, names)
         for one, names in reversed(folders):
@@ -168,13 +170,6 @@ def _remove(folder: Folder, planned: Collected, stack: ExitStack) -> Collected:
     # Hard links may have been added or removed since the plan.
     shared = sum(file.nbytes for file in _chosen(now, planned) if file.shared)
     return replace(planned, nbytes=sum(file.nbytes for file in _chosen(folder, planned)) - shared)
-
-
-def _chosen_below(folder: Folder, chosen: Container[str], prefix: str = "") -> Iterator[tuple[Folder, list[str]]]:
-    """Yields each directory with the names of its chosen files, parents first."""
-    yield folder, [file.name for file in folder.files if prefix + file.name in chosen]
-    for child in folder.folders:
-        yield from _chosen_below(child, chosen, f"{prefix}{child.name}/")
 
 
 def _file_set(top: Folder) -> set[tuple[str, FileInfo, bool]]:
@@ -189,7 +184,7 @@ def _file_set(top: Folder) -> set[tuple[str, FileInfo, bool]]:
             file._replace(shared=None, changed=None if is_data_file_name(file.name) else file.changed),
             file in left,
         )
-        for folder in top.walk()
+        for _, folder in top.walk()
         for left in [set(folder.leftovers)]
         for file in folder.files
     }
@@ -236,7 +231,7 @@ def _are_old(files: Sequence[FileInfo], older_than: float | None) -> bool:
 
 
 def _old_checkpoints(top: Folder, keep: int | None, older_than: float | None, only_data: bool) -> Iterator[Removal]:
-    linked = [path for folder in top.walk() for path in folder.storage.links()]
+    linked = [path for _, folder in top.walk() for path in folder.storage.links()]
     for folder, steps, objection in lines_of_steps(top):
         if objection:
             yield _removal(folder, (), whole=True, kept=objection)
@@ -244,8 +239,15 @@ def _old_checkpoints(top: Folder, keep: int | None, older_than: float | None, on
         rules, own = of_manager(steps_of(steps))
         latest = keep or rules.latest or 1
         retained = replace(rules, latest=latest).kept(own)
-        for old in _beyond(steps, latest):
-            if time.time() - old.saved < (older_than or 0.0):
+        # Newer checkpoints have lower steps if a job went back to an earlier step, and earlier times if a clock was set
+        # back.
+        by_time = sorted(steps, key=lambda step: (step.saved, step.step or 0), reverse=True)
+        by_step = sorted(steps, key=lambda step: (step.step or 0, step.saved), reverse=True)
+        recorded = [(step.record.serial, step) for step in by_time if step.record is not None]
+        by_serial = [step for _, step in sorted(recorded, key=lambda pair: pair[0], reverse=True)]
+        newest = {step.storage.path for order in (by_time, by_step, by_serial) for step in order[:latest]}
+        for old in by_time:
+            if old.storage.path in newest or time.time() - old.saved < (older_than or 0.0):
                 continue
             parts, real = old.checkpoints, old.storage.real_path
             unknown = ""
@@ -261,20 +263,5 @@ def _old_checkpoints(top: Folder, keep: int | None, older_than: float | None, on
             yield _removal(old, files, whole=True, kept=kept or None, failed=bool(unknown))
 
 
-def _files_below(folder: Folder, prefix: str = "") -> Iterator[FileInfo]:
-    for file in folder.files:
-        yield file._replace(name=prefix + file.name)
-    for child in folder.folders:
-        yield from _files_below(child, f"{prefix}{child.name}/")
-
-
-def _beyond(steps: Sequence[Folder], keep: int) -> list[Folder]:
-    """Returns the steps that are neither among the newest nor among the highest."""
-    # Newer checkpoints have lower steps after a job went back to an earlier step, and earlier times after a clock was
-    # set back.
-    by_time = sorted(steps, key=lambda step: (step.saved, step.step or 0), reverse=True)
-    by_step = sorted(steps, key=lambda step: (step.step or 0, step.saved), reverse=True)
-    recorded = [(step.record.serial, step) for step in by_time if step.record is not None]
-    by_serial = [step for _, step in sorted(recorded, key=lambda pair: pair[0], reverse=True)]
-    safe = {step.storage.path for order in (by_time, by_step, by_serial) for step in order[:keep]}
-    return [step for step in by_time if step.storage.path not in safe]
+def _files_below(folder: Folder) -> list[FileInfo]:
+    return [file._replace(name=prefix + file.name) for prefix, one in folder.walk() for file in one.files]
