@@ -341,7 +341,7 @@ def _bad_fabric(rank, folder):
         TensorizerFabricStrategy(_shard, writer_options={"no_such": 1})
 
 
-def test_arguments_that_make_no_sense_are_refused(tmp_path):
+def test_unsupported_arguments_are_refused(tmp_path):
     """Unsupported arguments are refused by name before anything is saved."""
     run_job(1, _bad_fabric, tmp_path)
     assert not list(tmp_path.iterdir())

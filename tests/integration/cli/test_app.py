@@ -114,7 +114,7 @@ def in_tokyo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [(300_000_000_000, None), (253_402_300_799, "9999-12-31T23:59:59.000+00:00")],
     ids=["in 11476", "at the end of 9999"],
 )
-def test_a_time_that_no_calendar_has(in_tokyo: None, written: int, told_as: str | None) -> None:
+def test_times_beyond_the_year_9999(in_tokyo: None, written: int, told_as: str | None) -> None:
     """A file's time beyond the year 9999, in UTC or in local time, does not stop `ls` and `gc`."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # disks have no such times
         file = Path(folder, "step-1", data_file_name(0, 0, "a" * 32))
@@ -158,7 +158,7 @@ def test_verify(checkpoint: Path) -> None:
     assert found["damages"][0]["file"] == path.name  # type: ignore[index]
 
 
-def test_verifying_what_is_saved_meanwhile(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_of_a_checkpoint_that_is_replaced(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`verify` of a checkpoint that is replaced meanwhile has exit code 2."""
 
     def saved_again(storage: Storage) -> object:
@@ -241,7 +241,7 @@ def test_gc(checkpoint: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_mistakes_are_told_in_a_line(
+def test_mistakes(
     checkpoint: Path, arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mistake has exit code 2 and one line on stderr, and writes nothing."""
@@ -297,7 +297,7 @@ def test_a_copy_that_lacks_a_file_is_not_the_same(checkpoint: Path, tmp_path: Pa
     assert (code, f"{path.name} is missing" in err) == (2, True)
 
 
-def test_what_is_not_ours_to_read(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_missing_permissions(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """A lack of permission is not damage: `verify` has exit code 2, and `ls` logs the directory."""
 
     def refuse(*_: object) -> None:
@@ -314,7 +314,7 @@ def test_what_is_not_ours_to_read(checkpoint: Path, monkeypatch: pytest.MonkeyPa
     assert "step-8: [Errno 13] Permission denied" in caplog.text
 
 
-def test_damage_met_by_a_command_is_1(checkpoint: Path, tmp_path: Path) -> None:
+def test_damage_has_exit_code_1(checkpoint: Path, tmp_path: Path) -> None:
     """A command that meets damage has exit code 1, and writes nothing."""
     path = max(checkpoint.glob("*.tensors"), key=lambda path: path.stat().st_size)
     with open(path, "r+b") as file:
@@ -323,7 +323,7 @@ def test_damage_met_by_a_command_is_1(checkpoint: Path, tmp_path: Path) -> None:
     assert (code, path.name in err, (tmp_path / "x").exists()) == (1, True, False)
 
 
-def test_secrets_of_storage_options_are_not_told() -> None:
+def test_secrets_of_storage_options_are_not_shown() -> None:
     """Messages do not show the values of storage options."""
     code, _, err = run("ls", "memory://nowhere", "--storage-option", "password=hunter22-hunter22")
     assert (code, "hunter22" in err) == (2, False)
@@ -396,7 +396,7 @@ def test_keys_that_do_not_fit(encrypted: Path, checkpoint: Path, tmp_path: Path)
         assert not (tmp_path / "out").exists()
 
 
-def test_passwords_in_urls_are_not_told(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passwords_in_urls_are_not_shown(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither messages nor metadata show the password of a URL."""
     monkeypatch.chdir(tmp_path)
     memory = fsspec.filesystem("memory")
@@ -438,7 +438,7 @@ def test_without_libsodium_a_key_is_an_error(encrypted: Path, tmp_path: Path, mo
         assert (code, "needs libsodium" in err) == (2, True)
 
 
-def test_names_that_are_no_text(checkpoint: Path) -> None:
+def test_names_that_are_not_utf_8(checkpoint: Path) -> None:
     """A directory name that is not UTF-8 is shown on any terminal, and in JSON."""
     os.rename(checkpoint, os.fsencode(checkpoint.parent) + b"/step-\xff1")
     arguments = ["-m", "dcp_tensorizer", "ls", str(checkpoint.parent)]
@@ -535,7 +535,7 @@ def test_json_before_or_after_the_verb(checkpoint: Path) -> None:
     assert values == {"optim.lr": ("float", 0.5, "0.5"), "note": ("str", "a\x1b[31mb", "'a\\x1b[31mb'")}
 
 
-def test_numbers_that_json_cannot_say(tmp_path: Path) -> None:
+def test_nan_and_infinity_in_json(tmp_path: Path) -> None:
     """NaN and infinities are null in JSON."""
     for name, value in (("a", 1.0), ("b", float("inf"))):
         make_checkpoint(tmp_path / name, {"x": torch.tensor([value])})
@@ -576,7 +576,7 @@ def test_errors_as_json(tmp_path: Path, arguments: list[str], error: str, words:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_was_meant_is_suggested(checkpoint: Path, arguments: list[str], meant: str) -> None:
+def test_suggestions(checkpoint: Path, arguments: list[str], meant: str) -> None:
     """An error suggests the name that was probably meant."""
     code, out, err = run(*(a.format(checkpoint=checkpoint, run=checkpoint.parent) for a in arguments))
     assert (code, out, err.startswith("error: "), meant in err) == (2, "", True, True)
@@ -599,7 +599,7 @@ def test_torchs_own_checkpoints_are_listed(checkpoint: Path) -> None:
     assert "torch's own FileSystemWriter" in run("ls", checkpoint.parent)[1]
 
 
-def test_what_this_version_does_not_read_is_not_damaged(checkpoint: Path) -> None:
+def test_newer_versions_are_not_damaged(checkpoint: Path) -> None:
     """A checkpoint of a newer version has exit code 3, also in a folder."""
     content = bytearray((checkpoint / ".metadata").read_bytes())
     content[8] = 99  # the version, under the digest
@@ -632,7 +632,7 @@ def test_convert_with_other_keys(checkpoint: Path, tmp_path: Path) -> None:
     assert (code, "is not a JSON object of patterns and new keys" in err) == (2, True)
 
 
-def test_what_gc_keeps_is_apart_from_what_it_removes(checkpoint: Path) -> None:
+def test_gc_lists_removed_and_retained_checkpoints(checkpoint: Path) -> None:
     """The JSON document of `gc` has removed and retained checkpoints in separate lists."""
     shutil.copytree(checkpoint, checkpoint.parent / "step-8")
     (checkpoint.parent / "latest").symlink_to(checkpoint)

@@ -106,7 +106,7 @@ def test_what_is_found(tmp_path: Path) -> None:
         find(tmp_path / "nowhere")
 
 
-def test_each_rank_by_itself_is_committed(tmp_path: Path) -> None:
+def test_ranks_that_saved_for_themselves(tmp_path: Path) -> None:
     """A checkpoint whose ranks saved for themselves is committed, with the values of all ranks."""
     make_checkpoint(tmp_path / "a", {"x": torch.ones(3)}, rank=0)
     make_checkpoint(tmp_path / "a", {"y": torch.ones(3)}, rank=1)
@@ -175,7 +175,7 @@ def test_a_save_in_progress_is_left_alone(tmp_path: Path) -> None:
     assert names(tmp_path) == {new.name}
 
 
-def test_a_save_that_came_in_between_is_left_alone(tmp_path: Path) -> None:
+def test_a_save_after_the_plan_is_left_alone(tmp_path: Path) -> None:
     """A checkpoint that was saved again after the plan is not removed."""
     make(tmp_path / "step-1", 100)
     make(tmp_path / "step-2", 50)
@@ -187,7 +187,7 @@ def test_a_save_that_came_in_between_is_left_alone(tmp_path: Path) -> None:
     assert find(tmp_path / "step-1")[0].state == "committed"
 
 
-def test_unreadable_checkpoints_are_nobodys_leftovers(tmp_path: Path) -> None:
+def test_unreadable_checkpoints_stay(tmp_path: Path) -> None:
     """Nothing of an unreadable checkpoint is removed, because a newer release may read it."""
     (make(tmp_path / "step-1", 100) / ".metadata").write_bytes(b"of a later version")
     leave(tmp_path / "step-1")
@@ -242,7 +242,7 @@ def test_the_newest_and_the_highest_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == {"step-10", "step-30", "step-40"}
 
 
-def test_copies_are_as_old_as_what_they_are_of(tmp_path: Path) -> None:
+def test_copies_have_the_age_of_their_record(tmp_path: Path) -> None:
     """The age of a copied checkpoint is that of its record, not of its files."""
     for step in (9, 10, 11, 12):
         make(tmp_path / f"step-{step}", 1000 - step)
@@ -265,7 +265,7 @@ def test_links_to_checkpoints_are_not_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "short"])
-def test_what_is_being_copied_neither_counts_nor_goes(tmp_path: Path, damage: str) -> None:
+def test_incomplete_copies_stay(tmp_path: Path, damage: str) -> None:
     """A checkpoint whose data is missing or short, as in a copy in progress, neither counts nor is removed."""
     make(tmp_path / "step-1", 100)
     (data,) = make(tmp_path / "step-2", 50).glob("*.tensors")
@@ -290,7 +290,7 @@ def test_ranks_that_have_not_all_committed(tmp_path: Path) -> None:
     assert names(tmp_path) == {"step-2", "step-3"}
 
 
-def test_one_that_cannot_be_removed_does_not_keep_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_removal_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a checkpoint cannot be removed, the result has the reason, and the others are removed."""
     for step in (1, 2, 3, 4):
         make(tmp_path / f"step-{step}", 100 - step)
@@ -402,7 +402,7 @@ def test_uploads_that_cannot_be_listed(s3: S3Server) -> None:
 
 
 @pytest.mark.parametrize("state", ["alone", "beside a checkpoint"])
-def test_what_nobody_recorded_goes_by_age_alone(tmp_path: Path, state: str) -> None:
+def test_unrecorded_leftovers_are_removed_by_age(tmp_path: Path, state: str) -> None:
     """A file without a record may belong to a copy in progress, and is removed only by its age."""
     make(tmp_path / "step-2", 50)
     if state == "beside a checkpoint":
@@ -554,7 +554,7 @@ def make_recorded(folder: Path, step: int, age: float) -> Path:
     return folder
 
 
-def test_recorded_steps_need_no_guess(tmp_path: Path) -> None:
+def test_recorded_steps(tmp_path: Path) -> None:
     """A manager's steps count under any name, for each job separately; a copy under another name stays."""
     for step in (10, 20, 30):
         for name in (f"run-1/model-{step}", f"run-1/optim-{step}-v2", f"epoch-1/step-{step}"):
@@ -642,7 +642,7 @@ def test_names_without_steps_stay(tmp_path: Path) -> None:
     assert names(tmp_path) == {"step-3", "best"}
 
 
-def test_what_lies_beside_goes_with_its_checkpoint(tmp_path: Path) -> None:
+def test_other_files_are_removed_with_their_checkpoint(tmp_path: Path) -> None:
     """Other files and directories in a checkpoint's directory are removed with it."""
     for step in (1, 2):
         folder = make(tmp_path / f"step={step}", 100 - step)
@@ -655,7 +655,7 @@ def test_what_lies_beside_goes_with_its_checkpoint(tmp_path: Path) -> None:
     assert names(tmp_path / "step=2") >= {"meta.pt", "tokenizer"}
 
 
-def test_only_data_goes_if_that_is_asked(tmp_path: Path) -> None:
+def test_only_data(tmp_path: Path) -> None:
     """With `only_data`, other files and their directories stay."""
     for step in (1, 2, 3):
         make(tmp_path / f"step-{step}", 100 - step)
@@ -668,7 +668,7 @@ def test_only_data_goes_if_that_is_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", ["torch", "newer", "damaged"])
-def test_what_is_not_ours_to_read(tmp_path: Path, state: str) -> None:
+def test_checkpoints_of_other_formats_stay(tmp_path: Path, state: str) -> None:
     """Checkpoints of torch, of a newer release and damaged ones are listed as such, and stay."""
     for step in (2, 3):
         make(tmp_path / f"step-{step}", 100 - step)
@@ -685,7 +685,7 @@ def test_what_is_not_ours_to_read(tmp_path: Path, state: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["step-1", "step-1/pretrained"])
-def test_what_a_link_leads_to_stays(tmp_path: Path, target: str) -> None:
+def test_targets_of_links_stay(tmp_path: Path, target: str) -> None:
     """The target of a link in any directory below stays, also if the link leads into it."""
     for step in (1, 2, 3):
         (make(tmp_path / f"step-{step}", 100 - step) / "pretrained").mkdir()
@@ -712,7 +712,7 @@ def test_leftovers_in_an_old_checkpoint_that_stays_are_removed(tmp_path: Path) -
     assert {path.name for path in linked.iterdir()} == whole
 
 
-def test_what_a_killed_job_leaves_beside_its_checkpoints(tmp_path: Path) -> None:
+def test_temporary_files_of_a_killed_job(tmp_path: Path) -> None:
     """Old temporary files of `latest` and of leases are removed, and files with other names stay."""
     make(tmp_path / "step-1", 500.0)
     (tmp_path / "latest").write_text("step-1\n")
