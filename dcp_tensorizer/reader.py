@@ -29,7 +29,7 @@ from ._loading.exchange import ReadFrom, identity_of, members_of, reads_alone
 from ._loading.report import LoadClock, LoadReport, publish
 from ._loading.run import check_files
 from ._planning.read_items import RetainedPlan
-from ._runtime.gc_pause import collector_paused
+from ._runtime.interpreter import collector_paused
 from ._runtime.progress import TransferProgress
 from ._runtime.ranks import rank_of_job, world_size_of_job
 from ._runtime.validation import (

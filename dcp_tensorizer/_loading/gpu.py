@@ -21,7 +21,7 @@ import torch
 
 from .._runtime.direct_memory import direct_memory
 from .._runtime.forks import Finalizer, free_in_child, in_child, keep_from_children
-from .._runtime.memory_limit import check_headroom
+from .._runtime.memory_limit import check_free_memory
 from .._runtime.threads import cores
 from .._staging.device import CUDA, Device, Event, SideStream, pin_if_possible
 from .._staging.shared_memory import aligned
@@ -128,7 +128,7 @@ class PinnedPool:
         self.wait_for_current_streams()
         step = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
-            check_headroom(count * step)
+            check_free_memory(count * step)
             memory = direct_memory(count * step)
         except (StagingError, OSError, MemoryError) as error:
             raise ReadError(f"cannot allocate pinned memory for reads to a GPU: {error}") from error

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import ReadItem
 
 from .._formats.catalog import Piece, check_length
-from .._runtime.gc_pause import collector_paused
+from .._runtime.interpreter import collector_paused
 from .._runtime.torch_compat import is_fake, is_plain
 from .._tensor_file.dtypes import named_dtype
 from .._tensor_file.names import StoredItem

@@ -23,7 +23,7 @@ import numpy as np
 from .._runtime.channel import Channel, Done, Progress, Ready
 from .._runtime.child import OWN_VARIABLES, at_end_of, begin
 from .._runtime.forks import free_in_child
-from .._staging.shared_mappings import MappedFile, attach, map_shared
+from .._staging.shared_mappings import MappedFile, map_shared
 from .._storage.open import open_storage
 from .._tensor_file.encode import PartMemory
 from .._tiers.target import FlushTarget
@@ -125,7 +125,7 @@ class Worker:
     def _answer(self, call: Call, fds: list[int]) -> tuple[object, Sequence[int]]:
         self._attach(call, fds)
         if call.context is not None:
-            call.context.take_on(OWN_VARIABLES)
+            call.context.apply(OWN_VARIABLES)
         result: object = Done()
         match call.request:
             case WriteRequest() as request:
@@ -152,12 +152,13 @@ class Worker:
     def _attach(self, call: Call, fds: list[int]) -> None:
         if self._snapshots is not None:
             self._snapshots.keep(set(call.kept))
-        writable = self._snapshots is not None
+        access = mmap.PROT_READ | (0 if self._snapshots is None else mmap.PROT_WRITE)
         self._buffers = {number: self._buffers[number] for number in call.kept}
         left = deque(fds)
         try:
             for number, nbytes in call.new:
-                self._buffers[number] = attach(left.popleft(), nbytes, writable=writable)
+                self._buffers[number] = mmap.mmap(left[0], nbytes, mmap.MAP_SHARED, access)
+                os.close(left.popleft())
         finally:
             for fd in left:
                 os.close(fd)
