@@ -10,7 +10,7 @@ import time
 import pytest
 
 from dcp_tensorizer._runtime import threads
-from dcp_tensorizer._runtime.threads import Patience, Workers, cores, is_running
+from dcp_tensorizer._runtime.threads import ProgressTimeout, Workers, cores, is_running
 
 from ...lab.waiting import WAIT, Gate, Interrupted, interrupted_inside
 
@@ -95,7 +95,7 @@ def test_who_does_not_look_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> Non
     """A job that was suspended for an hour has only waited for what counts between two looks."""
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    patience = Patience(100, 20)
+    patience = ProgressTimeout(100, 20)
     now += 3600
     assert not patience.is_over()
     assert patience.within(1000) == 80
@@ -115,7 +115,7 @@ def test_short_patience_is_for_several_looks(monkeypatch: pytest.MonkeyPatch) ->
     """One pause does not use all of it up."""
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    patience = Patience(6, 20)
+    patience = ProgressTimeout(6, 20)
     looks = 0
     while not patience.is_over():
         now += 1000
