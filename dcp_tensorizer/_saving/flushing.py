@@ -299,9 +299,10 @@ class Flushing:
                     followed.on_arrival(followed.report, entry.changed)
                 finally:
                     followed.future.set_result(entry.changed)
-            elif is_unknown and entry is not None and entry.state in OPEN:
-                if self._followed.pop(stem, None) is not None:
-                    self._report_missing(followed, self._unknown())
+            elif (
+                is_unknown and entry is not None and entry.state in OPEN and self._followed.pop(stem, None) is not None
+            ):
+                self._report_missing(followed, self._unknown())
         for entry in entries.values():
             if entry.state in (LOST, REPORTED):
                 self._report_given_up(entry)

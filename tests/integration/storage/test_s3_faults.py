@@ -87,14 +87,14 @@ def test_an_outage_that_outlasts_six_attempts(open_s3: Opener, proxy: S3Proxy, o
     storage = open_s3()
     assert storage.head(NAME) is None
     content = CONTENT if operation != "PutObject" else CONTENT[:1000]
-    proxy.rule = once(operation, fault, times=40)
+    proxy.rule = once(operation, fault, times=8)
     put_file(storage, NAME, content)
     assert storage.read(NAME) == content
     if (operation, fault.lose_answer) != (
         "CompleteMultipartUpload",
         True,
     ):  # the server has completed it the first time
-        assert proxy.counts()[operation] > 40
+        assert proxy.counts()[operation] > 8
 
 
 def test_an_upload_given_up_in_an_outage(open_s3: Opener, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
