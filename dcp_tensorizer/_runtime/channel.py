@@ -19,7 +19,7 @@ from typing import Any
 
 from ..errors import describe
 from .forks import free_in_child, identity, in_child
-from .threads import Patience
+from .threads import ProgressTimeout
 
 CHECK_SECONDS = 1.0
 """Seconds between two checks that the other end is alive."""
@@ -109,7 +109,7 @@ class Channel:
         progress: Callable[[int], object] = lambda nbytes: None,
     ) -> tuple[Any, list[int]]:
         """Waits for the answer to a request that was sent earlier; see `ask`."""
-        before, patience = -1, Patience(timeout, 2 * CHECK_SECONDS)
+        before, patience = -1, ProgressTimeout(timeout, 2 * CHECK_SECONDS)
         try:
             while True:
                 message, fds = self.receive(lambda: self.wait_readable(patience, check))
@@ -174,7 +174,7 @@ class Channel:
             finally:
                 self._sock.settimeout(None)
 
-    def wait_readable(self, patience: Patience, check: Callable[[], object] = lambda: None) -> None:
+    def wait_readable(self, patience: ProgressTimeout, check: Callable[[], object] = lambda: None) -> None:
         """Waits for a message. Raises `TimeoutError` when ``patience`` is over.
 
         ``check`` is called about once a second. An exception that it raises ends the wait.

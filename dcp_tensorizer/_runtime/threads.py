@@ -37,7 +37,7 @@ class Deadline:
 NEVER = Deadline(None)
 
 
-class Patience:
+class ProgressTimeout:
     """A timeout since the last progress, for a caller that polls.
 
     The time between two checks counts for at most ``between_checks`` seconds, and at most a third of ``timeout``. So a

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dcp_tensorizer._runtime.channel import Channel, Done, Failed, Progress, Ready
-from dcp_tensorizer._runtime.threads import Patience, in_background
+from dcp_tensorizer._runtime.threads import ProgressTimeout, in_background
 from dcp_tensorizer._writer_process.options import SaveOptions
 from dcp_tensorizer._writer_process.protocol import FileRequest, TensorSource, WriteRequest
 
@@ -181,7 +181,7 @@ def test_the_other_end_may_stop_in_the_middle_of_a_message() -> None:
         Channel(sent).send(REQUEST)
         message = copied.recv(1 << 20)
     end, other = socket.socketpair()
-    channel, patience = Channel(other), Patience(0.05, 1.0)
+    channel, patience = Channel(other), ProgressTimeout(0.05, 1.0)
     with end, other:
         end.sendall(message[:-1])
         with pytest.raises(TimeoutError):
@@ -195,7 +195,7 @@ def test_a_wait_ends_when_a_check_fails(channels: tuple[Channel, Channel]) -> No
         raise EOFError
 
     with pytest.raises(EOFError):
-        channels[1].wait_readable(Patience(0.001, 1.0), check)
+        channels[1].wait_readable(ProgressTimeout(0.001, 1.0), check)
 
 
 def test_repeated_reports_without_progress_time_out(channels: tuple[Channel, Channel]) -> None:

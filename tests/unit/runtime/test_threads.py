@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from dcp_tensorizer._runtime.threads import Patience, Workers, cores, is_running
+from dcp_tensorizer._runtime.threads import ProgressTimeout, Workers, cores, is_running
 
 from ...lab.waiting import WAIT, Gate, Interrupted, interrupted_inside
 
@@ -108,7 +108,7 @@ def test_a_suspended_caller_does_not_time_out(monkeypatch: pytest.MonkeyPatch) -
     """The time between two checks counts only up to the limit, so a job suspended for an hour has not timed out."""
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    patience = Patience(100, 20)
+    patience = ProgressTimeout(100, 20)
     now += 3600
     assert not patience.is_over()
     assert patience.within(1000) == 80
@@ -128,7 +128,7 @@ def test_a_short_timeout_takes_several_checks(monkeypatch: pytest.MonkeyPatch) -
     """A single pause between two checks counts for a third of the timeout."""
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    patience = Patience(6, 20)
+    patience = ProgressTimeout(6, 20)
     checks = 0
     while not patience.is_over():
         now += 1000
