@@ -213,7 +213,7 @@ def hold_request(
     """
     wanted = SavePlan(list(plan.items))
     items, extents, inline = [], list[Extent](), bytearray()
-    resolved = resolve(wanted, planner, lambda tensor: buffer.locate(tensor) is not None)
+    resolved = resolve(wanted, planner, buffer)
     for planned, item in zip(wanted.items, resolved, strict=True):
         extent = None
         if item.has_bytes:

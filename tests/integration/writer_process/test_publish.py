@@ -1,4 +1,4 @@
-"""Versions are published by the writer process, and once more by a fresh one if it dies."""
+"""Publishing in the writer process, with one retry after its death."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def client() -> Iterator[WriterClient]:
 
 
 def test_the_writer_process_publishes(tmp_path: Path, client: WriterClient) -> None:
-    """One version after the other, with one claim, at the lowest priority; what fails has an error of its own words."""
+    """The process publishes successive versions with one lease at the lowest priority, and raises its own errors."""
     state = {"w": np.zeros(1000, np.float32)}
     write_model(tmp_path / "one", state)
     write_model(tmp_path / "two", {"w": np.ones(1000, np.float32)})
@@ -49,7 +49,7 @@ def test_the_writer_process_publishes(tmp_path: Path, client: WriterClient) -> N
 def test_a_fresh_process_publishes_what_a_dead_one_could_not(
     tmp_path: Path, client: WriterClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Killed as soon as the version's directory is there."""
+    """If the process is killed when the version's directory exists, a fresh process publishes the version."""
     write_model(tmp_path / "model", {"w": np.arange(20_000_000, dtype=np.float32)})
     published = tmp_path / "published"
     process = client.ensure_process()
