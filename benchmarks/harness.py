@@ -61,7 +61,8 @@ def run(
     """The command line of a benchmark: measures and stores the results as JSON, from which all that is shown is made.
 
     That is its page, its picture, and what other pages quote (`quotes`). ``--redraw`` makes them without measuring.
-    Results of code that is not committed are stored apart (``--draft``), as are those of ``--quick``.
+    Results of code that is not committed (``--draft``) are stored apart, as are those of ``--quick`` and ``--main``,
+    which lack rows that pages quote.
 
     Args:
         name: Of its module, and of the files of its results.
@@ -84,7 +85,7 @@ def run(
     parser.add_argument("--redraw", action="store_true", help="the page from the stored results, without measuring")
     parser.add_argument("--draft", action="store_true", help="measure code that is not committed; not to be quoted")
     given = parser.parse_args()
-    apart = "-quick" if getattr(given, "quick", False) else "-draft" if given.draft else ""
+    apart = next((f"-{name}" for name in ("quick", "main", "draft") if getattr(given, name, False)), "")
     file = f"{name}{apart}"
     if not given.redraw:
         if not apart and (_commit() or "").endswith("-dirty"):

@@ -90,7 +90,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Content:
 
 OPTIONS = {
     "quick": QUICK,
-    "main": {"action": "store_true", "help": "only the main workload, on one rank"},
+    "main": {"action": "store_true", "help": "only the main workload, on one rank; not to be quoted"},
     "rounds": {"type": int, "help": "instead of each group's own number"},
 }
 
