@@ -246,7 +246,7 @@ def _check_alike(
             held = (f"{texts[number]} on {_ranks(rank[like[value[like] == number]])}" for number in numbers)
             raise WriteError(
                 f"{keys[int(key[wrong[0]])]!r} cannot be saved: the ranks do not agree on its {field}: "
-                f"{', '.join(held)}. Give each rank's tensor a key of its own, for example by DataParallelState."
+                f"{', '.join(held)}. Give each rank's tensor a separate key, for example by DataParallelState."
             )
 
 
