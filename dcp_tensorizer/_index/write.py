@@ -63,7 +63,7 @@ def encode(
         checkpoint_id=_optional_text(meta.checkpoint_id),
         modules=[to_text(str(module)) for module in meta.modules],
         metadata_version=_optional_text(metadata.version),
-        encryption=None if cipher is None else KeyRecord(**cipher.record()),
+        encryption=None if cipher is None else KeyRecord(cipher.check_value(), cipher.derivation),
         sections=[],
         record=record,
     )

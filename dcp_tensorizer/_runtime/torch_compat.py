@@ -6,10 +6,8 @@ Rarely needed names are imported on first use: those for conversion take half a 
 from __future__ import annotations
 
 import inspect
-import io
 import math
 import sys
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
@@ -142,32 +140,21 @@ def trusted_globals() -> Set[str]:
 def pickle_of(file: IO[bytes]) -> bytes:
     """Returns the pickle in a file that ``torch.save`` wrote, as ``torch.load`` finds it.
 
-    Raises `ValueError` if ``torch.load`` would read the file as another format, or would decompress it.
+    Raises `ValueError` if ``torch.load`` would read the file as another format.
     """
-    nbytes = file.seek(0, io.SEEK_END)
     file.seek(0)
     if file.read(4) != b"PK\3\4":
         raise ValueError("it is not in the format of torch.save")
     file.seek(0)
     try:
-        entries = zipfile.ZipFile(file).infolist()
-        file.seek(0)
         archive = torch._C.PyTorchFileReader(file)
-        names = archive.get_all_records()
+        names, pickled = archive.get_all_records(), bytes(archive.get_record("data.pkl"))
     except Exception as error:
-        raise ValueError(f"it is damaged ({_first_line(error)})") from None
-    if len(names) != len(entries) or sum(entry.file_size for entry in entries) > nbytes:
-        raise ValueError("it is compressed")
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(f"it is damaged ({type(error).__name__}: {first_line})") from None
     if "constants.pkl" in names:
         raise ValueError("it is a TorchScript program")
-    try:
-        return bytes(archive.get_record("data.pkl"))
-    except RuntimeError as error:
-        raise ValueError(f"it is damaged ({_first_line(error)})") from None
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return pickled
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:

@@ -242,7 +242,7 @@ def _old_checkpoints(top: Folder, keep: int | None, older_than: float | None, on
     for folders, objection in arrange(top):
         rules, steps = of_manager(steps_of(folders))
         latest = keep or rules.latest or 1
-        retained = replace(rules, latest=latest).kept(steps)
+        retained = replace(rules, latest=latest).retained(steps)
         for old in _beyond(folders, latest):
             if time.time() - old.saved >= (older_than or 0.0):
                 kept = objection or (_RETAINED if old.step in retained else "") or _objection(old, linked, older_than)

@@ -25,6 +25,7 @@ from typing import IO, Any
 import torch
 
 from ..._formats.catalog import Piece
+from ..._formats.torch_archive import check_saved
 from ..._loading.run import copy_elements
 from ..._publish.model import written_file
 from ..._runtime.forks import free_in_child
@@ -33,7 +34,6 @@ from ..._storage.base import Storage
 from ..._tensor_file.dtypes import host_bytes, named_dtype
 from ..._tensor_file.regions import Region, part_of
 from ..._trust.objects import load_object, unsafe_globals
-from ..._trust.torch_archive import check_saved
 from ...errors import ConversionError, UntrustedObject, WriteError
 from .._atomic_output import new_file
 from .._view import (

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import array
+import collections
 import datetime
+import decimal
 import enum
+import fractions
 import functools
 import importlib
+import io
 import re
+import time
+import types
+import uuid
+import zoneinfo
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -140,9 +149,25 @@ def test_an_object_that_nothing_would_have_saved_is_named() -> None:
         [Slotted(1), Frozen(datetime.date(2020, 1, 1)), Made(getattr, (Member, "A"))],
         [np.random.default_rng(0), np.ma.array([1], mask=[True]), np.rec.array([(1,)], dtype=[("x", "i4")])],
         [np.dtype("f4", metadata={"a": 1}), np.array(["a"], np.dtypes.StringDType())],
+        [np.zeros(2, [("a", "i4", (2,))]), np.array([1, "a"], dtype=object), np.datetime64("2020-01-01")],
+        [decimal.Decimal(1), fractions.Fraction(1, 3), uuid.UUID(int=5), array.array("d", [1.5])],
+        [time.gmtime(0), datetime.datetime(2020, 1, 1, tzinfo=zoneinfo.ZoneInfo("UTC"))],
+        [io.StringIO("x"), collections.ChainMap({}), collections.UserDict(a=1), types.SimpleNamespace(a=1)],
         [{"all": [Member.A, Settings(Bits.A, Outer.Inner(), []), Frozen(Slotted(2))]}, Point(3, np.arange(3))],
     ],
-    ids=["enum", "enums", "dataclass", "dataclasses", "numpy", "dtypes", "all"],
+    ids=[
+        "enum",
+        "enums",
+        "dataclass",
+        "dataclasses",
+        "numpy",
+        "dtypes",
+        "arrays",
+        "numbers",
+        "times",
+        "containers",
+        "all",
+    ],
 )
 def test_the_advice_is_complete(values: list[Any]) -> None:
     """Following the message to the letter, once, is enough for all objects of a load."""
