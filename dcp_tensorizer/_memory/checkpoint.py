@@ -22,7 +22,7 @@ from .._index.locations import RankLocations
 from .._index.schema import ItemKey, item_key
 from .._index.write import encode
 from .._runtime.forks import Descriptor
-from .._runtime.gc_pause import collector_paused
+from .._runtime.interpreter import collector_paused
 from .._runtime.threads import cores
 from .._saving.write_plan import resolve
 from .._staging.shared_memory import SharedBuffer

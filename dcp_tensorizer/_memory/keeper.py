@@ -28,7 +28,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from .._runtime.channel import Channel, Done, Failed, Ready
-from .._runtime.child import at_end_of, begin, lower_priority, set_session_priority
+from .._runtime.child import at_end_of, begin
 from .._runtime.forks import free_in_child
 from .._storage.local_io import read_into
 from .._tensor_file.digests import Digester
@@ -50,7 +50,7 @@ from .protocol import (
     StatePart,
     WrittenDigests,
 )
-from .replicas import NICENESS_OF_COPIES, NotCopied, ReplicaServer, Throttle, copy_part, drop_copies
+from .replicas import NICENESS_OF_COPIES, NotCopied, ReplicaServer, Throttle, copy_part, drop_copies, lower_priority
 from .runtime_directory import is_own_peer, listen, remove, touch
 from .wire import Address
 
@@ -58,6 +58,7 @@ _NICENESS = 10  # below the writer process: the thread that computes digests, an
 _SLICE = 1 << 20  # small enough to be hashed while it is in the processor's cache
 _TOUCH_SECONDS = 6 * 3600.0  # systemd removes files from /tmp after 10 days; a connection does not update their times
 _NEEDED = "its memory was needed"
+_SESSION_SECONDS = 0.05  # between two attempts to set the session's priority
 _NONE: Mapping[tuple[int, int], bytes] = MappingProxyType({})
 _DIGEST_SECONDS = 600.0  # enough at the lowest priority, beside a job that needs all cores
 
@@ -399,6 +400,25 @@ def _accept(listener: socket.socket, keeper: Keeper) -> None:
             connection.close()
 
 
+def _set_session_priority(niceness: int, is_wanted: Callable[[], bool]) -> None:
+    """Sets the priority of this process's session, to 0 or lower, in a background thread.
+
+    This has an effect if the kernel schedules by session (autogroup): then each session gets an equal share of the CPU,
+    and the niceness of a process counts only within its session. The thread gives up once ``is_wanted`` returns False.
+    """
+
+    def work() -> None:
+        with suppress(OSError):
+            while is_wanted():
+                try:
+                    Path("/proc/self/autogroup").write_text(str(niceness))
+                    return
+                except BlockingIOError:  # the kernel allows ten writes a second, of all processes of all users together
+                    time.sleep(_SESSION_SECONDS)
+
+    threading.Thread(target=work, name="priority", daemon=True).start()
+
+
 def main(arguments: Sequence[str]) -> None:
     """Runs a keeper.
 
@@ -408,7 +428,7 @@ def main(arguments: Sequence[str]) -> None:
     channel, pidfd, (trainer, run, seconds, path) = begin(arguments, 0)
 
     def set_priority(niceness: int) -> None:
-        set_session_priority(niceness, lambda: niceness == 0 or not keeper.is_orphaned)
+        _set_session_priority(niceness, lambda: niceness == 0 or not keeper.is_orphaned)
 
     keeper = Keeper(run, int(trainer), float(seconds), set_priority)
     listener = listen(Path(path))

@@ -32,7 +32,6 @@ import msgspec
 import xxhash
 from msgspec import Meta, Struct
 
-from .._runtime.child import lower_priority
 from .._runtime.forks import Descriptor, anonymous_file, free_in_child
 from .._runtime.memory_limit import available_memory
 from .._runtime.threads import cores
@@ -63,6 +62,12 @@ _ASK_SECONDS = 0.02  # the pause between two requests for a part that is not off
 
 _Count = Annotated[int, Meta(ge=0, le=2**50)]
 _Id = Annotated[str, Meta(max_length=64)]
+
+
+def lower_priority(niceness: int) -> None:
+    """Lowers the priority of the calling thread, and of the threads that it starts later."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 class ReplicaOffer(Struct, tag="offer", array_like=True):

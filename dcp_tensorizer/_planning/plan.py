@@ -309,7 +309,7 @@ class History:
     def answered(self, reference: Reference | None) -> Columns:
         """Returns the columns that an answer refers to, and records that the coordinator knows them."""
         assert self._sent is not None and reference is not None and self._sent[1] == reference.digest
-        self._known.keep(reference.digest, reference)
+        self._known.add(reference.digest, reference)
         return self._sent[0]
 
     def end(self) -> None:
@@ -336,8 +336,8 @@ class History:
         """Retains the ranks' plans, and the result."""
         for rank, plan in enumerate(plans):
             if plan.may_refer:
-                self._received[rank].keep(plan.digest, plan)
-        self._planned.keep(key, result)
+                self._received[rank].add(plan.digest, plan)
+        self._planned.add(key, result)
 
 
 class Histories:

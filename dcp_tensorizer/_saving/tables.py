@@ -95,5 +95,5 @@ class SaveTables:
                 )
         whole = [part if part.table else part._replace(table=self._promised[part.table_digest]) for part in parts]
         for part in whole:
-            self._known.cached.keep(part.table_digest, part.table)
+            self._known.cached.add(part.table_digest, part.table)
         return whole

@@ -111,7 +111,9 @@ class TensorizerTransport:
         if self._has_offered and not self._held:
             # The keeper stays: during the start of another, the other replicas could finish a step without this one.
             with suppress(WriteError):  # the keeper has died
-                self._address = self._keeper.ask(OpenToPeers(self._host, _new_secret(), anew=True), Address)
+                self._address = self._keeper.ask(
+                    OpenToPeers(self._host, secrets.token_bytes(SECRET_BYTES), anew=True), Address
+                )
             self._has_offered = False
         if not self._keeper.alive:
             self._keeper.end()
@@ -210,7 +212,7 @@ class TensorizerTransport:
         self._has_offered = False
         keeper = KeeperProcess(job_name(f"torchft {self._run}"), self._run, 0.0)
         try:
-            return keeper, keeper.ask(OpenToPeers(self._host, _new_secret()), Address)
+            return keeper, keeper.ask(OpenToPeers(self._host, secrets.token_bytes(SECRET_BYTES)), Address)
         except BaseException:
             keeper.end()
             raise
@@ -316,10 +318,6 @@ def _read(reader: StateReader, own: Mapping[str, Any]) -> Any:
         return sharding.around(target[key], mesh)
 
     return pytree.tree_map(value_of, tree)
-
-
-def _new_secret() -> bytes:
-    return secrets.token_bytes(SECRET_BYTES)
 
 
 def _state_id(step: int) -> str:

@@ -386,7 +386,9 @@ def test_ranks_that_have_other_tensors_under_one_key_are_refused(case: str) -> N
     """If ranks have different tensors under one key, the error names the key, and each rank's tensor."""
     values, problem = DISAGREE[case]
     states = [{"a": torch.ones(3)} | ({} if value is None else {"x": value}) for value in values]
-    message = re.escape(f"'x' cannot be saved: the ranks do not agree on its {problem}. Give each rank's tensor a separate key")
+    message = re.escape(
+        f"'x' cannot be saved: the ranks do not agree on its {problem}. Give each rank's tensor a separate key"
+    )
     with pytest.raises(WriteError, match=f"^{message}"):
         plan_save([SavePlanner() for _ in states], states)
 

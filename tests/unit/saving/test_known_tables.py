@@ -69,7 +69,7 @@ def test_what_is_promised_is_kept() -> None:
     save(rank, coordinator, part(), "a")
     here, there = SaveTables(rank, "b"), SaveTables(coordinator, "c")
     answer = there.answer(here.offer(PLAN))
-    coordinator.cached.keep(part(rank=2).table_digest, part(rank=2).table)
+    coordinator.cached.add(part(rank=2).table_digest, part(rank=2).table)
     assert coordinator.cached.find(part().table_digest) is None
     sent = here.shortened(part(), answer)
     assert (sent.table, there.completed([sent])) == (b"", [part()])
