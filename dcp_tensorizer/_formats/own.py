@@ -40,7 +40,7 @@ from .._index.schema import (
     decode_places,
     from_text,
 )
-from .._runtime.gc_pause import collector_paused
+from .._runtime.interpreter import collector_paused
 from .._runtime.threads import in_threads
 from .._tensor_file.names import StoredItem, metadata_file_name
 from .._tensor_file.regions import Region

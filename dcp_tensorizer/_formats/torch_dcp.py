@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from .._runtime.gc_pause import collector_paused
+from .._runtime.interpreter import collector_paused
 from .._runtime.torch_compat import ExtensionRegistry, StorageInfo, StreamTransformExtension
 from .._tensor_file.names import StoredItem
 from .._tensor_file.regions import Region

@@ -145,7 +145,7 @@ def entries_section(rules: StateRules, parts: Sequence[RankLocations], recent: R
     if section is None:
         section = encode_rows(_entries(rules, parts))
     if recent is not None:
-        recent.keep(name, section)
+        recent.add(name, section)
     return section
 
 

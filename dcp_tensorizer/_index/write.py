@@ -12,7 +12,7 @@ import torch
 from msgspec.msgpack import Ext
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from .._runtime.gc_pause import collector_paused
+from .._runtime.interpreter import collector_paused
 from .._runtime.recent import Recent
 from .._tensor_file.encryption import Cipher
 from .._tensor_file.names import MAX_INLINE_BYTES

@@ -221,7 +221,7 @@ def rebuild_dtensor(like: DTensor, local: torch.Tensor) -> DTensor:
     return DTensor(local, like._spec, requires_grad=like.requires_grad)
 
 
-# --- tensors that describe their part: they tell DCP which part of which tensor they hold -----------------------------
+# --- tensors that describe their part: DCP asks them which part of which tensor they hold ----------------------------
 
 PART_NAMES = frozenset(
     {
@@ -282,14 +282,11 @@ def local_parts(tensor: torch.Tensor) -> Iterator[tuple[torch.Size, torch.Tensor
 
 def whole_size(tensor: torch.Tensor) -> torch.Size:
     """Returns the size of the whole tensor that ``tensor`` may be a part of. DCP compares it with the stored size."""
-    return torch.Size(tensor.global_shape) if _is_checkpointable(tensor) else tensor.size()  # type: ignore[attr-defined]
-
-
-def _is_checkpointable(tensor: torch.Tensor) -> bool:
-    if not describes_part(tensor) or find_spec("torch.distributed.checkpoint.protocol") is None:
-        return False
-    protocol = import_module("torch.distributed.checkpoint.protocol")
-    return isinstance(tensor, protocol.CheckpointableTensor)
+    if describes_part(tensor) and find_spec("torch.distributed.checkpoint.protocol") is not None:
+        protocol = import_module("torch.distributed.checkpoint.protocol")
+        if isinstance(tensor, protocol.CheckpointableTensor):
+            return torch.Size(tensor.global_shape)
+    return tensor.size()
 
 
 def plain_local(value: object) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ import pytest
 
 from dcp_tensorizer._runtime.channel import Ready
 from dcp_tensorizer._runtime.child import environment, interpreter
-from dcp_tensorizer._runtime.threads import Patience
+from dcp_tensorizer._runtime.threads import ProgressTimeout
 from dcp_tensorizer._writer_process.client import WriterProcess
 
 from ...lab.processes import PACKAGE, ROOT
@@ -139,7 +139,7 @@ def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "path", ["", "relative", *sys.path])
     process = WriterProcess()
     try:
-        process._channel.wait_readable(Patience(WAIT, 1.0))
+        process._channel.wait_readable(ProgressTimeout(WAIT, 1.0))
         assert process._channel.receive() == (Ready(), [])
     finally:
         process.close()
