@@ -30,7 +30,7 @@ from ._planning.columns import EncodedColumns, Table, Unsupported, columns_of_ro
 from ._planning.global_plan import GlobalPlan, encoded, make_global_plan
 from ._planning.plan import AssignedItems, CompactPlan, Histories, History, Items, Reference
 from ._planning.read_items import has_older_keys, read_items_of
-from ._runtime.gc_pause import collector_paused
+from ._runtime.interpreter import collector_paused
 from ._runtime.torch_compat import ShardedTensor, plain_local, plain_tensor_at
 from ._tensor_file.dtypes import is_ordinary
 

@@ -27,7 +27,7 @@ from torch.futures import Future
 
 from ._planning.global_plan import checked_messages, wholes_of
 from ._runtime.forks import in_child
-from ._runtime.gc_pause import age_objects
+from ._runtime.interpreter import age_objects
 from ._runtime.ranks import world_size_of_job
 from ._runtime.threads import Deadline
 from ._runtime.torch_compat import path_of_save
@@ -395,7 +395,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             save = self._begun()
             if save is None:
                 if self._context_of_trainer is not None:
-                    self._context_of_trainer.take_on(_OF_GROUP)
+                    self._context_of_trainer.apply(_OF_GROUP)
                 save = self._saver.begin(self.checkpoint_id, None, self._context_of_trainer, self._error_of_trainer)
         finally:
             self._local.begun = self._local.path = None

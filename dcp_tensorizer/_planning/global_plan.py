@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from .._index.entries import StateRules
 from .._index.layouts import ChunkLayout
 from .._index.schema import Layout, encode_rows
-from .._runtime.gc_pause import collector_paused
+from .._runtime.interpreter import collector_paused
 from .._tensor_file.regions import Integers, overlapping_pair
 from ..errors import WriteError
 from .columns import (

@@ -313,7 +313,7 @@ class History:
     def answered(self, answer: AssignedItems) -> Columns:
         """Returns the columns that an answer refers to, and records that the coordinator knows them."""
         assert self._sent is not None and self._sent[1] == answer.reference.digest
-        self._known.keep(answer.reference.digest, answer.reference)
+        self._known.add(answer.reference.digest, answer.reference)
         return self._sent[0]
 
     def end(self) -> None:
@@ -340,8 +340,8 @@ class History:
         """Retains the ranks' plans, and the result."""
         for rank, plan in enumerate(plans):
             if plan.may_refer:
-                self._received[rank].keep(plan.digest, plan)
-        self._planned.keep(key, result)
+                self._received[rank].add(plan.digest, plan)
+        self._planned.add(key, result)
 
 
 class Histories:

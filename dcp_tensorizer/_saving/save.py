@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._index.schema import SaveRecord
+from .._runtime.interpreter import ShortSwitchInterval
 from .._runtime.spans import Span
-from .._runtime.threads import Hung, ShortSwitchInterval, in_background, in_time
+from .._runtime.threads import Hung, in_background, in_time
 from .._runtime.torch_compat import DCP_VERSION
 from .._staging.staged_save import StagedSave, StagedStateDict
 from .._storage.base import DirectoryLock, Refused, Storage

@@ -59,7 +59,7 @@ class KnownTables:
     def keep(self, parts: Iterable[RankLocations]) -> None:
         """Caches the tables of a save."""
         for part in parts:
-            self._tables.keep(part.table_digest, part.table)
+            self._tables.add(part.table_digest, part.table)
 
 
 class SaveTables:

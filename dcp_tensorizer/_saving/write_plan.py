@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._index.locations import InlineItem, RankLocations, checked_hash
 from .._index.schema import ItemKey, item_key
-from .._runtime.gc_pause import collector_paused
+from .._runtime.interpreter import collector_paused
 from .._runtime.ranks import world_size_of_job
 from .._runtime.torch_compat import awaited
 from .._staging.shared_mappings import MappedFile

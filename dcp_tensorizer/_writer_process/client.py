@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from .._runtime.channel import LOOK_SECONDS, Channel, Failed, pickled
+from .._runtime.channel import CHECK_SECONDS, Channel, Failed, pickled
 from .._runtime.child import END_SECONDS, ChildProcess, kill
 from .._runtime.forks import Finalizer
 from .._runtime.process_context import ProcessContext
@@ -158,7 +158,7 @@ class WriterProcess(ChildProcess):
     def wait_dead(self) -> None:
         """Waits until a killed process has ended: a process that hangs in the kernel may still create a file."""
         while self._popen.poll() is None:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(CHECK_SECONDS)
 
 
 class _RemoteTraceback(Exception):

@@ -23,7 +23,7 @@ import numpy as np
 from .._runtime.channel import Channel, Done, Progress, Ready
 from .._runtime.child import OWN_VARIABLES, at_end_of, begin
 from .._runtime.forks import free_in_child
-from .._staging.shared_mappings import MappedFile, attach, map_shared
+from .._staging.shared_mappings import MappedFile, map_shared
 from .._storage.open import open_storage
 from .._tensor_file.encode import PartMemory
 from .._tiers.target import FlushTarget
@@ -31,7 +31,6 @@ from .jobs import FileJob, take_digests
 from .protocol import (
     Call,
     DigestRequest,
-    PublishRequest,
     SharedWriteRequest,
     SnapshotRequest,
     TensorSource,
@@ -41,6 +40,7 @@ from .protocol import (
 from .shared_job import Fill, SharedWriteJob
 
 if TYPE_CHECKING:
+    from .._publish.publisher import Publication
     from .._tiers.flush import FlushThread
     from .gpu_ipc import Snapshots
 
@@ -125,7 +125,7 @@ class Worker:
     def _answer(self, call: Call, fds: list[int]) -> tuple[object, Sequence[int]]:
         self._attach(call, fds)
         if call.context is not None:
-            call.context.take_on(OWN_VARIABLES)
+            call.context.apply(OWN_VARIABLES)
         result: object = Done()
         match call.request:
             case WriteRequest() as request:
@@ -134,8 +134,6 @@ class Worker:
                 result = self._write_shared(request)
             case DigestRequest() as request:
                 result = self._digest(request)
-            case PublishRequest() as request:
-                result = self._publish(request)
             case SnapshotRequest() as request:
                 assert self._snapshots is not None, "it was started without GPUs"
                 self._snapshots.take(request, self._buffers[request.buffer])
@@ -145,17 +143,22 @@ class Worker:
 
                     self._flushes = FlushThread(lambda: self._progress is not None)
                 self._flushes.add(target)
+            case None:
+                pass  # the call only releases buffers
+            case publication:  # its class is not imported above, because that would make every start longer
+                result = self._publish(publication)
         return result, ()
 
     def _attach(self, call: Call, fds: list[int]) -> None:
         if self._snapshots is not None:
             self._snapshots.keep(set(call.kept))
-        writable = self._snapshots is not None
+        access = mmap.PROT_READ | (0 if self._snapshots is None else mmap.PROT_WRITE)
         self._buffers = {number: self._buffers[number] for number in call.kept}
         left = deque(fds)
         try:
             for number, nbytes in call.new:
-                self._buffers[number] = attach(left.popleft(), nbytes, writable=writable)
+                self._buffers[number] = mmap.mmap(left[0], nbytes, mmap.MAP_SHARED, access)
+                os.close(left.popleft())
         finally:
             for fd in left:
                 os.close(fd)
@@ -166,7 +169,7 @@ class Worker:
             lambda: take_digests(request.tensors, self._bytes, request.thread_count, done), lambda: sum(done)
         )
 
-    def _publish(self, request: PublishRequest) -> tuple[Any, ...]:
+    def _publish(self, publication: Publication) -> tuple[Any, ...]:
         with suppress(OSError):  # for this thread and those that it starts, and their I/O: no save waits for them
             os.setpriority(os.PRIO_PROCESS, 0, _NICENESS_SPARE)
         done = [0]
@@ -174,7 +177,7 @@ class Worker:
         def progress(nbytes: int, total: int) -> None:
             done[0] = nbytes
 
-        return self._run(lambda: request.publication.publish(request.own, progress), lambda: done[0])
+        return self._run(lambda: publication.publish(progress), lambda: done[0])
 
     def write(self, request: WriteRequest) -> WriteDone:
         """Writes the files of a request. Raises `WriteError` if that fails."""

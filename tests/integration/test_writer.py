@@ -409,23 +409,6 @@ def test_all_files_have_the_umask_of_the_moment_that_asked(tmp_path):
     assert stat.S_IMODE((tmp_path / "1").stat().st_mode) == 0o750
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may take another group")
-def test_the_group_is_that_of_the_save(tmp_path):
-    """A process that has another one is replaced, and one that has the same is kept."""
-    before = os.getegid()
-    try:
-        with TensorizerStorageWriter() as writer:
-            pids = []
-            for step, group in enumerate([before, 4321, 4321]):
-                os.setegid(group)
-                dcp.async_save(state_of(step), storage_writer=writer, checkpoint_id=tmp_path / str(step)).result()
-                pids.append(writer_process().pid)
-    finally:
-        os.setegid(before)
-    assert [{group for _mode, group in modes(tmp_path / str(step))} for step in range(3)] == [{before}, {4321}, {4321}]
-    assert pids[0] != pids[1] == pids[2]
-
-
 def test_nowhere_to_save():
     """Without a path and a checkpoint_id the error says what to give."""
     with TensorizerStorageWriter() as writer, pytest.raises(CheckpointException) as caught:
@@ -708,8 +691,6 @@ def test_fewer_descriptors_are_an_error_that_says_so(tmp_path, free_descriptors)
             with pytest.raises(CheckpointException) as caught:
                 getattr(save(state_of(1), storage_writer=writer), "result", bool)()
             free_descriptors.give_back()
-            assert re.search(
-                r"may have [\d,]+ descriptors, .* 7 at once: raise that limit \(ulimit -n", str(cause(caught))
-            )
+            assert re.search(r"Too many open files.* Raise the descriptor limit .*\(ulimit -n\)", str(cause(caught)))
         dcp.async_save(state_of(2), storage_writer=writer).result()
     assert loaded(tmp_path) == (2.0, 2)

@@ -77,7 +77,7 @@ def test_a_save_whose_record_comes_after_a_look(run: Run) -> None:
     (removal,) = plan_collection(open_storage(copied.local), None, 0.0)
     shutil.copytree(run.queue.folder, copied.queue.folder)
     assert removal[1].kept is None
-    assert remove(removal).kept == "something has been saved or changed there in the meantime"
+    assert remove(removal).kept == "its files have changed since they were listed. Run the command again."
     assert states(copied.local) == {5: "unflushed"}
 
 

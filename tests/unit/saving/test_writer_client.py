@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 from tensorizer import TensorDeserializer
 
 from dcp_tensorizer import WriteError, WriterProcessDied
+from dcp_tensorizer._saving import writer_client
 from dcp_tensorizer._saving.reuse import FilesOfSave, KnownFiles
 from dcp_tensorizer._saving.write_plan import Item
-from dcp_tensorizer._saving.writer_client import WriterClient
+from dcp_tensorizer._saving.writer_client import WriterClient, _each_second
 from dcp_tensorizer._staging.device import SideStreams
 from dcp_tensorizer._staging.shared_mappings import MappedFile, SharedWay
 from dcp_tensorizer._staging.shared_memory import SharedBuffer
@@ -27,7 +29,7 @@ from dcp_tensorizer._writer_process.options import SaveOptions
 from dcp_tensorizer._writer_process.protocol import SnapshotRequest, TensorSource, WriteRequest
 
 from ...lab.simulated import SimulatedDevice
-from ...lab.waiting import WAIT, in_thread
+from ...lab.waiting import WAIT
 
 
 class Refusing:
@@ -145,25 +147,6 @@ def test_only_what_was_staged_in_place_is_written_from_where_it_is(tmp_path: Pat
     stager.saves.close()
 
 
-def test_a_signals_handler_saves_while_the_process_starts() -> None:
-    """The thread of its save waits for no lock of the interrupted thread; one process is left, and no other."""
-    started: list[Refusing] = []
-
-    def start(**options: Any) -> Refusing:
-        process = Refusing([])
-        started.append(process)
-        if len(started) == 1:  # the handler: it stages, and its save runs on another thread
-            assert client.ensure_process() is started[1]
-            found: list[Any] = []
-            in_thread(lambda: found.append(client.ensure_process())).join(WAIT)
-            assert found == [started[1]]
-        return process
-
-    client = client_of(start)
-    assert client.ensure_process() is started[1]
-    assert [process.closed for process in started] == [True, False]
-
-
 def test_unstaged_tensors_of_a_device_are_written_when_its_kernels_have_run(tmp_path: Path) -> None:
     """Threads with streams of their own read them: so what the caller's stream holds is waited for first."""
     device = SimulatedDevice()
@@ -174,3 +157,29 @@ def test_unstaged_tensors_of_a_device_are_written_when_its_kernels_have_run(tmp_
     client.write(files_in(tmp_path), items, None)
     with TensorDeserializer(tmp_path / data_file_name(0, 0, "save"), device="cpu") as stored:
         assert set(stored["w"].tolist()) == {7.0}
+
+
+def test_progress_is_reported_while_a_block_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`_each_second` calls its function again and again, and its thread ends with the block."""
+    monkeypatch.setattr(writer_client, "_PROGRESS_SECONDS", 0.001)
+    told, threads = threading.Semaphore(0), set[threading.Thread]()
+
+    def tell() -> None:
+        threads.add(threading.current_thread())
+        told.release()
+
+    with _each_second(tell):
+        assert all(told.acquire(timeout=WAIT) for _ in range(3))
+    (thread,) = threads
+    assert not thread.is_alive()
+
+
+def test_a_block_runs_without_reports_if_no_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of the interpreter no thread starts. The errors of the block are raised."""
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(ValueError, match="full"), _each_second(lambda: pytest.fail("told")):
+        raise ValueError("full")

@@ -14,8 +14,10 @@ from dcp_tensorizer._runtime.direct_memory import direct_memory
 from dcp_tensorizer._tensor_file import encode as encoder
 from dcp_tensorizer._tensor_file.names import data_file_name
 from dcp_tensorizer._writer_process.options import SaveOptions
-from dcp_tensorizer._writer_process.protocol import FileRequest, WriteRequest
+from dcp_tensorizer._writer_process.protocol import Call, FileRequest, WriteRequest
 from dcp_tensorizer._writer_process.worker import MIN_SPARE_CORES, NICENESS_BUSY, SpareCores, Worker
+
+from ...lab.processes import open_descriptors
 
 SECOND = os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)
 """Ticks in a second, of all cores together."""
@@ -69,6 +71,17 @@ def test_the_memory_of_a_save_that_failed_is_not_kept(tmp_path: Path, monkeypatc
         with pytest.raises(WriteError, match="No such file"):
             served.write(WriteRequest(str(tmp_path / "nowhere"), options, files))
         assert (made_for("c"), made_for("d")) == (1, 0)
+
+
+def test_a_buffer_that_cannot_be_mapped_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    """If the mapping of one buffer fails, the process closes the descriptors of all buffers that came with it."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        served, before = Worker(Channel(ours), None), open_descriptors()
+        fds = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in "ab"]
+        with pytest.raises(ValueError, match="greater than file size"):
+            served._attach(Call(None, (), ((1, 4096), (2, 4096))), fds)
+        assert open_descriptors() == before
 
 
 def test_no_time_has_passed() -> None:
