@@ -7,6 +7,7 @@ dies, the next one finds the last state.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -93,8 +94,12 @@ class Queue:
 
     @property
     def is_writable(self) -> bool:
-        """Returns False if the folder is on a read-only disk."""
-        return os.access(self.folder, os.W_OK)
+        """Returns False if the disk refuses changes of the folder: it is read-only or broken, but not just full."""
+        try:
+            os.utime(self.folder)
+        except OSError as error:
+            return error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return True
 
     def entries(self) -> list[FlushEntry]:
         """Returns all records, in the order of their saves. If a record is being renamed, uses the later state.
