@@ -151,7 +151,7 @@ class Flushing:
     def pending(self) -> list[tuple[FlushEntry, FlushRecord]]:
         """Returns the records of saves that the remote does not have yet, if their states can be followed.
 
-        If the disk cannot be written, only the writer process knows the states. Then logs an error, once, and returns an
+        If the disk cannot be written, only the writer process knows the states. Then logs an error once, and returns an
         empty list.
         """
         found = self.queue.records(OPEN, self.target.name, self.entries())
