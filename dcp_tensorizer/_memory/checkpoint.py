@@ -213,7 +213,7 @@ def state_part(
     entries: dict[str, Any] = {}
     locations: dict[ItemKey, StoredItem] = {}
     extents, inline = list[Extent](), bytearray()
-    resolved = resolve(wanted, planner, lambda tensor: buffer.locate(tensor) is not None)
+    resolved = resolve(wanted, planner, buffer)
     for planned, item in zip(wanted.items, resolved, strict=True):
         location = StoredItem.empty(item.dtype, item.kind)
         if item.has_bytes:

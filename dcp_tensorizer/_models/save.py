@@ -40,10 +40,10 @@ from .._saving.commit import (
     remove_records,
     remove_uploads,
 )
-from .._saving.report import SaveCallbacks
+from .._saving.report import Reports
 from .._saving.save import Save, SaveDescription
 from .._saving.saver import Saver
-from .._saving.write_plan import Item, plan_with
+from .._saving.write_plan import Item, plan_with, resolve
 from .._staging.staged_save import StagedSave, StagedStateDict
 from .._storage.base import Refused, SharedFile, Storage, temporary_file_name
 from .._storage.open import NOT_SHARED
@@ -154,7 +154,6 @@ class ModelSave(Save):
         for result in (result for of_rank in results for result in of_rank):
             for number, of_file in result.storage_data.items():
                 parts.setdefault(number, {}).update(of_file)
-        self._begin_commit(metadata)
         return self._in_time(lambda: self._commit_files(plan, parts))
 
     def _committed(self) -> None:
@@ -190,7 +189,7 @@ class ModelSave(Save):
                     f"ranks. Pass the same process_group on all ranks."
                 )
             job = _RankJob(self, layout)
-            progress = self._saver.callbacks.progress
+            progress = self._saver.reports.progress
             has_failed = job.run(
                 plan,
                 planner,
@@ -206,7 +205,9 @@ class ModelSave(Save):
 
     def items_of(self, plan: SavePlan, planner: SavePlanner, layout: RankLayout) -> list[Item]:
         """Returns the items that this rank writes; raises `WriteError`, naming the key, if one cannot be written."""
-        items = self._resolved(plan, planner)
+        staged = self._staged
+        buffer, omitted = (None, frozenset[str]()) if staged is None else (staged.buffer, staged.omitted)
+        items = resolve(plan, planner, buffer, omitted)
         try:
             rows = layout.find([item.fqn for item in items])
         except KeyError as error:
@@ -501,11 +502,11 @@ class ModelSaver(Saver):
         self,
         options: SaveOptions,
         model: ModelOptions,
-        callbacks: SaveCallbacks,
+        reports: Reports,
         *,
         closed: bool = False,
     ) -> None:
-        super().__init__(options, callbacks, closed=closed)
+        super().__init__(options, reports, closed=closed)
         self.kind = ModelSave
         self.model = model
         if model.dtype is not None:

@@ -85,7 +85,7 @@ class Flushing:
         self._lock = free_in_child(threading.RLock())
         self._is_watching = False
         self._has_ended = False
-        self._has_reported_read_only = False
+        self._has_reported_unwritable = False
         self.is_readable = True
 
     def resume(self) -> None:
@@ -151,24 +151,27 @@ class Flushing:
     def pending(self) -> list[tuple[FlushEntry, FlushRecord]]:
         """Returns the records of saves that the remote does not have yet, if their states can be followed.
 
-        On a read-only disk only the writer process knows the states: logs an error, once, and returns an empty list.
+        If the disk cannot be written, only the writer process knows the states. Then logs an error once, and returns an
+        empty list.
         """
         found = self.queue.records(OPEN, self.target.name, self.entries())
         if not found or self.queue.is_writable:
             return found
-        if not self._has_reported_read_only:
-            self._has_reported_read_only = True
+        if not self._has_reported_unwritable:
+            self._has_reported_unwritable = True
             logger.error("%s: gave up waiting for its saves", self._unknown())
         return []
 
     def _unknown(self) -> str:
-        return f"{self.queue.folder} is read-only, so it is unknown which of its checkpoints {self.target.name} has"
+        return (
+            f"{self.queue.folder} cannot be written, so it is unknown which of its checkpoints {self.target.name} has"
+        )
 
     def unflushed(self) -> int:
         """Returns the number of checkpoints that are in the local folder and not on the remote.
 
         A rank that does not commit counts checkpoints whose files it has not sent yet: the committing rank waits for
-        these files. On a read-only disk, returns 0.
+        these files. If the disk cannot be written, returns 0.
         """
         counts: Counter[int] = Counter()
         for entry, record in self.pending():
@@ -200,7 +203,7 @@ class Flushing:
             every: Seconds between two checks.
 
         Raises:
-            ReadError: the folder cannot be read, or is read-only, so it is unknown whether the remote has everything.
+            ReadError: the folder cannot be read or written, so it is unknown whether the remote has everything.
         """
         before: object = None
         timeout = timeout or self.target.progress_timeout()
@@ -210,7 +213,7 @@ class Flushing:
             else:
                 left = self.queue.records(OPEN, self.target.name)
                 if left and not self.queue.is_writable:
-                    raise ReadError(f"{self._unknown()}. Make the disk writable, or check the remote.")
+                    raise ReadError(f"{self._unknown()}. Fix the disk, or check the remote.")
                 is_over = not left
             if is_over:
                 break

@@ -247,15 +247,15 @@ class TieredSave(Save):
         words = f"{self.path} is not committed: {what} has not arrived for {own.timeout:g} s"
         raise Refused(f"{words}: {trouble}" if trouble else words)
 
-    def _publish(self, report: SaveReport) -> None:
-        """Publishes a report now, and once more when the remote has the save."""
-        super()._publish(report)
-        arrived = self._saver.reports.arrived
+    def _publish(self) -> SaveReport:
+        """Publishes the report now, and once more when the remote has the save."""
+        report, arrived = super()._publish(), self._saver.reports.arrived
         if self._is_published:
             arrived(report, report.durable_at)
         elif self._writing is not None:
             self._flushing.follow(self._writing.entry, report, arrived)
             self._flushing.resume()
+        return report
 
     # --- without the local folder -----------------------------------------------------------------------------------
 

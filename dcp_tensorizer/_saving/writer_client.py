@@ -134,7 +134,8 @@ class WriterClient:
                     raise
             raise AssertionError("unreachable")
         finally:
-            self._keep(extra)
+            self.free()
+            self._extra = extra
 
     def _check_again(
         self, error: WriterProcessDied, files: FilesOfSave | SharedFiles, attempt: int, is_closed: Callable[[], bool]
@@ -211,7 +212,9 @@ class WriterClient:
 
     def free(self) -> None:
         """Frees the buffer for tensors that the planner has made."""
-        self._keep(None)
+        extra, self._extra = self._extra, None
+        if extra is not None:
+            extra.close()
 
     def _write_here(
         self, files: FilesOfSave | SharedFiles, items: Sequence[Item], progress: Callable[[int], object]
@@ -247,29 +250,20 @@ class WriterClient:
             else:
                 made[len(sources)] = item
                 sources.append(item.source())
-        extra = self._extra_buffer(sum(aligned(item.tensor.nbytes) for item in made.values()))
+        extra, self._extra = self._extra, None
+        nbytes = sum(aligned(item.tensor.nbytes) for item in made.values())
+        if extra is not None and (not made or not extra.fits(nbytes)):
+            extra.close()
+            extra = None
+        if not made:
+            return sources, None
+        extra = extra or SharedBuffer(nbytes)
+        extra.reset()
         for number, item in made.items():
-            assert extra is not None
             copied = extra.allocate(item.tensor.dtype, item.tensor.shape)
             copied.copy_(item.tensor)
             sources[number] = item.source(extra.id, extra.locate(copied) or 0)
         return sources, extra
-
-    def _extra_buffer(self, nbytes: int) -> SharedBuffer | None:
-        """Returns a buffer for ``nbytes`` bytes, cached if it fits. If ``nbytes`` is 0, returns None."""
-        extra, self._extra = self._extra, None
-        if extra is not None and (not nbytes or not extra.fits(nbytes)):
-            extra.close()
-            extra = None
-        if nbytes:
-            extra = extra or SharedBuffer(nbytes)
-            extra.reset()
-        return extra
-
-    def _keep(self, extra: SharedBuffer | None) -> None:
-        extra, self._extra = self._extra, extra
-        if extra is not None:
-            extra.close()
 
 
 @contextmanager

@@ -253,8 +253,8 @@ class Flusher:
             who = f"process {lease.process} on host {lease.host} took its lease at {lease.claimed_at}"
             if not self._queue.is_writable:
                 raise Refused(
-                    f"{self.target.name} now belongs to another run, and {self._queue.folder} is read-only, so it is "
-                    f"unknown whether that run saves there: {who}"
+                    f"{self.target.name} now belongs to another run, and {self._queue.folder} cannot be written, so it "
+                    f"is unknown whether that run saves there: {who}"
                 )
             raise Superseded(
                 f"{self.target.name} now belongs to another run, which does not save to {self.target.local}: {who}"

@@ -7,6 +7,7 @@ dies, the next one finds the last state.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -34,7 +35,6 @@ _ENTRY = re.compile(rf"(\d+)-(\d+)-([0-9a-f]{{32}})\.({'|'.join(_ORDER)})")
 _RUN = re.compile(r"([0-9a-f]{32})(\..*\.claim)")  # the id of a run that saves here, and the name of its lease's file
 _TEMPORARY_SECONDS = 3600.0  # the age of abandoned temporary files: writing a record takes milliseconds
 _ALIVE = ".writer"
-_TRIES = 100  # attempts to list records while others rename them
 
 
 class Commit(msgspec.Struct, frozen=True):
@@ -94,30 +94,34 @@ class Queue:
 
     @property
     def is_writable(self) -> bool:
-        """Returns False if the folder is on a read-only disk."""
-        return os.access(self.folder, os.W_OK)
+        """Returns False if the disk refuses changes of the folder: it is read-only or broken, but not just full."""
+        try:
+            os.utime(self.folder)
+        except OSError as error:
+            return error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return True
 
     def entries(self) -> list[FlushEntry]:
-        """Returns all records, in the order of their saves. If a record is being renamed, uses the later state."""
-        for _ in range(_TRIES):
-            with suppress(FileNotFoundError):  # another process has renamed a record after the listing
-                return self._listed()
-        raise ReadError(f"cannot list {self.folder}: its records change too fast")
+        """Returns all records, in the order of their saves. If a record is being renamed, uses the later state.
 
-    def _listed(self) -> list[FlushEntry]:
+        Raises `ReadError` if the folder cannot be read.
+        """
         latest: dict[str, FlushEntry] = {}
-        for name in self._names():
-            if match := _ENTRY.fullmatch(name):
-                try:
-                    changed = os.stat(self.folder / name).st_mtime
-                except FileNotFoundError:
-                    raise
-                except OSError as error:
-                    raise ReadError(f"cannot read {self.folder / name}: {error}") from error
-                entry = FlushEntry(int(match[1]), int(match[2]), match[3], match[4], changed)
-                other = latest.get(entry.stem)
-                if other is None or _progress(other) < _progress(entry):
-                    latest[entry.stem] = entry
+        for match in map(_ENTRY.fullmatch, self._names()):
+            if match is None:
+                continue
+            entry = FlushEntry(int(match[1]), int(match[2]), match[3], match[4], time.time())
+            try:
+                entry = entry._replace(changed=os.stat(self.folder / entry.name).st_mtime)
+            except FileNotFoundError:  # another process has just renamed or removed it
+                if (state := self.state(entry)) is None:
+                    continue
+                entry = entry._replace(state=state)
+            except OSError as error:
+                raise ReadError(f"cannot read {self.folder / entry.name}: {error}") from error
+            other = latest.get(entry.stem)
+            if other is None or _progress(other) < _progress(entry):
+                latest[entry.stem] = entry
         for stem, (entry, _) in list(self._refused.items()):
             if stem in latest and _progress(latest[stem]) < _progress(entry):
                 latest[stem] = entry

@@ -70,7 +70,7 @@ class NearestStorage(Storage):
         for name, entry in whole.items():
             with suppress(MetadataError):  # the flush also gives up a save without metadata
                 index = queue.index(entry)
-                # A read-only disk may not have recorded that the remote has a later checkpoint.
+                # A disk that cannot be written may not have recorded that the remote has a later checkpoint.
                 if queue.is_writable or not is_superseded(self.remote, index, name):
                     indexes[name] = index
         return _Copies(sizes, indexes)

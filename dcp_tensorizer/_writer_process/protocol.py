@@ -134,7 +134,7 @@ class Call:
     """A request with its buffers and context. The descriptors of new buffers are sent with the message."""
 
     request: Request | None  # None: only release buffers
-    kept: tuple[int, ...]  # the numbers of shared buffers that the process retains; it releases all others
+    retained: tuple[int, ...]  # the numbers of shared buffers that the process retains; it releases all others
     new: tuple[tuple[int, int], ...] = ()  # the number and size of each new buffer
     context: ProcessContext | None = None  # the process context of the save; None: the process's current one
 
@@ -186,6 +186,6 @@ class WriteDone:
             },
         )
 
-    def places(self) -> dict[str, tuple[StoredItem, int]]:
-        """Returns the location of each tensor by its name, and the size of its file."""
-        return {item.name: (item, file.nbytes) for file in self.files for item in file.tensors}
+    def items(self) -> dict[str, StoredItem]:
+        """Returns the location of each tensor by its name."""
+        return {item.name: item for file in self.files for item in file.tensors}

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -58,15 +59,15 @@ _SAMPLE_SECONDS = 0.1
 _MIN_SAMPLES = 3  # in a row: with two trainers on two cores, one sample in some hundreds sees an idle core
 _PROGRESS_SECONDS = 1.0
 # Memory for parts that is cached between saves, enough for two threads and a local disk. Saves get 3-15% faster.
-_KEPT_BYTES = 64 << 20
+_CACHED_BYTES = 64 << 20
 _ABANDON_SECONDS = 20.0  # to remove the files; the staged state stays in memory until then
 
 
 class SpareCores:
     """The average number of cores between two samples that were idle, or busy with this process.
 
-    ``machine`` returns the first line of ``/proc/stat``: ticks by state, summed over cores. ``own`` returns the CPU
-    time of this process in seconds.
+    ``machine`` returns ``/proc/stat``, whose first line has the ticks by state, summed over cores. ``own`` returns the
+    CPU time of this process in seconds.
     """
 
     def __init__(self, machine: Callable[[], str], own: Callable[[], float]) -> None:
@@ -82,13 +83,8 @@ class SpareCores:
         return (idle / os.sysconf("SC_CLK_TCK") + own) / seconds if seconds > 0 else 0.0
 
     def _sample(self) -> tuple[float, float, float]:
-        ticks = [int(field) for field in self._machine().split()[1:9]]
+        ticks = [int(field) for field in self._machine().split(maxsplit=9)[1:9]]
         return sum(ticks), sum(ticks[3:5]), self._own()  # idle, and idle with I/O in progress
-
-
-def _first_line_of_stat() -> str:
-    with open("/proc/stat", encoding="ascii") as stat:
-        return stat.readline()
 
 
 def _thread_ids() -> set[int]:
@@ -104,7 +100,7 @@ class Worker:
         self._buffers: dict[int, mmap.mmap] = {}
         self._shared: dict[MappedFile, mmap.mmap] = {}
         self._mapping = free_in_child(threading.Lock())
-        self._part_memory = PartMemory(_KEPT_BYTES)
+        self._part_memory = PartMemory(_CACHED_BYTES)
         self._progress: Callable[[], int] | None = None  # of the request in progress
         self._job: FileJob | None = None
         self._connection: object = None
@@ -151,9 +147,9 @@ class Worker:
 
     def _attach(self, call: Call, fds: list[int]) -> None:
         if self._snapshots is not None:
-            self._snapshots.keep(set(call.kept))
+            self._snapshots.retain(set(call.retained))
         access = mmap.PROT_READ | (0 if self._snapshots is None else mmap.PROT_WRITE)
-        self._buffers = {number: self._buffers[number] for number in call.kept}
+        self._buffers = {number: self._buffers[number] for number in call.retained}
         left = deque(fds)
         try:
             for number, nbytes in call.new:
@@ -184,7 +180,7 @@ class Worker:
         options = request.options
         storage = open_storage(request.path, options.storage_options, options.limits.timeout)
         self._connection = storage.connection
-        memory, self._part_memory = self._part_memory, PartMemory(_KEPT_BYTES)
+        memory, self._part_memory = self._part_memory, PartMemory(_CACHED_BYTES)
         job = self._job = FileJob(storage, request.files, self._bytes, options, memory)
         try:
             done = self._run(job.run, lambda: job.bytes_written)
@@ -212,7 +208,7 @@ class Worker:
         """Runs the work of a request. The result of ``progress`` grows while the work makes progress."""
         self._progress = progress
         with suppress(OSError, RuntimeError):  # without /proc, or if no thread can start, the priority stays
-            arguments = progress, _thread_ids(), SpareCores(_first_line_of_stat, time.process_time)
+            arguments = progress, _thread_ids(), SpareCores(Path("/proc/stat").read_text, time.process_time)
             threading.Thread(target=self._use_spare_cores, args=arguments, name="priority", daemon=True).start()
         try:
             return work()

@@ -107,13 +107,13 @@ def test_the_saves_of_a_read_only_disk(
     run, told = Run(tmp_path), list[float]()
     flushing, entry = _flushing(run), _begun(run, "a" * 32)
     flushing.follow(entry, REPORT, lambda report, moment: told.append(moment))
-    words = f"{run.queue.folder} is read-only, so it is unknown which of its checkpoints {run.remote} has"
+    words = f"{run.queue.folder} cannot be written, so it is unknown which of its checkpoints {run.remote} has"
     with monkeypatch.context() as patch:
         read_only(patch, run.local)
         assert [flushing.unflushed() for _ in range(2)] == [0, 0]
         assert len(flushing.open_records()) == 1
         flushing.end(Deadline(600.0))
-        with pytest.raises(ReadError, match=f"{words}. Make the disk writable"):
+        with pytest.raises(ReadError, match=f"{words}. Fix the disk"):
             flushing.wait()
     future = flushing.future("a" * 32)
     assert future is not None and words in str(future.exception())

@@ -33,7 +33,7 @@ from dcp_tensorizer.writer import SaveReport
 from ... import warm
 from ...lab.processes import quietly
 from ...lab.servers import S3Server
-from .support import Run, begun, files_below, state_of, unlistable
+from .support import Run, begun, files_below, read_only, state_of, unlistable
 
 
 def said(caplog: pytest.LogCaptureFixture) -> str:
@@ -110,7 +110,7 @@ def test_training_waits_when_too_much_is_unflushed(tmp_path: Path, caplog: pytes
             dcp.async_save(state_of(step), storage_writer=writer, checkpoint_id=run.remote / f"step-{step}").result()
         with pytest.raises(CheckpointException) as caught:
             dcp.async_save(state_of(3), storage_writer=writer, checkpoint_id=run.remote / "step-3").result()
-    words = f"2 checkpoints lie in {run.local}, and nothing has come to {run.remote} for 1 s"
+    words = f"2 checkpoints are only in {run.local}, and nothing has arrived at {run.remote} for 1 s"
     assert words in str(unwrap(caught.value))
     assert f"2 checkpoint(s) have not reached {run.remote}. They are in {run.local}" in said(caplog)
     assert run.states() == ["unflushed"] * 2
@@ -346,6 +346,5 @@ def test_what_a_read_only_disk_still_calls_unflushed_does_not_hide_what_is_newer
     run = Run(tmp_path)
     run.save_unflushed(1, place="latest")
     dcp.save(state_of(2), storage_writer=TensorizerStorageWriter(run.remote / "latest"))
-    access = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: path != run.queue.folder and access(path, mode))
+    read_only(monkeypatch, run.local)
     assert run.load("latest", local=run.local) == 2

@@ -1,4 +1,4 @@
-"""Tests of publishing in the writer process, and again in a fresh one if the first dies."""
+"""Publishing in the writer process, with one retry after its death."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def client() -> Iterator[WriterClient]:
 
 
 def test_the_writer_process_publishes(tmp_path: Path, client: WriterClient) -> None:
-    """The process publishes one version after the other, with one lease, at the lowest priority; it sends errors."""
+    """The process publishes successive versions with one lease at the lowest priority, and raises its own errors."""
     state = {"w": np.zeros(1000, np.float32)}
     write_model(tmp_path / "one", state)
     write_model(tmp_path / "two", {"w": np.ones(1000, np.float32)})
@@ -48,7 +48,7 @@ def test_the_writer_process_publishes(tmp_path: Path, client: WriterClient) -> N
 def test_a_fresh_process_publishes_what_a_dead_one_could_not(
     tmp_path: Path, client: WriterClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the process is killed when the version's directory appears, a fresh one publishes the version."""
+    """If the process is killed when the version's directory exists, a fresh process publishes the version."""
     write_model(tmp_path / "model", {"w": np.arange(20_000_000, dtype=np.float32)})
     published = tmp_path / "published"
     process = client.ensure_process()

@@ -1,4 +1,4 @@
-"""The way to the writer process: what is tried again, and what is not."""
+"""The start of the writer process, its replacement after a death, and retries."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ...lab.waiting import WAIT
 
 
 class Refusing:
-    """A writer process that answers one snapshot after the other with the errors it is given."""
+    """A writer process that answers successive requests with the given errors."""
 
     alive = True
     closed = False
@@ -64,14 +64,14 @@ def files_in(folder: Path) -> FilesOfSave:
 
 
 def client_of(start: Callable[..., Any]) -> WriterClient:
-    """A client whose process is whatever ``start`` returns."""
+    """Returns a client whose process is the result of ``start``."""
     return WriterClient(devices=True, start=start)
 
 
 def test_a_snapshot_that_was_refused_is_not_tried_again(
     buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After one death it is; each time the handles are given back, and the trainer copies."""
+    """A refused copy is not requested again; after one death it is. Each time the handles are released."""
     withdrawn: list[Any] = []
     monkeypatch.setattr(gpu_ipc, "export", lambda *arguments: (SnapshotRequest(0, 0, (("a handle",),), ()), []))
     monkeypatch.setattr(gpu_ipc, "withdraw", withdrawn.extend)
@@ -88,7 +88,7 @@ def test_a_snapshot_that_was_refused_is_not_tried_again(
 def test_after_two_deaths_no_snapshot_is_asked_for(
     buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each save would kill and start a process: an error names the option to pass instead."""
+    """After two deaths the trainer copies, and an error names the option to pass instead."""
     monkeypatch.setattr(gpu_ipc, "export", lambda *arguments: (SnapshotRequest(0, 0, (), ()), []))
     process = Refusing([WriterProcessDied("died")] * 3)
     client = client_of(lambda **options: process)
@@ -101,7 +101,7 @@ def test_after_two_deaths_no_snapshot_is_asked_for(
 
 
 def test_a_process_that_starts_while_it_is_ended_is_ended() -> None:
-    """A signal's handler may close the writer at any moment: what was being started must not be left behind."""
+    """If `end_process` is called during a start, as by a signal handler, the new process is closed."""
     process = Refusing([])
 
     def start(**options: Any) -> Refusing:
@@ -115,7 +115,7 @@ def test_a_process_that_starts_while_it_is_ended_is_ended() -> None:
 
 
 def test_a_process_that_died_is_replaced() -> None:
-    """A living one is kept; a dead one is closed, and another is started in the same way."""
+    """A living process is used again; a dead one is closed, and replaced by one with the same arguments."""
     started: list[Refusing] = []
 
     def start(**options: Any) -> Refusing:
@@ -131,7 +131,7 @@ def test_a_process_that_died_is_replaced() -> None:
 
 
 def test_only_what_was_staged_in_place_is_written_from_where_it_is(tmp_path: Path) -> None:
-    """A tensor that a planner made is copied, though it is in memory that was shared when the state was staged."""
+    """A tensor that the planner made is copied, even if it is in shared memory like a staged tensor."""
     stager = Stager(way=SharedWay())
     staged, made = torch.ones(3).share_memory_(), torch.ones(3).share_memory_()
     result = stager.stage({"staged": staged})
@@ -148,7 +148,7 @@ def test_only_what_was_staged_in_place_is_written_from_where_it_is(tmp_path: Pat
 
 
 def test_unstaged_tensors_of_a_device_are_written_when_its_kernels_have_run(tmp_path: Path) -> None:
-    """Threads with streams of their own read them: so what the caller's stream holds is waited for first."""
+    """Before several threads read unstaged tensors, the caller's stream is synchronized."""
     device = SimulatedDevice()
     weights = device.declare(torch.zeros(1000))
     device.queue(lambda: weights.fill_(7.0))
