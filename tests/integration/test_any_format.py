@@ -312,6 +312,7 @@ def with_object(path: Path) -> Path:
     return path
 
 
+@pytest.mark.promise("foreign-records")
 @pytest.mark.parametrize("make", [with_pickle, with_object])
 def test_code_in_what_torch_has_saved_does_not_run(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     """By no reader: of a path, of a URL, of `install`, of a manager; no target changes. What it needs is named."""
