@@ -15,7 +15,7 @@ test: $(READY)
 	$(MAKE) --jobs=2 --output-sync=target check tests
 
 # Each process runs one file of tests at a time. There are more processes than cores, because tests wait for programs that they start.
-PYTEST := $(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder --durations=25
 
 tests: $(READY)
 	$(PYTEST)

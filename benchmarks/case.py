@@ -28,7 +28,7 @@ _WAITS = timedelta(minutes=10)  # for ranks that read 5 GB from a cold disk
 def in_ranks(
     work: Work, world: int, case: Case, folder: Path, *, environment: Mapping[str, str] = {}, group: bool = True
 ) -> list[Any]:
-    """Runs a function of a module in so many ranks, and returns what each of them has measured.
+    """Runs a function of a module on this many ranks, and returns the measurements of each.
 
     Args:
         work: The function, in each rank.
@@ -70,13 +70,13 @@ def _file(work: Work, folder: Path) -> Path:
 
 
 def leave(measured: Any) -> NoReturn:
-    """Ends this process with what was measured, whatever threads it has; the case must name a ``folder``."""
+    """Prints the measurements and ends this process, whatever threads it has; the case must name a ``folder``."""
     print(json.dumps(measured), flush=True)
     os._exit(0)
 
 
 def quiet() -> None:
-    """Only results are of interest here."""
+    """Silences warnings and logs, so that only results are printed."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 

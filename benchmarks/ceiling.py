@@ -1,4 +1,4 @@
-"""What the engine does where no disk is in the way: `python -m benchmarks.ceiling` (about 9 minutes).
+"""The engine's throughput without a disk: `python -m benchmarks.ceiling` (about 9 minutes).
 
 Saves go to a storage that drops them, and loads come from the page cache and from tmpfs, so that a figure is not the
 disk's. Each is beside what limits it, measured in the same process: a copy, CRC-32, XXH3 and bare reads.
@@ -45,7 +45,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Content:
 
 
 def _summary(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """The spread of every figure of every contender; ``limit`` is the sum of what limits a save or a load."""
+    """Returns the spread of every figure of every contender; ``limit`` is the sum of the limits of a save or a load."""
     found = measured["found"]
     seconds = {name: [turn["seconds"] for turn in turns] for name, turns in found.items()}
     summary: dict[str, Any] = {
@@ -101,7 +101,7 @@ def _work_rows(work: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:
 
 
 def render(content: Content) -> str:
-    """The page of results."""
+    """Returns the page of results."""
     header = ("", "stop", "until it is over", "GB/s", "CPU s/GB")
     sections = [f"## {_title(key)}\n\n{table(header, _rows(found))}" for key, found in content["summary"].items()]
     touched = table(

@@ -1,4 +1,4 @@
-"""One case of the ceiling benchmark: saves that are dropped, loads from memory, and what limits both, in turns."""
+"""One case of the ceiling benchmark: saves that are dropped, loads from memory, and the limits of both, in turns."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _ENCODE = "benchmarks.dropped:encode"
 _PIECE = 16 << 20  # of a tensor, for limits that threads share
 
 Turn = Callable[[], dict[str, float]]
-"""Does something once, and returns its figures."""
+"""Runs once, and returns the figures."""
 
 
 def measure(case: Case, folder: Path) -> dict[str, Any]:
-    """All contenders with one workload, on as many processors as the case has threads.
+    """Measures all contenders with one workload, on as many processors as the case has threads.
 
     They take turns, and each turn begins elsewhere. The first one does not count: memory becomes warm in it.
     """
@@ -86,7 +86,7 @@ def _timed(work: Callable[[], object]) -> dict[str, float]:
 
 
 def _cpu() -> float:
-    """CPU seconds of this process and of its children, so far."""
+    """Returns the CPU seconds of this process and of its children so far."""
     this = psutil.Process()
     times = [this.cpu_times(), *(child.cpu_times() for child in this.children(recursive=True))]
     return sum(one.user + one.system for one in times)
@@ -96,7 +96,7 @@ def _cpu() -> float:
 
 
 def _limits(state: State, target: State, threads: int) -> dict[str, Turn]:
-    """All of the state by so many threads: copied into memory that is warm, and by each of the hashes."""
+    """Measures a copy of the state into warm memory, and each of the hashes, by this many threads."""
     pieces, places = list(_pieces(state)), list(_pieces(target))
     return {
         "copy": lambda: _timed(lambda: _shared(_copy, list(zip(places, pieces, strict=True)), threads)),
@@ -173,7 +173,7 @@ def _save(state: State, **options: Any) -> dict[str, float]:
 
 
 class _Dropping(FileSystem):
-    """torch's file system, but for data files, which are dropped."""
+    """torch's file system, which drops data files."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -188,7 +188,7 @@ class _Dropping(FileSystem):
 
 
 def _loads(state: State, target: State, folder: Path, threads: int) -> dict[str, Turn]:
-    """Loads of each format from files that were written once, and bare reads of our files."""
+    """Measures loads of each format from files that were written once, and bare reads of this package's files."""
     ours, torchs, theirs = folder / "ours", folder / "torch", folder / "state.safetensors"
     with TensorizerStorageWriter(ours) as writer:
         dcp.save({"model": state}, storage_writer=writer, no_dist=True)
@@ -222,7 +222,7 @@ def _loads(state: State, target: State, folder: Path, threads: int) -> dict[str,
 
 
 def instructions(case: Case, folder: Path) -> int | None:
-    """Instructions of the writer process's work, by callgrind: of a request, less those of an empty one.
+    """Returns the writer process's instructions for a request, by callgrind, less those of an empty request.
 
     They depend on no disk, on no other process and not on the speed of memory. None where there is no valgrind.
     """

@@ -1,4 +1,4 @@
-"""Bars with their spreads. The colour of a peer's bar says what the run shows about it, and no more."""
+"""Bars with their spreads. The colour of a peer's bar shows only what the run proves about it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """Groups of bars, by title; in each, peers are compared with the bar named ``reference``, if it was measured."""
+    """Groups of bars, by title. In each group, peers are compared with the bar named ``reference``, if measured."""
 
     title: str
     groups: Mapping[str, Sequence[Bar]]
@@ -87,7 +87,7 @@ class Panel:
         return (self.kind_of(bar, bars) for bars in self.groups.values() for bar in bars)
 
     def kind_of(self, bar: Bar, bars: Sequence[Bar]) -> str:
-        """What a bar of a group is: for a peer that was measured, what a comparison with the reference says."""
+        """Returns the kind of a bar: for a measured peer, the result of its comparison with the reference."""
         if bar.kind != "peer" or bar.spread is None:
             return bar.kind
         reference = next((other.spread for other in bars if other.name == self.reference), None)
@@ -112,12 +112,12 @@ def draw(name: str, title: str, notes: Sequence[str], panels: Sequence[Panel], c
 
 
 def store(name: str, figure: Figure) -> None:
-    """Writes ``results/{name}.png``; its metadata has the commit and the digest of the results that it shows."""
+    """Writes ``results/{name}.png``, whose metadata has the commit and the digest of the results."""
     figure.savefig(RESULTS / f"{name}.png", dpi=160, metadata=source(name))
 
 
 def source(name: str) -> dict[str, str]:
-    """What a picture's metadata must have: see `store`."""
+    """Returns the metadata of a picture (see `store`)."""
     digest = hashlib.sha256((RESULTS / f"{name}.json").read_bytes()).hexdigest()
     return {"Commit": str(stored(name)["machine"]["commit"]), "Results": f"SHA-256 {digest}"}
 
@@ -141,7 +141,7 @@ def _draw_panel(axes: Axes, panel: Panel, named: bool) -> None:
 
 
 def _draw_band(axes: Axes, form: Callable[[float], str], band: Spread, end: float) -> None:
-    """The range of the raw reads; in words where it is beyond the end of the axis."""
+    """Draws the range of the raw reads; as text, if it is beyond the end of the axis."""
     if band["min"] > end:
         text = f"raw reads: {form(band['min'])}-{form(band['max'])}"
         axes.text(end, 0, text, color=_BAND_TEXT, rotation=270, ha="right", va="top", fontsize=7.5)

@@ -1,4 +1,4 @@
-"""The tests under several releases of Python and torch, each in an environment of its own.
+"""The tests under several releases of Python and torch, each in a separate environment.
 
     python -m benchmarks.compat
     python -m benchmarks.compat --pythons 3.12 --torch 2.15.0
@@ -36,11 +36,11 @@ _NOT_RUN = {
         "it makes ranks of threads, where torch 2.11 itself crashes: its fake tensors are not safe in threads",
     )
 }
-"""By release of torch: a file of tests that is left out, and why."""
+"""By release of torch: a test file that is not run, and why."""
 
 
 def try_out(python: str, torch: str, folder: Path, suites: Sequence[str]) -> dict[str, Any]:
-    """The outcome of the tests in a new environment.
+    """Returns the outcome of the tests in a new environment.
 
     Args:
         python: The interpreter's command.
@@ -91,7 +91,7 @@ def _call(*command: str) -> str:
 
 
 def render(content: Content) -> str:
-    """The page of results."""
+    """Returns the page of results."""
     rows = []
     for result in content["results"]:
         suites = ", ".join(suite.removeprefix("tests/") for suite in result["suites"])
@@ -112,7 +112,7 @@ def render(content: Content) -> str:
 
 
 def matrix(content: dict[str, Any]) -> str:
-    """Which tests pass under which Python and torch, as the table in the documentation."""
+    """Returns the documentation's table of the tests that pass under each Python and torch."""
     results = {tuple(map(tuple, _key(result))): result for result in content["results"]}
     pythons, torches = (sorted({key[n] for key in results}) for n in (0, 1))
     rows = [
@@ -136,13 +136,13 @@ def _outcome(result: dict[str, Any] | None) -> str:
 
 
 def _passed(result: dict[str, Any]) -> tuple[int, int]:
-    """How many tests passed, and how many did not."""
+    """Returns the number of passed and of other tests."""
     bad = result["failures"] + result["errors"]
     return result["tests"] - bad - result["skipped"], bad
 
 
 def _key(result: dict[str, Any]) -> list[list[int]]:
-    """Python's minor release and torch's release, to sort by and to find results that a new one replaces."""
+    """Returns the releases of Python and torch, to sort results and to find those that a new one replaces."""
     python, torch = (
         [int(n) for n in re.findall(r"\d+", result[name].partition("+")[0])] for name in ("python", "torch")
     )
@@ -150,7 +150,7 @@ def _key(result: dict[str, Any]) -> list[list[int]]:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> Content:
-    """Runs what is asked for; the results of other environments stay."""
+    """Runs the requested environments. The results of others stay."""
     known = stored("compat")["results"] if (RESULTS / "compat.json").exists() else []
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
     for python, torch in itertools.product(options.pythons, options.torch):

@@ -44,7 +44,7 @@ def _values(state: Any) -> list[torch.Tensor]:
 
 
 def _transformers(folder: Path) -> str:
-    """The optimizer by `save_optimizer_distributed`, as ``checkpoint_id``."""
+    """Saves the optimizer by `save_optimizer_distributed`, as ``checkpoint_id``."""
     from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
 
     model, optimizer = _trained(0)
@@ -56,7 +56,7 @@ def _transformers(folder: Path) -> str:
 
 
 def _torchtune(folder: Path) -> str:
-    """Model and optimizer by `DistributedCheckpointer`, asynchronously; it finds its newest one by itself."""
+    """Saves model and optimizer asynchronously by `DistributedCheckpointer`, which finds the newest checkpoint."""
     from torchtune.training.checkpointing._checkpointer import DistributedCheckpointer
 
     model, optimizer = _trained(0)
@@ -72,7 +72,7 @@ def _torchtune(folder: Path) -> str:
 
 
 def _nemo_automodel(folder: Path) -> str:
-    """A state by `Checkpointer.save_distributed_state`; the optimizer goes the same way."""
+    """Saves a state by `Checkpointer.save_distributed_state`, which also saves optimizers."""
     from nemo_automodel.components.checkpoint.checkpointing import Checkpointer
 
     model, optimizer = _trained(0)
@@ -87,7 +87,7 @@ def _nemo_automodel(folder: Path) -> str:
 
 
 class _State:
-    """Has a state dict."""
+    """An object with a state dict."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
@@ -130,7 +130,7 @@ def _rank(rank: int, name: str, folder: Path) -> None:
 
 
 def main() -> None:
-    """Runs the cases that are named."""
+    """Runs the named cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", choices=CASES)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,4 +1,4 @@
-"""A storage that drops data files, ``drop:///FOLDER``: what a save costs where no disk is in the way.
+"""A storage that drops data files, ``drop:///FOLDER``, to measure saves without a disk.
 
 It is registered as another package's storage would be, and so it works in the writer process, too. Small files are kept
 in the folder. A data file is kept as its size alone. No torch is needed here.
@@ -30,7 +30,7 @@ _ENTRY = "[dcp_tensorizer.storages]\ndrop = benchmarks.dropped:DropStorage\n"
 
 
 def register(folder: Path) -> None:
-    """Registers the protocol ``drop`` for this process and all that it starts, by an entry point below ``folder``."""
+    """Registers the protocol ``drop`` for this process and its children, by an entry point below ``folder``."""
     package = folder / "dropped-0.dist-info"
     package.mkdir(parents=True)
     (package / "METADATA").write_text(_METADATA)
@@ -39,7 +39,7 @@ def register(folder: Path) -> None:
 
 
 class DropStorage(RemoteStorage):
-    """A folder in which data files have a size and no contents."""
+    """A folder that records only the sizes of data files."""
 
     def __init__(self, url: str, options: Mapping[str, Any], timeout: float) -> None:
         super().__init__(url, url.partition("://")[2], Scrubber(options), timeout)
@@ -76,7 +76,7 @@ class DropStorage(RemoteStorage):
 
 
 class DropSink(Sink):
-    """Takes parts as the sink of a local disk does, and drops them."""
+    """A sink that takes parts as that of a local disk does, and drops them."""
 
     part_bytes = _PART
     concurrency = _AT_ONCE
@@ -86,28 +86,28 @@ class DropSink(Sink):
         self._path = path
 
     def _put_part(self, number: int, data: memoryview) -> None:
-        """Drops it."""
+        """Drops the part."""
 
     def _complete(self) -> None:
         with open(self._path, "xb") as file:
             file.truncate(self.bytes_written)
 
     def _abort(self) -> None:
-        """There is nothing yet."""
+        """Does nothing: nothing was written."""
 
 
 # --- the writer process's own work, without a process -----------------------------------------------------------------
 
 
 class Passes(NamedTuple):
-    """How often each byte of a file is read or written in memory, as the storage and the encoder see it."""
+    """The number of times that each byte of a file is read or written in memory, by the storage and the encoder."""
 
     read: float
-    """From the tensors, for all hashes and the copy: piece by piece, from memory once."""
+    """Reads of the tensors, for all hashes and the copy together: from memory once, piece by piece."""
     copied: float
-    """Into parts."""
+    """Writes into parts."""
     sent: float
-    """From parts, by the device."""
+    """Reads of parts, by the device."""
 
 
 def encode(case: Case, folder: Path) -> Passes:

@@ -1,4 +1,4 @@
-"""What a save costs in the frameworks that people train with: by this package, and in the framework's own way.
+"""The cost of a save in training frameworks: by this package, and by the framework itself.
 
 ``.venv-frameworks/bin/python -m benchmarks.frameworks``, after ``make frameworks`` has made that environment.
 """
@@ -33,7 +33,7 @@ _WIDTH = 2048
 
 
 class Accelerate:
-    """`Accelerator.save_state` and `load_state` with FSDP2."""
+    """Accelerate's `save_state` and `load_state` with FSDP2."""
 
     def __init__(self, ours: bool, layers: int) -> None:
         from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
@@ -54,11 +54,11 @@ class Accelerate:
         self.load: Callable[[Path], object] = self.accelerator.load_state
 
     def wait(self) -> None:
-        """It has waited in `save`."""
+        """Does nothing: `save` has waited."""
 
 
 class Fabric:
-    """`Fabric.save` and `load`, by its ModelParallelStrategy or by ours."""
+    """Lightning's `Fabric.save` and `load`, with its ModelParallelStrategy or this package's."""
 
     def __init__(self, ours: bool, layers: int) -> None:
         import lightning.fabric
@@ -84,7 +84,7 @@ class Fabric:
 
 
 class Torchtitan:
-    """torchtitan's CheckpointManager, or ours, with ``async_mode="async"``."""
+    """torchtitan's CheckpointManager, or this package's, with ``async_mode="async"``."""
 
     def __init__(self, ours: bool, layers: int) -> None:
         from torchtitan.components.checkpointer import CheckpointManager
@@ -122,7 +122,7 @@ class Torchtitan:
 
 
 class TorchCheckpointing:
-    """Our manager of torch_checkpointing, or the same state by ``dcp.async_save`` with this package's writer."""
+    """This package's manager for torch_checkpointing, or ``dcp.async_save`` of the same state."""
 
     def __init__(self, ours: bool, layers: int) -> None:
         from torch_checkpointing import ItemSpec
@@ -192,7 +192,7 @@ def _parallelize(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 def train(job: Any) -> None:
-    """One step with gradients that are made up."""
+    """Takes one step with random gradients."""
     for parameter in job.model.parameters():
         parameter.grad = torch.rand_like(parameter)
     job.optimizer.step()
@@ -200,7 +200,7 @@ def train(job: Any) -> None:
 
 
 def digest(job: Any) -> str:
-    """SHA-256 of this rank's shards of model and optimizer, by key."""
+    """Returns the SHA-256 of this rank's shards of model and optimizer, by key."""
     found = hashlib.sha256()
     for state in get_state_dict(job.model, job.optimizer):
         _digest(state, found)
@@ -218,7 +218,7 @@ def _digest(value: Any, found: Any) -> None:
 
 
 def _times(job: Any, folder: Path, saves: int) -> dict[str, Any]:
-    """Seconds that training waited for each save, and until it was durable; the first save is not counted.
+    """Returns the seconds that training waited for each save, and until it was durable, without the first save.
 
     Then the state is changed, and loaded again: is it what was saved, bit for bit?
     """
@@ -277,7 +277,7 @@ _OWN = {
     "torch_checkpointing's own way is on the [page of saves](save.md)",
 }
 _BY_DCP = {"torch_checkpointing": "this package by DCP"}
-"""What is compared with, where that is not the framework's own way."""
+"""The reference of a comparison, if it is not the framework itself."""
 _WITHIN = {"torch_checkpointing": "<= 1.1"}
 _WHAT = (
     "two ranks on the CPU train a model of {layers} layers with AdamW, {gigabytes:.2f} GB in all. They save each step. "
@@ -295,7 +295,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Content:
 
 
 def render(content: Content) -> str:
-    """The page of results."""
+    """Returns the page of results."""
     results = content["results"]
     rows: list[tuple[str, ...]] = []
     wanted: list[Goal] = []
@@ -329,13 +329,13 @@ def render(content: Content) -> str:
 
 
 def _slowest(results: list[dict[str, Any]], key: str) -> Spread | None:
-    """The times of the slowest rank of each save."""
+    """Returns the times of the slowest rank of each save."""
     ranks = [result["ranks"] for result in results if "ranks" in result]
     return spread(max(times) for found in ranks for times in zip(*(rank[key] for rank in found), strict=True))
 
 
 def _measured(results: list[dict[str, Any]]) -> Iterable[str]:
-    """Of one way: stall and time to durable, and whether all loads were equal."""
+    """Returns the stall, the time until durable, and whether all loads were equal."""
     yield cell(_slowest(results, "stalls"), "{:.3f}".format)
     yield cell(_slowest(results, "durable"), "{:.3f}".format)
     ranks = [result["ranks"] for result in results if "ranks" in result]

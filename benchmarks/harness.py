@@ -1,4 +1,4 @@
-"""One way to run a benchmark: its command line, its cases in turns, the spread of what they give, its files of results.
+"""Runs of a benchmark: its command line, its cases in turns, the spread of their figures, its files of results.
 
 A benchmark is a module with a function `measure`, which runs cases by `run_cases` and sums up what they give, and one
 `render`, which makes a page of that by `pages`. A case is a dict: who is measured, with which setup. A function
@@ -44,7 +44,7 @@ _LINES = 8  # of an error
 Case = dict[str, Any]
 Content = dict[str, Any]
 Spread = dict[str, float]
-"""A median, with the least and the greatest value: ``median``, ``min``, ``max``."""
+"""A median with the smallest and the largest value: ``median``, ``min``, ``max``."""
 
 
 def run(
@@ -58,10 +58,11 @@ def run(
     plot: Callable[[Content], None] | None = None,
     bad: Callable[[Content], str] = lambda content: "",
 ) -> None:
-    """The command line of a benchmark: measures and stores the results as JSON, from which all that is shown is made.
+    """Runs a benchmark's command line: measures, stores the results as JSON, and makes all pages from them.
 
     That is its page, its picture, and what other pages quote (`quotes`). ``--redraw`` makes them without measuring.
-    Results of code that is not committed are stored apart (``--draft``), as are those of ``--quick``.
+    Results of code that is not committed (``--draft``) are stored apart, as are those of ``--quick`` and ``--main``,
+    which lack rows that pages quote.
 
     Args:
         name: Of its module, and of the files of its results.
@@ -84,7 +85,7 @@ def run(
     parser.add_argument("--redraw", action="store_true", help="the page from the stored results, without measuring")
     parser.add_argument("--draft", action="store_true", help="measure code that is not committed; not to be quoted")
     given = parser.parse_args()
-    apart = "-quick" if getattr(given, "quick", False) else "-draft" if given.draft else ""
+    apart = next((f"-{name}" for name in ("quick", "main", "draft") if getattr(given, name, False)), "")
     file = f"{name}{apart}"
     if not given.redraw:
         if not apart and (_commit() or "").endswith("-dirty"):
@@ -112,7 +113,7 @@ QUICK: Mapping[str, Any] = {"action": "store_true", "help": "a smaller run, not 
 
 
 def run_cases(work: Callable[..., Any], cases: Sequence[Case], rounds: int) -> list[dict[str, Any]]:
-    """Runs every case once a round, so that a drift of the machine's speed meets all of them alike.
+    """Runs every case once a round, so that a drift of the machine's speed affects all of them.
 
     What fails, or takes longer than ten minutes, is a result with an ``error``.
 
@@ -139,7 +140,7 @@ def run_cases(work: Callable[..., Any], cases: Sequence[Case], rounds: int) -> l
 
 
 def whole(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The results, for a page that needs all of them: ends the benchmark if a case has failed."""
+    """Returns the results if no case has failed; otherwise ends the benchmark."""
     for result in results:
         if "error" in result:
             raise SystemExit(f"{result['case']}: {result['error']}")
@@ -147,7 +148,7 @@ def whole(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def run_case(work: str, case: Case, seconds: float, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What a case has measured, as ``ranks``; or the ``error`` that it ended with, in a few lines.
+    """Returns the measurements of a case as ``ranks``, or its ``error`` in a few lines.
 
     Args:
         work: Measures it: ``MODULE:FUNCTION``.
@@ -169,7 +170,7 @@ def run_case(work: str, case: Case, seconds: float, environment: Mapping[str, st
 
 
 def machine(folder: str | Path | None = None) -> dict[str, Any]:
-    """What the results were measured on, and with: the machine, the file system of ``folder``, the code."""
+    """Describes the machine, the file system of ``folder``, and the code of a measurement."""
     versions = {}
     for package in _PACKAGES:
         try:
@@ -190,7 +191,7 @@ def machine(folder: str | Path | None = None) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit that is checked out, and whether there are changes to its code; None outside of git.
+    """Returns the commit that is checked out, and whether its code has changes; outside of git, None.
 
     Results and pages, which a run writes, are no code.
     """
@@ -209,7 +210,7 @@ def _git(*arguments: str) -> str:
 
 
 def _file_system(folder: Path) -> str | None:
-    """The type of the file system that holds a folder, as Linux names it."""
+    """Returns Linux's name of the type of a folder's file system."""
     types = {}
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, point, kind, *_ = line.split()
@@ -219,30 +220,30 @@ def _file_system(folder: Path) -> str | None:
 
 
 def spread(values: Iterable[float]) -> Spread | None:
-    """Median, least and greatest; None without values."""
+    """Returns the median, the smallest and the largest value; without values, None."""
     found = sorted(values)
     return {"median": statistics.median(found), "min": found[0], "max": found[-1]} if found else None
 
 
 def rates(seconds: Spread | None, nbytes: float) -> Spread | None:
-    """A spread of times as one of speeds, in GB/s."""
+    """Converts a spread of times to one of speeds in GB/s."""
     return quotient({"median": nbytes / 1e9, "min": nbytes / 1e9, "max": nbytes / 1e9}, seconds)
 
 
 def quotient(over: Spread | None, under: Spread | None) -> Spread | None:
-    """A ratio of medians, with the least and the greatest that the two ranges allow; None without one of the two."""
+    """Returns a ratio of medians, with the smallest and largest that the two ranges allow; without both, None."""
     if not over or not under:
         return None
     return {name: over[name] / under[of] for name, of in (("median", "median"), ("min", "max"), ("max", "min"))}
 
 
 def scaled(values: Spread | None, factor: float) -> Spread | None:
-    """A spread in another unit."""
+    """Converts a spread to another unit."""
     return values and {name: value * factor for name, value in values.items()}
 
 
 def figure(summary: Mapping[str, Any], *path: str) -> Spread | None:
-    """A figure of a summary, found by the names that lead there; None if it was not measured."""
+    """Returns a figure of a summary by its path of names; if it was not measured, None."""
     found: Any = summary
     for name in path:
         found = found.get(name) if found else None
@@ -250,14 +251,14 @@ def figure(summary: Mapping[str, Any], *path: str) -> Spread | None:
 
 
 def compare(ours: Spread, other: Spread, more_is_better: bool) -> str:
-    """Whether the other is "ahead" or "behind". Where the two ranges overlap, they "overlap" and nothing is said."""
+    """Returns whether the other is "ahead" or "behind"; if the two ranges overlap, "overlap"."""
     if ours["min"] <= other["max"] and other["min"] <= ours["max"]:
         return "overlap"
     return "ahead" if (other["median"] > ours["median"]) == more_is_better else "behind"
 
 
 def cell(values: Spread | None, form: Callable[[float], str]) -> str:
-    """``median (lowest-highest)``."""
+    """Returns ``median (lowest-highest)``."""
     if values is None:
         return "-"
     return f"{form(values['median'])} ({form(values['min'])}-{form(values['max'])})"
@@ -284,6 +285,6 @@ def _remember(name: str, content: dict[str, Any]) -> None:
 
 
 def stored(name: str) -> dict[str, Any]:
-    """What ``store`` has put into ``results/{name}.json``."""
+    """Returns what ``store`` has written to ``results/{name}.json``."""
     content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return content

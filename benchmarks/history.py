@@ -1,4 +1,4 @@
-"""The page with the two headline ratios of every run: made of the lines that runs add to ``results/history.jsonl``.
+"""The page with the two headline ratios of every run, from the lines of ``results/history.jsonl``.
 
 One run shows what one hour was like. Disk and fresh memory of a virtual machine are others an hour later.
 """
@@ -22,7 +22,7 @@ _WHAT = (
 
 
 def render() -> str:
-    """The page of results."""
+    """Returns the page of results."""
     lines = [json.loads(line) for line in (RESULTS / "history.jsonl").read_text().splitlines()][::-1]
     parts = ["# The same figures on other days", _WHAT]
     for (benchmark, title), words in _HEADLINES.items():

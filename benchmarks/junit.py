@@ -1,4 +1,4 @@
-"""Runs tests, and says what came of each."""
+"""Runs tests, and returns the outcome of each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Outcome(NamedTuple):
 
 
 def run_tests(python: str, folder: Path, *arguments: str) -> list[Outcome] | None:
-    """Runs pytest in the root of the repository, and returns what came of each test; None if it left no report.
+    """Runs pytest in the root of the repository, and returns the outcome of each test; without a report, None.
 
     Args:
         python: The interpreter.
@@ -37,7 +37,7 @@ def run_tests(python: str, folder: Path, *arguments: str) -> list[Outcome] | Non
 
 
 def outcomes(report: Path) -> list[Outcome]:
-    """All tests of a report; one that failed and then could not be cleaned up has failed."""
+    """Returns all tests of a report. A test that failed and could not be cleaned up has failed."""
     found = []
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         words = (word for word in ("failure", "error", "skipped") if case.find(word) is not None)

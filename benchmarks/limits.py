@@ -1,4 +1,4 @@
-"""What this machine can do at best, measured in the same run: the yardsticks of the other benchmarks."""
+"""The limits of this machine, measured in the same run: the yardsticks of the other benchmarks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_NAMES = 2000  # that the index of one of its files holds
 
 
 class Discard(io.RawIOBase):
-    """A seekable file that forgets what is written: what is left is tensorizer's own work, its hashes."""
+    """A seekable file that drops its contents, so that only tensorizer's own work is measured."""
 
     def __init__(self) -> None:
         self._position = 0
@@ -55,7 +55,7 @@ class Discard(io.RawIOBase):
 
 
 def copy_seconds(state: dict[str, torch.Tensor], rounds: int = 3) -> float:
-    """The median of a few plain copies into warm memory, all of which is given back to the system."""
+    """Returns the median of a few plain copies into warm memory, and frees all of that memory."""
     sources = list(state.values())
     starts = list(itertools.accumulate((-(-source.nbytes // 64) * 64 for source in sources), initial=0))
     memory = torch.frombuffer(mmap.mmap(-1, starts[-1]), dtype=torch.uint8)
@@ -72,7 +72,7 @@ def copy_seconds(state: dict[str, torch.Tensor], rounds: int = 3) -> float:
 
 
 def hash_seconds(state: dict[str, torch.Tensor], cores: int) -> float:
-    """``TensorSerializer`` into a sink that discards, on so many cores."""
+    """Measures ``TensorSerializer`` with a sink that drops its input, on this many cores."""
     available = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(available)[:cores])
     try:
@@ -88,7 +88,7 @@ def hash_seconds(state: dict[str, torch.Tensor], cores: int) -> float:
 
 
 def cipher_seconds(state: dict[str, torch.Tensor]) -> float:
-    """Encryption alone, by libsodium on all cores, from the state into a buffer a thread, in blocks of 512 KiB."""
+    """Measures encryption by libsodium on all cores, into one buffer per thread, in blocks of 512 KiB."""
     cipher = Cipher(bytes(32))
     memory = [tensor.view(torch.uint8).view(-1).numpy().data for tensor in state.values()]
     blocks = [source[start : start + _BLOCK] for source in memory for start in range(0, source.nbytes, _BLOCK)]
@@ -106,7 +106,7 @@ def cipher_seconds(state: dict[str, torch.Tensor]) -> float:
 
 
 def direct_write_seconds(folder: Path, nbytes: int) -> float:
-    """Aligned O_DIRECT writes of 8 MiB from one buffer in huge pages, and an fsync."""
+    """Measures aligned O_DIRECT writes of 8 MiB from one buffer in huge pages, and an fsync."""
     path = folder / "limit.bin"
     buffer = direct_memory(_STEP)
     np.frombuffer(buffer, dtype=np.uint8)[:] = 7
@@ -124,7 +124,7 @@ def direct_write_seconds(folder: Path, nbytes: int) -> float:
 
 
 def cached_read_seconds(paths: Sequence[Path], targets: Sequence[memoryview], threads: int) -> float:
-    """Parallel ``preadv`` of files that are in the page cache, into memory of some tensors, in few calls."""
+    """Measures parallel ``preadv`` of files in the page cache, into the memory of some tensors, in few calls."""
     descriptors = [os.open(path, os.O_RDONLY) for path in paths]
     reads = []
     pending = list(reversed(targets))
@@ -150,7 +150,7 @@ def cached_read_seconds(paths: Sequence[Path], targets: Sequence[memoryview], th
 
 
 def direct_read_seconds(path: Path, nbytes: int, threads: int) -> float:
-    """Parallel O_DIRECT reads of 8 MiB into a buffer a thread, in huge pages."""
+    """Measures parallel O_DIRECT reads of 8 MiB into one buffer per thread, in huge pages."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     local = threading.local()
 
@@ -169,7 +169,7 @@ def direct_read_seconds(path: Path, nbytes: int, threads: int) -> float:
 
 
 def evict(folder: Path) -> None:
-    """Drops a folder's files from the page cache."""
+    """Removes a folder's files from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)

@@ -89,7 +89,7 @@ def _whole(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def render(content: dict[str, Any]) -> str:
-    """The page of results."""
+    """Returns the page of results."""
     summary, rounds = content["summary"], round_count(content["results"])
     return page(
         content,
@@ -150,7 +150,7 @@ def _how_often(results: list[dict[str, Any]]) -> str:
 
 
 def _failures(results: list[dict[str, Any]]) -> dict[tuple[str, str], str]:
-    """What a format failed with, by format and workload."""
+    """Returns the errors by format and workload."""
     cases = ((result["case"], result["error"]) for result in results if "error" in result)
     return {(case["format"], case["workload"]): error for case, error in cases if "format" in case}
 
@@ -178,7 +178,7 @@ def _whole_cases(summary: Summary, failures: dict[tuple[str, str], str]) -> list
 
 
 def _is_measured(summary: Summary, workload: str) -> bool:
-    """Whether any loader got through the workload."""
+    """Returns whether any loader completed the workload."""
     return any(f"{name} | {workload} | whole" in summary for name in _LOADERS)
 
 
@@ -211,7 +211,7 @@ _SPELLED = {
 
 
 def comparisons(summary: Summary) -> list[Comparison]:
-    """Each figure of each peer beside this package's, verified and not."""
+    """Compares each figure of each peer with this package's, verified and not."""
     peers = [name for name in _LOADERS if not name.startswith(_OURS)]
     found = []
     for workload in WORKLOADS:
@@ -245,13 +245,13 @@ def _compared(case: str, peer: str, theirs: dict[str, Any], name: str, ours: dic
 
 
 def ratios(summary: Summary) -> list[Goal]:
-    """The figures that this package promises, of one run."""
+    """Returns the promised figures of one run."""
 
     def of(loader: str, what: str, workload: str = _MAIN) -> Spread | None:
         return figure(summary, f"{loader} | {workload} | whole", what)
 
     def over(loader: str, what: str, name: str, own: str, workload: str = _MAIN) -> Spread | None:
-        """How many times as fast one is as another."""
+        """Returns the ratio of two speeds."""
         return quotient(of(loader, what, workload), of(name, own, workload))
 
     small = "5,000 small"
@@ -302,7 +302,7 @@ _DRAWN = {
 
 
 def plot(content: dict[str, Any]) -> None:
-    """Warm and cold loads of the three workloads, with the raw reads of the same run as a band."""
+    """Plots warm and cold loads of the three workloads, with the raw reads of the same run as a band."""
     summary = content["summary"]
     failures = _failures(content["results"])
     titles = {w: TITLES[w].rsplit(",", 1)[0] for w in WORKLOADS if _is_measured(summary, w)}
@@ -341,7 +341,7 @@ def plot(content: dict[str, Any]) -> None:
 
 
 def _edges(spreads: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    """The lowest and the highest of all values."""
+    """Returns the lowest and the highest value."""
     nothing = float("nan")
     lowest = min((values["min"] for values in spreads), default=nothing)
     return lowest, max((values["max"] for values in spreads), default=nothing)

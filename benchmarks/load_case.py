@@ -1,4 +1,4 @@
-"""The cases of the load benchmark: one format, or a load onto other ranks than saved."""
+"""The cases of the load benchmark: one format, or a load by other ranks than saved."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _THREADS = 4
 
 
 def _whole(case: Case, folder: Path) -> dict[str, Any]:
-    """Loads warm and cold, into memory that has been used before, and checks what was loaded.
+    """Loads warm and cold, into memory that has been used before, and checks the loaded values.
 
     All who load one format take turns. With ``limits``, so do raw reads of the same files, into the same memory where
     they are warm.
@@ -119,7 +119,7 @@ def _is_ours(case: Case) -> bool:
 
 
 def _keep_total(totals: list[int]) -> Callable[[int, int], None]:
-    """The total that a load says last: before the first read, it is an estimate."""
+    """Returns a callback for progress that stores the last total: before the first read, the total is an estimate."""
 
     def keep(done: int, total: int) -> None:
         totals[:] = [total]
@@ -128,7 +128,7 @@ def _keep_total(totals: list[int]) -> Callable[[int, int], None]:
 
 
 def measure(case: Case, folder: Path) -> list[Any]:
-    """One format, by all who load it; or one that ranks load in other shards than it was saved in."""
+    """Measures one format with all of its loaders, or a load in other shards than saved."""
     if "saved" not in case:
         return [_whole(case, folder / "checkpoint")]
     in_ranks(_save_shards, case["saved"][0], case, folder)

@@ -1,4 +1,4 @@
-"""The contenders of the load benchmark: each loads, many times, what was written once in its own format."""
+"""The contenders of the load benchmark: each loads a state many times that was written once in its format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Load = Callable[[State, Path], Any]
 
 
 def nested(state: State) -> dict[str, Any]:
-    """As trainers nest theirs: DCP asks each entry of the outermost dict twice whether it is stateful, 20 us a time."""
+    """Nests a state as trainers do: DCP checks each entry of the outermost dict twice for `Stateful`, 20 us each."""
     return {"model": state}
 
 
@@ -110,4 +110,4 @@ FORMATS: dict[str, tuple[Write, dict[str, Load]]] = {
     ),
     "safetensors": (_write_safetensors, {"safetensors load_file": _load_safetensors}),
 }
-"""How each format is written, and who loads it."""
+"""The writer and the loaders of each format."""

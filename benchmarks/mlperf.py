@@ -32,7 +32,7 @@ _BYTES_EACH = 2 + 4 * _FLOATS  # for a parameter
 
 
 class _Dcp:
-    """`dcp.save` and `dcp.load` with a storage writer and reader."""
+    """A contender with `dcp.save`, `dcp.load`, and a storage writer and reader."""
 
     def __init__(self, writer: Callable[..., Any], reader: Callable[..., Any]) -> None:
         self._writer, self._reader = writer, reader
@@ -45,7 +45,7 @@ class _Dcp:
 
 
 class _TorchSave:
-    """A file of each rank, as MLPerf Storage writes it: `torch.save` and an fsync."""
+    """A file per rank, as MLPerf Storage writes it: `torch.save` and an fsync."""
 
     def save(self, state: State, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -68,7 +68,7 @@ CONTENDERS: dict[str, Callable[[], Any]] = {
 
 
 def make_state(rank: int, nbytes: int) -> State:
-    """What a rank has: random numbers under keys of its own."""
+    """Returns a rank's state: random numbers under the rank's own keys."""
     parameters = nbytes // _BYTES_EACH
     generator = torch.Generator().manual_seed(rank)
     state = {
@@ -80,7 +80,7 @@ def make_state(rank: int, nbytes: int) -> State:
 
 
 def _times(case: Case, folder: Path) -> dict[str, Any]:
-    """All writes, then all reads from a cold disk. A time is that of the slowest rank."""
+    """Times all writes, then all reads from a cold disk, each by the slowest rank."""
     rank = dist.get_rank()
     contender = CONTENDERS[case["contender"]]()
     state = make_state(rank, case["rank_bytes"])
@@ -133,7 +133,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Content:
 
 
 def summarise(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By contender: bytes of all ranks, seconds of writes and reads; or the error."""
+    """Returns the bytes of all ranks and the seconds of writes and reads, or the error, by contender."""
     found = {}
     for result in results:
         name = result["case"]["contender"]
@@ -151,7 +151,7 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def render(content: dict[str, Any]) -> str:
-    """The page of results."""
+    """Returns the page of results."""
     case = content["results"][0]["case"]
     summary = summarise(content["results"])
     what = _WHAT.format(ranks=case["ranks"], times=case["times"], gigabytes=case["rank_bytes"] / 1e9)

@@ -1,4 +1,4 @@
-"""What single options cost, each beside the same work without it: `python -m benchmarks.options` (about 20 minutes).
+"""The cost of single options, each beside the same work without it: `python -m benchmarks.options` (about 20 minutes).
 
 `--only NAME` measures one case of `CASES` anew. What is stored of the others stays, with the commit of its run.
 """
@@ -79,12 +79,12 @@ if TYPE_CHECKING:
 
 _MIB = 1 << 20
 Found = Mapping[str, Any]
-"""What one number of ranks has measured: the values of each figure of each kind of save."""
+"""The values of each figure of each kind of save, on one number of ranks."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """A case: how it is measured, and its section of the page.
+    """A case: its measurement, and its section of the page.
 
     Attributes:
         title: Of the section.
@@ -115,7 +115,7 @@ class Option:
 
 
 def _turns(kinds: Sequence[str], saves: int, warm_up: int) -> Iterator[tuple[int, str]]:
-    """The kinds of saves in turns, each turn beginning elsewhere. Turns below 0 do not count."""
+    """Yields the kinds of saves in turns, each turn with another first kind. Turns below 0 do not count."""
     for number in range(-warm_up, saves):
         first = (number + warm_up) % len(kinds)
         for kind in (*kinds[first:], *kinds[:first]):
@@ -123,7 +123,7 @@ def _turns(kinds: Sequence[str], saves: int, warm_up: int) -> Iterator[tuple[int
 
 
 def _on_ranks(name: str, worlds: Sequence[int]) -> Callable[[Path, Mapping[str, Any]], Content]:
-    """Measures a case of `_RANKED` on several numbers of ranks. What rank 0 has measured stands for all."""
+    """Measures a case of `_RANKED` on several numbers of ranks, by rank 0."""
 
     def measure(folder: Path, size: Mapping[str, Any]) -> Content:
         cases = [{"option": name, "ranks": world, **size, "folder": str(folder)} for world in worlds]
@@ -140,7 +140,7 @@ def measure_ranks(case: Case, folder: Path) -> list[Any]:
 
 
 def _by_ranks(content: Content, kinds: Sequence[str], figures: Mapping[str, tuple[str, Callable[[float], str]]]) -> str:
-    """A row for each number of ranks, with each figure of each kind; by its name: its title, and its form."""
+    """Returns a row per number of ranks, with each figure of each kind; figures map names to titles and forms."""
     header = ("ranks", *(f"{title}: {kind}" for title, _ in figures.values() for kind in kinds))
     rows = [
         [ranks, *(cell(spread(found[name][kind]), form) for name, (_, form) in figures.items() for kind in kinds)]
@@ -154,7 +154,7 @@ def _ratio(found: Found, figure: str, over: str, under: str) -> Spread | None:
 
 
 def _each(content: Content, of: Callable[[str, Found], Sequence[Goal]]) -> list[Goal]:
-    """The goals for each number of ranks, which is in their names."""
+    """Returns the goals for each number of ranks, which is part of their names."""
     found = content["worlds"].items()
     return [(f"{name}, {n} rank(s)", wanted, value) for n, some in found for name, wanted, value in of(n, some)]
 
@@ -168,7 +168,7 @@ _WRITERS = ("one writer", "a writer for every save", "torch, a writer for every 
 
 
 def _with_writers(case: Case, folder: Path) -> dict[str, Any]:
-    """Times each save from the call to the commit, and counts what many writers leave."""
+    """Times each save from the call to the commit, and counts the resources that many writers leave."""
     state = {f"rank{dist.get_rank()}.w{n}": torch.randn(_ELEMENTS) for n in range(_TENSORS)}
     kept = TensorizerStorageWriter(f"{folder}/ours")
     makers: dict[str, Callable[[], Any]] = {
@@ -193,7 +193,7 @@ def _with_writers(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def _held() -> dict[str, int]:
-    """What this process has: children, descriptors, bytes of shared memory."""
+    """Counts the children, descriptors and bytes of shared memory of this process."""
     process = psutil.Process()
     mapped = sum(m.size for m in process.memory_maps() if "memfd:dcp_tensorizer" in m.path)
     return {
@@ -223,7 +223,7 @@ _REUSES = ("reuse_unchanged", "everything is written")
 
 
 def _reusing(case: Case, folder: Path) -> dict[str, Any]:
-    """Saves in both ways in turn, each to directories of its own, of which the last one stays."""
+    """Saves in both ways in turn, each to separate directories, and retains the last of each."""
     rank, world = dist.get_rank(), case["ranks"]
     frozen = _tensors(f"rank{rank}.base", _BASE_TENSORS, case["base"] * _MIB // world)
     trained = _tensors(f"rank{rank}.adapter", _ADAPTER_TENSORS, case["adapter"] * _MIB // world)
@@ -259,13 +259,13 @@ def _tensors(name: str, count: int, nbytes: int) -> dict[str, torch.Tensor]:
 
 
 def _new_bytes(file: Path) -> int:
-    """The bytes of a file that this save has written: linked files are read-only."""
+    """Returns the bytes of a file that this save has written: linked files are read-only."""
     state = file.stat()
     return 0 if not state.st_mode & 0o200 else state.st_size
 
 
 def _digest_seconds(state: dict[str, torch.Tensor]) -> float:
-    """What XXH3-128 of all tensors takes, with as many threads as a save has."""
+    """Returns the seconds for XXH3-128 of all tensors, with as many threads as a save has."""
     started = time.perf_counter()
     with ThreadPoolExecutor(max(1, _THREADS // int(os.environ["LOCAL_WORLD_SIZE"]))) as pool:
         list(pool.map(lambda tensor: xxhash.xxh3_128(tensor.numpy()).digest(), state.values()))
@@ -308,7 +308,7 @@ def _tiers(folder: Path, size: Mapping[str, Any]) -> Content:
 
 
 class SlowProxy(TcpProxy):
-    """Forwards so many bytes a second, over all connections and in both directions."""
+    """A proxy that forwards this many bytes per second, over all connections and in both directions."""
 
     def __init__(self, endpoint: str, bytes_per_second: float) -> None:
         self._rate = bytes_per_second
@@ -331,7 +331,7 @@ class SlowProxy(TcpProxy):
 
 
 def measure_tier(case: Case, folder: Path) -> dict[str, Any]:
-    """One run of one kind: the seconds of each save."""
+    """Runs one kind, and returns the seconds of each save."""
     scale = case["scale"]
     reports: list[SaveReport] = []
     elements = int(scale["gigabytes"] * 1e9 / 4 / _FLUSHED)
@@ -422,7 +422,7 @@ def _exporting(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def _following(state: dict[str, Any], saves: int, folder: Path) -> dict[str, dict[str, list[float]]]:
-    """Saves a model again and again into one directory: with and without publishing each, and beside another process.
+    """Saves a model repeatedly into one directory: with and without publishing each, and beside another process.
 
     That process has the publisher's priority, and reads and hashes files as it does, for ever.
 
@@ -453,7 +453,7 @@ def _following(state: dict[str, Any], saves: int, folder: Path) -> dict[str, dic
 
 @contextmanager
 def _hashing(folder: Path) -> Iterator[None]:
-    """Hashes the files of a folder again and again while the block runs, with what the cores have to spare."""
+    """Hashes the files of a folder repeatedly while the block runs, at the lowest priority."""
     command = ["nice", "-n", "19", "sh", "-c", 'while :; do cat "$0"/*.safetensors | sha256sum; done', str(folder)]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         try:
@@ -463,7 +463,7 @@ def _hashing(folder: Path) -> Iterator[None]:
 
 
 class _PeakMemory:
-    """The most private memory that this process has, beyond what it had before. The staging buffer is shared."""
+    """The peak of this process's private memory beyond its start. The staging buffer is shared."""
 
     def __enter__(self) -> Self:
         self._process = psutil.Process()
@@ -526,7 +526,7 @@ _MAIN_RATE, _WANTED = 3e-6, 3.5  # per cent
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer over bytes, by its configuration."""
+    """A decoder-only transformer over bytes with this configuration."""
 
     def __init__(self, vocabulary: int, context: int, width: int, heads: int, blocks: int) -> None:
         super().__init__()
@@ -537,7 +537,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, windows: torch.Tensor) -> torch.Tensor:
-        """The mean loss, in nats per byte."""
+        """Returns the mean loss, in nats per byte."""
         inputs, targets = windows[:, :-1], windows[:, 1:]
         mask = nn.Transformer.generate_square_subsequent_mask(inputs.shape[1])
         x = self.byte(inputs) + self.position(torch.arange(inputs.shape[1]))
@@ -545,7 +545,7 @@ class Transformer(nn.Module):
 
 
 def _deltas(folder: Path, size: Mapping[str, Any]) -> Content:
-    """Trains the model, and publishes what it becomes at each learning rate."""
+    """Trains the model, and publishes its versions at each learning rate."""
     torch.manual_seed(0)
     text = python_sources()
     model, optimizer, loss = _trained(text)
@@ -560,7 +560,7 @@ def _deltas(folder: Path, size: Mapping[str, Any]) -> Content:
 
 
 def _trained(text: torch.Tensor) -> tuple[Transformer, torch.optim.AdamW, float]:
-    """Trains until the loss has settled; returns also the loss."""
+    """Trains until the loss has settled; returns the model and the loss."""
     model = Transformer(**_CONFIG)
     optimizer = torch.optim.AdamW(model.parameters(), _TRAINING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _TRAINING_RATE, _STEPS)
@@ -706,7 +706,7 @@ _RANKED: dict[str, tuple[Callable[[Case, Path], Any], tuple[str, ...]]] = {
     "reuse": (_reusing, ("LOCAL_WORLD_SIZE",)),
     "export": (_exporting, ()),
 }
-"""Cases of several ranks: what each rank does, and the variables that have the number of ranks."""
+"""Cases of several ranks: the function of each rank, and the variables with the number of ranks."""
 
 CASES: dict[str, Option] = {
     "handles": Option(
@@ -827,7 +827,7 @@ CASES: dict[str, Option] = {
 
 
 def measure(options: argparse.Namespace, folder: Path) -> Content:
-    """All cases; of those that are not measured now, what is stored."""
+    """Measures the requested cases; returns all cases, the others as stored."""
     name = "options-quick" if options.quick else "options-draft" if options.draft else "options"
     known = stored(name)["cases"] if options.only and (RESULTS / f"{name}.json").exists() else {}
     for case in options.only or CASES:
@@ -843,7 +843,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Content:
 
 
 def render(content: Content) -> str:
-    """The page of results."""
+    """Returns the page of results."""
     sections = []
     for case, found in content["cases"].items():
         option = CASES[case]

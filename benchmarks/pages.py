@@ -1,4 +1,4 @@
-"""What the pages of results have in common: how they begin, what was wanted, and where a peer was ahead."""
+"""The common parts of the pages of results: their heads, the goals, and the figures in which a peer was ahead."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNRECORDED = {"date": "the date", "commit": "the commit", "file_system": "the k
 
 @dataclass(frozen=True)
 class Comparison:
-    """One figure of this package beside that of a peer, each as median, lowest and highest."""
+    """A figure of this package and that of a peer, each as median, lowest and highest."""
 
     case: str
     figure: str
@@ -39,12 +39,12 @@ class Comparison:
 
 
 def round_count(results: Iterable[dict[str, Any]]) -> int:
-    """How many rounds there were."""
+    """Returns the number of rounds."""
     return len({result["round"] for result in results})
 
 
 def machine_line(machine: dict[str, Any]) -> str:
-    """The machine in one line, and what is not known about it."""
+    """Describes the machine in one line, and what is not known about it."""
     parts = [f"{machine['cores']} CPU cores", f"{machine['memory_gib']} GiB of memory"]
     if machine.get("file_system"):
         parts.append(f"file system {machine['file_system']}")
@@ -70,7 +70,7 @@ def page(
     *sections: str,
     spreads: bool = True,
 ) -> str:
-    """A page: what was measured, on what, with which code, how often, and how to do it again; then its sections.
+    """Returns a page: its subject, machine, code, rounds and command, and then its sections.
 
     Args:
         content: With the ``machine``.
@@ -90,7 +90,7 @@ def page(
 
 
 def facts(machine: dict[str, Any], what: str, how_often: str, again: str) -> str:
-    """What was measured, on what, with which code, how often, and the command that does it again."""
+    """Returns the subject, the machine, the code, the rounds and the command of a measurement."""
     packages = machine["packages"].items()
     versions = ", ".join(f"{package} {version}" for package, version in packages if version != "not installed")
     lines = (
@@ -108,7 +108,7 @@ def glossary(title: str, entries: dict[str, str]) -> str:
 
 
 def ahead(comparisons: Iterable[Comparison], note: str = "") -> str:
-    """A table of what a peer's median is better in."""
+    """Returns a table of the figures in which a peer's median is better."""
     rows = []
     for c in comparisons:
         if c.ours is None or c.theirs is None or c.form(c.ours["median"]) == c.form(c.theirs["median"]):
@@ -124,11 +124,11 @@ def ahead(comparisons: Iterable[Comparison], note: str = "") -> str:
 
 
 Goal = tuple[str, str, "Spread | float | None"]
-"""A figure's name, what is wanted of it (``>= 3``, ``<= 1``, or nothing), and the figure: a spread, or one number."""
+"""A figure's name, its goal (``>= 3``, ``<= 1``, or nothing), and the figure: a spread, or one number."""
 
 
 def goals(rows: Iterable[Goal], note: str = "", form: Callable[[float], str] = "{:.3f}".format) -> str:
-    """A table of ratios and other figures, and of what the project wants of them.
+    """Returns a section with a table of ratios and other figures, and their goals.
 
     What the ranges leave open is neither reached nor missed: that is not shown.
     """
@@ -141,7 +141,7 @@ def goals(rows: Iterable[Goal], note: str = "", form: Callable[[float], str] = "
 
 
 def goal_table(rows: Iterable[Goal], form: Callable[[float], str]) -> str:
-    """The table of `goals`, by itself."""
+    """Returns the table of `goals` alone."""
     found = [(name, wanted, _spread_of(value)) for name, wanted, value in rows]
     if any(wanted for _, wanted, _ in found):
         wants = [(name, _in_words(goal), _one(value, form), _reached(goal, value, form)) for name, goal, value in found]
@@ -156,7 +156,7 @@ def _one(value: Spread | None, form: Callable[[float], str]) -> str:
 
 
 def medians(rows: Iterable[Goal], form: Callable[[float], str] = "{:.3f}".format) -> list[tuple[str, str, str]]:
-    """The same as texts, for the file of results: each figure's median alone."""
+    """Returns the medians of the figures as texts, for the file of results."""
     values = ((name, wanted, _spread_of(value)) for name, wanted, value in rows)
     return [(name, wanted, form(found["median"]) if found else "nan") for name, wanted, found in values]
 
@@ -172,7 +172,7 @@ def _in_words(wanted: str) -> str:
 
 
 def _reached(wanted: str, value: Spread | None, form: Callable[[float], str], yes: str = "-") -> str:
-    """Tells whether a goal was reached by the median, and by all that the ranges allow, as it is written.
+    """Describes whether the median, and all values that the ranges allow, reach a goal.
 
     Without a goal: ``yes`` where the ranges show a difference.
     """

@@ -1,4 +1,4 @@
-"""Copies on other hosts: what they cost while nothing fails, and how long a rank takes to load a state from there, when
+"""Copies on other hosts: their cost while nothing fails, and the time in which a rank loads a state from there, when
 it restarts or joins as a replica of torchft.
 
 ``python -m benchmarks.peers`` (about 4 minutes), as root. Two hosts are namespaces of this machine, with a network
@@ -81,7 +81,7 @@ def _elements(gib: float) -> int:
 
 
 def _state_of_lost(gib: float, value: float) -> dict[str, torch.Tensor]:
-    """All of the state is that of the rank whose host is lost: the other one's restart would take its cores."""
+    """Returns a state of the rank whose host is lost only: the other rank's restart would take its cores."""
     return _state(gib if dist.get_rank() else 0.001, value)
 
 
@@ -101,7 +101,7 @@ def _tell(name: str, words: object) -> None:
 
 
 def cost(case: Case, folder: Path) -> list[dict[str, Any]]:
-    """Of each rank: stalls, seconds until durable, steps a second, CPU time of its host, and bytes that it sent."""
+    """Returns each rank's stalls, seconds until durable, steps per second, CPU time of its host, and sent bytes."""
     missing()  # a mount namespace of its own
     with Lab(folder / "lab") as lab:
         hosts = lab.hosts(2)
@@ -111,7 +111,7 @@ def cost(case: Case, folder: Path) -> list[dict[str, Any]]:
 
 
 def trainer(case: Case, addresses: Sequence[str]) -> None:
-    """Trains and saves; with raw sockets, as much is sent after each save as a copy would be."""
+    """Trains and saves; with raw sockets, sends as many bytes after each save as a copy has."""
     rank = _begin()
     state, copies = _state(case["gib"], 0.0), 2 if case["what"] == "copies=2" else 1
     sender = _RawSender(addresses, rank) if "raw" in case["what"] else None
@@ -143,7 +143,7 @@ def trainer(case: Case, addresses: Sequence[str]) -> None:
 
 
 def _cpu() -> float:
-    """Seconds of CPU time of all processes of this host."""
+    """Returns the CPU seconds of all processes of this host."""
     found = 0.0
     for process in psutil.process_iter(["cpu_times"]):
         if (times := process.info["cpu_times"]) is not None:
@@ -152,14 +152,14 @@ def _cpu() -> float:
 
 
 def _sent() -> int:
-    """Bytes that this host has sent."""
+    """Returns the bytes that this host has sent."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     (line,) = (line for line in lines if line.strip().startswith("eth0:"))
     return int(line.split(":")[1].split()[8])
 
 
 class _RawSender:
-    """Sends zeros to the other host at the default rate, from a process of low priority, and takes its zeros."""
+    """A process of low priority that sends zeros to the other host at the default rate, and receives its zeros."""
 
     def __init__(self, addresses: Sequence[str], rank: int) -> None:
         listener = socket.create_server((addresses[rank], _PORT))
@@ -200,7 +200,7 @@ def _discard(source: socket.socket) -> None:
 
 
 def restart(case: Case, folder: Path) -> dict[str, float]:
-    """Seconds of a rank on a host that holds nothing: its restore from the other host, and raw sockets."""
+    """Returns the seconds in which a rank on a new host restores from the other host, and those of raw sockets."""
     missing()
     with Lab(folder / "lab") as lab:
         here, there = lab.hosts(2)
@@ -215,7 +215,7 @@ def restart(case: Case, folder: Path) -> dict[str, float]:
 
 
 def copied(case: Case) -> None:
-    """Saves a step, and waits until it is copied and its host is lost."""
+    """Saves a step, and waits until it is copied and the host is lost."""
     rank = _begin()
     state = _state_of_lost(case["gib"], 1.0)
     manager = CheckpointManager(
@@ -243,7 +243,7 @@ def copied(case: Case) -> None:
 
 
 def restored(case: Case, address: str) -> None:
-    """Restores; then the rank that has nothing on its host gets as many bytes by raw sockets."""
+    """Restores; then the rank on the new host receives as many bytes by raw sockets."""
     rank = _begin()
     state = _state_of_lost(case["gib"], 0.0)
     manager = CheckpointManager(SHARED / "run", survive=_SURVIVE, copies=2, stop_signals=())
@@ -272,7 +272,7 @@ _Carry = Callable[[socket.socket, memoryview], object]
 
 
 def _serve_raw(listener: socket.socket, memory: memoryview, streams: int, give: _Carry) -> None:
-    """Sends each stream all of the memory."""
+    """Sends all of the memory to each stream."""
 
     def serve(number: int) -> None:
         with listener.accept()[0] as target:
@@ -297,7 +297,7 @@ def _raw_seconds(address: str, nbytes: int, streams: int, get: _Carry) -> float:
 
 
 def _memory(nbytes: int) -> memoryview:
-    """Memory that is there: a page that nobody has written to is the same one page of zeros everywhere."""
+    """Returns memory whose pages are written: unwritten pages are all the same page of zeros."""
     memory = memoryview(bytearray(nbytes))
     memory[::4096] = bytes([1]) * len(memory[::4096])
     return memory
@@ -332,7 +332,7 @@ def _get_sealed(source: socket.socket, part: memoryview) -> None:
 
 
 def _cipher() -> FrameCipher:
-    """The better cipher of those that are there, as keepers take it."""
+    """Returns the fastest available cipher, as keepers choose it."""
     kind = FrameCipherKind.AES if frame_ciphers() & FrameCipherKind.AES else FrameCipherKind.CHACHA
     return FrameCipher(bytes(32), kind)
 
@@ -341,7 +341,7 @@ def _cipher() -> FrameCipher:
 
 
 def healing(case: Case, folder: Path) -> dict[str, float]:
-    """Seconds of a replica that joins, by torchft's transport and by raw sockets; the sender's steps a second."""
+    """Returns the seconds of a join, by the transport and by raw sockets, and the sender's steps per second."""
     missing()
     with Lab(folder / "lab") as lab:
         hosts = lab.hosts(2)
@@ -354,7 +354,7 @@ def healing(case: Case, folder: Path) -> dict[str, float]:
 
 
 def replica(case: Case, addresses: Sequence[str]) -> None:
-    """Rank 0 offers its state, and trains on; rank 1 reads it in place. Then raw sockets carry as many bytes, plain and
+    """Offers the state of rank 0, which trains on, to rank 1. Then raw sockets carry as many bytes, plain and
     with the cipher and a digest.
     """
     rank = _begin()
@@ -397,7 +397,7 @@ def replica(case: Case, addresses: Sequence[str]) -> None:
 
 
 def _steps_until_met() -> float:
-    """Trains until the other rank is done; returns steps a second."""
+    """Trains until the other rank is done; returns the steps per second."""
     is_met = threading.Event()
 
     def meet() -> None:
@@ -413,7 +413,7 @@ def _steps_until_met() -> float:
 
 
 def render(content: Content) -> str:
-    """The page of results."""
+    """Returns the page of results."""
     found: dict[str, list[dict[str, Any]]] = {}
     for result in content["results"]:
         ranks = result["ranks"]

@@ -1,4 +1,4 @@
-"""What other pages quote of the results: `python -m benchmarks.quotes` writes it anew, as each run of a benchmark does.
+"""Quotes of results in other pages: `python -m benchmarks.quotes` updates them, as does each run of a benchmark.
 
 A page marks what it quotes by ``<!-- measured: SOURCE -->``. Directly behind a figure the mark is for that figure; in a
 line of its own it is for the table that follows. A test compares, so that no page shows figures of another run.
@@ -62,7 +62,7 @@ _HEADLINES = {
 }
 
 Column = tuple[str, str, Callable[[float], str]]
-"""Of a table of saves: its title, the figure of the summary, and its form."""
+"""The columns of a table of saves: title, figure of the summary, and form."""
 
 _FIRST: Column = ("training waits for the first save", "first stall", "{:.2f} s".format)
 _LATER: Column = ("training waits for each later save", "steady stall", _SECONDS)
@@ -73,7 +73,7 @@ _CPU: Column = ("CPU time for each GB", "cpu per GB", "{:.2f} s".format)
 
 
 def _medians(workload: str, ranks: int, savers: Mapping[str, str], columns: list[Column]) -> list[list[str]]:
-    """A row for each saver; what was not measured is "-".
+    """Returns a row per saver, with "-" for what was not measured.
 
     First saves are those for which nothing was prepared, as for the peers.
     """
@@ -109,7 +109,7 @@ def _small_saves() -> str:
 
 
 def _gpu(step: str, name: str, what: str) -> str:
-    """A median of the measurements on a GPU: three digits, at most four of them behind the point."""
+    """Formats a median of the measurements on a GPU: three digits, at most four decimals."""
     (values,) = (one["values"][what] for one in stored("gpu")["steps"][step] if one["name"] == name)
     return f"{float(f'{statistics.median(values):.3g}'):.4f}".rstrip("0").rstrip(".")
 
@@ -148,7 +148,7 @@ def _deltas() -> str:
 
 
 def _headlines() -> str:
-    """The ratios that the README gives."""
+    """Returns the ratios of the README."""
     rows = []
     for name, titles in _HEADLINES.items():
         ratios = {title: value for title, _, value in stored(name)["ratios"]}
@@ -162,7 +162,7 @@ def _headlines() -> str:
 
 
 def _goals() -> str:
-    """Every ratio for which there was a goal, reached or not."""
+    """Returns every ratio with a goal, reached or not."""
     rows = [
         (f"[{name}](../../benchmarks/results/{name}.md)", title, wanted, value)
         for name in ("save", "load", "remote", "scale", "options")
@@ -186,7 +186,7 @@ _TABLES: dict[str, Callable[[], str]] = {
 
 
 def _figure(source: str) -> str:
-    """One figure: ``soak: PART`` for its rounds, ``gpu: STEP: NAME: VALUE``, and ``BENCHMARK: TITLE`` for a ratio."""
+    """Returns a figure: ``soak: PART`` for rounds, ``gpu: STEP: NAME: VALUE``, or ``BENCHMARK: TITLE`` for a ratio."""
     name, _, what = source.partition(": ")
     if name == "gpu":
         return _gpu(*what.split(": "))
@@ -197,13 +197,13 @@ def _figure(source: str) -> str:
 
 
 def written(text: str) -> str:
-    """A page with what it quotes, of the stored results."""
+    """Returns a page with its quotes of the stored results."""
     text = _TABLE.sub(lambda mark: f"<!-- measured: {mark[1]} -->\n\n{_TABLES[mark[1]]()}\n\n", text)
     return _FIGURE.sub(lambda mark: f"{_figure(mark[2])}{mark[1]}", text)
 
 
 def pages() -> dict[Path, str]:
-    """The text that each page must have: those that quote, and the history."""
+    """Returns the text of each page that quotes results, and of the history."""
     quoting = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return {path: written(path.read_text(encoding="utf-8")) for path in quoting} | {
         RESULTS / "history.md": f"{history.render()}\n"
@@ -211,7 +211,7 @@ def pages() -> dict[Path, str]:
 
 
 def write() -> None:
-    """Writes them."""
+    """Writes all pages."""
     for path, text in pages().items():
         path.write_text(text, encoding="utf-8")
 

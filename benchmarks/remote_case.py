@@ -1,4 +1,4 @@
-"""The cases of the remote benchmark: one contender, or loads onto other ranks than saved."""
+"""The cases of the remote benchmark: one contender, or loads by other ranks than saved."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _UNSIGNED = {"payload_signing_enabled": False}
 
 
 class Contender(Protocol):
-    """Saves a state below a prefix, and loads it into one of the same shapes."""
+    """A contender that saves a state below a prefix, and loads it into a state of the same shapes."""
 
     def save(self, state: State, prefix: str) -> None: ...
     def load(self, state: State, prefix: str) -> None: ...
@@ -52,11 +52,11 @@ class _Dcp:
         return f"s3://{self.server['bucket']}/{prefix}"
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: there is nothing to free."""
 
 
 class Ours(_Dcp):
-    """Asynchronous saves, until they are durable; verified loads."""
+    """This package: asynchronous saves, until they are durable, and verified loads."""
 
     def __init__(self, server: dict[str, str]) -> None:
         super().__init__(server)
@@ -73,7 +73,7 @@ class Ours(_Dcp):
 
 
 class Fsspec(_Dcp):
-    """torch's own."""
+    """torch's own storage over fsspec."""
 
     def save(self, state: State, prefix: str) -> None:
         dcp.save(state, storage_writer=FsspecWriter(self.url(prefix), sync_files=False, **self.options))
@@ -83,7 +83,7 @@ class Fsspec(_Dcp):
 
 
 class Connector(_Dcp):
-    """s3torchconnector's, whose filesystem takes an endpoint when it is given a client."""
+    """s3torchconnector, whose filesystem takes an endpoint by a client."""
 
     def __init__(self, server: dict[str, str]) -> None:
         super().__init__(server)
@@ -110,7 +110,7 @@ class Connector(_Dcp):
 
 
 class _Raw(_Dcp):
-    """The same bytes, as one object, from memory and back to it: no checkpoint, no hash.
+    """A transfer of the same bytes as one object, from and to memory, without a checkpoint or hashes.
 
     What a library wants as bytes or as a file is made of them once, in the first, unmeasured round.
     """
@@ -129,7 +129,7 @@ class _Raw(_Dcp):
         self.s3fs = s3fs.S3FileSystem(**self.options)
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """What ``make`` makes, the first time."""
+        """Returns the result of the first call of ``make``."""
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]
@@ -141,10 +141,10 @@ class _Raw(_Dcp):
 
 
 class _Kept(io.BytesIO):
-    """A file in memory that boto3 does not close."""
+    """A file in memory that stays open when boto3 closes it."""
 
     def close(self) -> None:
-        """It serves again."""
+        """Does nothing, so that the file can be used again."""
 
 
 class Boto3(_Raw):
@@ -169,7 +169,7 @@ class S3fs(_Raw):
 
 
 class S3fsFiles(_Raw):
-    """put and get of a file in memory-backed storage."""
+    """A transfer by s3fs's put and get of a file in memory."""
 
     _file = Path("/dev/shm") / f"dcp_tensorizer-benchmark-{os.getpid()}"
 
@@ -186,7 +186,7 @@ class S3fsFiles(_Raw):
 
 
 class Ranges(Boto3):
-    """A transfer as boto3's, and range reads by 16 threads into one buffer."""
+    """A transfer by boto3, with range reads by 16 threads into one buffer."""
 
     def load(self, state: State, prefix: str) -> None:
         target = self.content(state)
@@ -214,7 +214,7 @@ CONTENDERS: dict[str, Callable[[dict[str, str]], Contender]] = {
 
 
 def _alone(case: Case) -> dict[str, Any]:
-    """Saves and loads several times, after once unmeasured; checks what is loaded."""
+    """Saves and loads several times, after one unmeasured time; checks the loaded values."""
     torch.set_num_threads(1)
     state = WORKLOADS[case["workload"]](case["scale"])
     contender = CONTENDERS[case["contender"]](case["server"])
@@ -243,7 +243,7 @@ def _timed(call: Callable[[], None]) -> float:
 
 
 def _extra_memory(contender: Ours, state: State, prefix: str) -> int:
-    """What a save takes in the writer process, beyond what it has after a save of next to nothing."""
+    """Returns the writer process's memory for a save, beyond that after a tiny save."""
     fresh = Ours(contender.server)
     try:
         fresh.save({"tiny": torch.zeros(1)}, f"{prefix}/tiny")
@@ -289,7 +289,7 @@ def _resharded(folder: Path) -> str:
 
 
 def measure(case: Case, folder: Path) -> list[Any]:
-    """One contender; or a state that ranks load in other shards than it was saved in."""
+    """Measures one contender, or a load in other shards than saved."""
     if "saved" not in case:
         return [_alone(case)]
     in_ranks(_save_shards, case["saved"], case, folder)

@@ -1,4 +1,4 @@
-"""Restarts from memory: how long they take, what they cost while nothing fails, and how many steps a crash loses.
+"""Restarts from memory: their duration, their cost while nothing fails, and the steps that a crash loses.
 
 ``python -m benchmarks.restarts`` (about 6 minutes). Each figure beside its peers of the same run: a plain copy of the
 same bytes, verified loads from the disk and from the page cache, and the same job without ``survive``.
@@ -48,7 +48,7 @@ _PARTS = (
     ("process group", "imported", "connected"),
     ("restored", "made", "restored"),
 )
-"""What a return under torchrun consists of: a name, the moment when it begins, and the one when it is over."""
+"""The parts of a restart under torchrun: a name, and the moments at which the part begins and ends."""
 _READERS = 4
 _SLICE = 1 << 20  # as loads from memory have it
 _STEP_SECONDS = 0.25
@@ -85,7 +85,7 @@ def _state(gib: float, value: float) -> dict[str, torch.Tensor]:
 
 
 def crash(case: Case, folder: Path) -> None:
-    """Ends as a crash does, with a state in memory."""
+    """Ends as a crash does, and leaves a state in memory."""
     manager = CheckpointManager(case["place"], survive=_SURVIVE)
     for step in (1, 2):
         manager.save(step, _state(case["gib"], float(step)), wait=True)
@@ -94,7 +94,7 @@ def crash(case: Case, folder: Path) -> None:
 
 
 def load(case: Case, folder: Path) -> dict[str, Any]:
-    """Seconds until a state is there, into memory that is there already."""
+    """Returns the seconds of a load into memory that has been used before."""
     kind, state = case["what"], _state(case["gib"], 0.0)
     if kind == "plain copy":
         source = _state(case["gib"], 2.0)
@@ -125,7 +125,7 @@ def load(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def _memory_read_seconds(state: Mapping[str, torch.Tensor]) -> float:
-    """Seconds to read tensors from a staging buffer, as a file, with a digest of each byte: the machine's bound."""
+    """Returns the seconds to read and digest tensors of a staging buffer as a file: the machine's limit."""
     source = SharedBuffer(sum(aligned(tensor.nbytes) for tensor in state.values()))
     parts = [(tensor.numpy().data.cast("B"), source.allocate(tensor.dtype, tensor.shape)) for tensor in state.values()]
 
@@ -145,7 +145,7 @@ def _memory_read_seconds(state: Mapping[str, torch.Tensor]) -> float:
 
 
 def cost(case: Case, folder: Path) -> dict[str, Any]:
-    """Stall, seconds until durable, and CPU time of all processes, of saves that nothing disturbs."""
+    """Returns the stall, the seconds until durable, and the CPU time of all processes, for undisturbed saves."""
     state = _state(case["gib"], 0.0)
     stalls, durable = [], []
     with CheckpointManager(folder, survive=float(case["what"].partition("=")[2])) as manager:
@@ -165,13 +165,13 @@ def cost(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def _cpu() -> float:
-    """Seconds of CPU time of this process and its children."""
+    """Returns the CPU seconds of this process and its children."""
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
     return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
 
 def launch(case: Case, folder: Path) -> dict[str, Any]:
-    """Seconds of each part of a return under torchrun, of the rank that was back last; and the step that it had."""
+    """Returns the seconds of each part of a restart under torchrun, by the last rank, and the restored step."""
     survive = float(case["what"].partition("=")[2])
     job = {"folder": f"{folder}/run", "survive": survive, "gib": case["gib"], "log": str(folder)}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -186,7 +186,7 @@ def launch(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def loss(case: Case, folder: Path) -> dict[str, Any]:
-    """Steps that a kill at a random moment loses, and the longest stall before it."""
+    """Returns the steps that a kill at a random moment loses, and the longest stall before it."""
     path = f"s3://{case['server']['bucket']}/{uuid.uuid4().hex}"
     job = {"path": path, "kind": case["what"], "folder": str(folder), **{k: case[k] for k in ("server", "gib")}}
     process = subprocess.Popen(
@@ -221,7 +221,7 @@ def _options(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def trainer(job: Case, folder: Path) -> None:
-    """Trains and saves each step; says which steps are done. Without memory, a save begins when the last is over."""
+    """Trains, saves each step, and prints the completed steps. Without memory, a save begins after the previous one."""
     state = _state(job["gib"], 0.0)
     manager = CheckpointManager(job["path"], **_options(job))
     future = None
@@ -238,7 +238,7 @@ def trainer(job: Case, folder: Path) -> None:
 
 
 def render(content: Content) -> str:
-    """The page of results."""
+    """Returns the page of results."""
     found: dict[str, list[dict[str, Any]]] = {}
     for result in content["results"]:
         if "ranks" in result:

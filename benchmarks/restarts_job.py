@@ -1,4 +1,4 @@
-"""A job under ``torchrun --max-restarts=1`` whose first rank is killed once: when each part of its return was over.
+"""A job under ``torchrun --max-restarts=1`` whose first rank is killed once, with the times of its restart.
 
 For `benchmarks.restarts`. Argument: a JSON object with ``folder``, ``survive``, ``gib`` of all ranks, and ``log``.
 """
@@ -24,7 +24,7 @@ _TENSORS = 100
 
 
 def _started() -> float:
-    """When this process began, by ``time.time()``. `psutil` reckons it from the time of the system's start, which a
+    """Returns the start of this process, by ``time.time()``. `psutil` computes it from the system's start time, which a
     machine that was suspended has wrong.
     """
     ticks = int(Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[19])
@@ -48,7 +48,7 @@ def main(job: dict[str, Any]) -> None:
 
 
 def _train_and_die(manager: CheckpointManager, state: dict[str, Any], rank: int, log: Path) -> None:
-    """The last step but one is on storage; the last one is staged, and in memory where states are kept."""
+    """Trains until the last step but one is on storage and the last one staged, and dies."""
     for step in range(1, _STEPS + 1):
         for tensor in state.values():
             tensor += 1

@@ -15,7 +15,7 @@ from .workloads import MAIN, SETTINGS, WORKLOADS, nbytes
 
 
 def plan(folder: Path, quick: bool) -> list[tuple[list[dict[str, Any]], int]]:
-    """Groups of cases, and how many rounds of each."""
+    """Returns groups of cases, and the number of rounds of each."""
     scale = 0.1 if quick else 1.0
     base = {"ranks": 1, "scale": scale, "saves": 3, "quiet": 2, "folder": str(folder)}
     limits = [{"saver": "limits", "workload": workload, **base} for workload in WORKLOADS]
@@ -34,7 +34,7 @@ def plan(folder: Path, quick: bool) -> list[tuple[list[dict[str, Any]], int]]:
 
 
 def summarise(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Per contender, workload and number of ranks: each figure's median and spread over rounds and saves."""
+    """Returns each figure's median and spread over rounds and saves, per contender, workload and number of ranks."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for result in results:
         case = result["case"]
@@ -76,7 +76,7 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _cost(save: dict[str, float]) -> float:
-    """Seconds that training loses by a save: those that it stands still, and those by which it is late in the end."""
+    """Returns the seconds that training loses by a save: those of the stall, and those by which it ends late."""
     slowed = 1 - save["rate"] / save["alone"] if "rate" in save else 0.0
     return save["stall"] + (save["durable"] - save["stall"]) * slowed
 
@@ -90,7 +90,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Content:
 
 OPTIONS = {
     "quick": QUICK,
-    "main": {"action": "store_true", "help": "only the main workload, on one rank"},
+    "main": {"action": "store_true", "help": "only the main workload, on one rank; not to be quoted"},
     "rounds": {"type": int, "help": "instead of each group's own number"},
 }
 

@@ -25,18 +25,18 @@ BESIDE = "loop beside a busy core"
 
 
 class TrainingLoop:
-    """Small matrix products on one thread: a stand-in for training that shows every hold-up of the interpreter."""
+    """Small matrix products on one thread: a stand-in for training that shows every delay of the interpreter."""
 
     def __init__(self) -> None:
         self._a = torch.randn(_MATRIX, _MATRIX)
         self._b = torch.randn(_MATRIX, _MATRIX)
 
     def step(self) -> None:
-        """One product: the interpreter is free meanwhile."""
+        """Computes one product, which releases the GIL."""
         torch.mm(self._a, self._b)
 
     def run(self, stop: Any) -> dict[str, float]:
-        """Runs until ``stop()``; iterations a second, and the longest time between two."""
+        """Runs until ``stop()``; returns the iterations per second, and the longest time between two."""
         count, longest = 0, 0.0
         started = last = time.perf_counter()
         while not stop():
@@ -49,7 +49,7 @@ class TrainingLoop:
 
 
 class PythonLoop(TrainingLoop):
-    """A loop that never lets the interpreter go by itself: others get it when the switch interval is over."""
+    """A loop that never releases the GIL by itself: other threads get it after the switch interval."""
 
     def step(self) -> None:
         for _ in range(2_000):
@@ -60,7 +60,7 @@ LOOPS = {"products": TrainingLoop, "python": PythonLoop}
 
 
 def _saves(case: Case, group: dist.ProcessGroup | None, state: State, folder: Path) -> dict[str, Any]:
-    """Saves several times with the loop running and several times without."""
+    """Saves several times while the loop runs, and several times without it."""
     torch.set_num_threads(1)
     loop = LOOPS[SETTINGS[case["workload"]].loop]()
     loop.run(_after(0.3))
@@ -105,7 +105,7 @@ def _save(saver: Any, state: State, folder: Path, group: Any, loop: TrainingLoop
 
 
 def _rate(loop: TrainingLoop, group: Any) -> float:
-    """The loop's speed without a save, of all ranks at the same time."""
+    """Returns the loop's speed without a save, on all ranks at the same time."""
     _meet(group)
     return loop.run(_after(_BESIDE_SECONDS))["rate"]
 
@@ -127,7 +127,7 @@ def _after(seconds: float) -> Any:
 
 
 def _memory(case: Case, state: State, folder: Path) -> dict[str, list[int]]:
-    """Memory of trainer and child while they save, each save's peak, in bytes beyond what they had before the first.
+    """Returns the peak memory of trainer and child in each save, in bytes beyond that before the first save.
 
     The staging buffer is shared by both, and not counted.
     """
@@ -161,7 +161,7 @@ def _wait_idle(process: psutil.Process) -> None:
 
 
 def anonymous_bytes(process: psutil.Process) -> int:
-    """Memory of a process's own: it is neither shared nor that of files."""
+    """Returns the anonymous memory of a process, which is neither shared nor that of files."""
     for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -169,7 +169,7 @@ def anonymous_bytes(process: psutil.Process) -> int:
 
 
 def yardsticks(state: State, folder: Path) -> dict[str, float]:
-    """What a save is compared with. Measured after each, because disk and memory change their speed within a run."""
+    """Returns the limits of a save, measured after each, because disk and memory change their speed within a run."""
     return {"copy": copy_seconds(state), "O_DIRECT write": direct_write_seconds(folder, nbytes(state))}
 
 
@@ -185,7 +185,7 @@ def _limits(state: State, folder: Path) -> dict[str, float]:
 
 
 def _beside_a_busy_core() -> float:
-    """The loop's speed against idle while another process, at the lowest priority, hashes what is in its cache."""
+    """Returns the loop's relative speed while another process of the lowest priority hashes what is in its cache."""
     loop = TrainingLoop()
     loop.run(_after(0.3))
     idle = loop.run(_after(_IDLE_SECONDS))["rate"]
@@ -200,14 +200,14 @@ def _beside_a_busy_core() -> float:
 
 
 def _sharded(case: Case, folder: Path) -> dict[str, Any]:
-    """What one of several ranks measures."""
+    """Measures on one of several ranks."""
     group = dist.new_group(backend="gloo")
     state = sharded(SETTINGS[case["workload"]].make(case["scale"]))
     return _saves(case, group, state, folder)
 
 
 def measure(case: Case, folder: Path) -> list[Any]:
-    """One contender on one workload."""
+    """Measures one contender on one workload."""
     if case["ranks"] > 1:
         return in_ranks(_sharded, case["ranks"], case, folder)
     state = SETTINGS[case["workload"]].make(case["scale"])

@@ -29,7 +29,7 @@ _TWO = "{:.2f}".format
 
 
 def render(content: dict[str, Any]) -> str:
-    """The page of results."""
+    """Returns the page of results."""
     summary = content["summary"]
     return page(
         content,
@@ -98,7 +98,7 @@ _GOALS_NOTE = (
 
 
 def _later_saves(results: list[dict[str, Any]]) -> str:
-    """How many saves of the main workload follow the first one in a round, by the number of ranks."""
+    """Returns the number of saves of the main workload after the first one in a round, by the number of ranks."""
     cases = [result["case"] for result in results]
     ours = [case for case in cases if (case["saver"], case["workload"]) == (OURS, MAIN) and not case.get("memory")]
     counts = {case["ranks"]: case["saves"] - 1 for case in ours}
@@ -149,7 +149,7 @@ def _limits(limits: dict[str, Any]) -> str:
 
 
 def comparisons(summary: Summary) -> list[Comparison]:
-    """Each figure of each peer beside this package's: prewarmed, and not prewarmed where that makes a difference."""
+    """Compares each figure of each peer with this package's, prewarmed and, if that differs, not prewarmed."""
     found = []
     for workload, setting in SETTINGS.items():
         for ranks in _RANKS:
@@ -189,19 +189,19 @@ def _compared(
 
 
 def _shown(entry: dict[str, Any], key: str) -> dict[str, float] | None:
-    """A figure as pages and pictures show it: speeds for times until durable."""
+    """Returns a figure as pages and pictures show it: speeds instead of times until durable."""
     values: dict[str, float] | None = entry[key]
     return rates(values, entry["bytes"]) if key.startswith("durable") else values
 
 
 def ratios(summary: Summary) -> list[Goal]:
-    """The figures that this package promises, of one run."""
+    """Returns the promised figures of one run."""
 
     def of(name: str, what: str, workload: str = MAIN, ranks: int = 1) -> Spread | None:
         return figure(summary, f"{name} | {workload} | {ranks}", what)
 
     def over(name: str, what: str, other: str, workload: str = MAIN) -> Spread | None:
-        """How many times as fast this package is as another, or as it is in another figure."""
+        """Returns the ratio of two figures of this package, or of this package and a peer."""
         return quotient(of(name, what, workload), of(OURS, other, workload))
 
     copy, stop, quiet = of("limits", "copy"), of(OURS, "steady stall"), of(OURS, "durable, quiet")
@@ -287,7 +287,7 @@ _ASYNCHRONOUS = (OURS, OVERLAPPED, *(name for name in SAVERS if name.startswith(
 
 
 def plot(content: dict[str, Any]) -> None:
-    """How long training stops, how fast the data is durable, and how training fares meanwhile, on 1, 2 and 4 ranks."""
+    """Plots the stall, the speed until durable, and the speed of training meanwhile, on 1, 2 and 4 ranks."""
     summary, cores = content["summary"], content["machine"]["cores"]
     rounds = round_count(content["results"])
     later = _later_saves(content["results"])

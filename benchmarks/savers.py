@@ -1,4 +1,4 @@
-"""The contenders of the save benchmark, behind one interface: save, and tell when it is durable."""
+"""The contenders of the save benchmark, with one interface: save, and wait until it is durable."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ State = dict[str, torch.Tensor]
 
 
 class Saver(Protocol):
-    """Saves a state into a fresh folder."""
+    """A contender that saves a state into a new folder."""
 
     def save(self, state: State, folder: Path) -> Future[Any]: ...
     def close(self) -> None: ...
 
 
 class DcpSaver:
-    """Anything that ``dcp.async_save`` takes."""
+    """A contender with any writer of ``dcp.async_save``."""
 
     def __init__(self, group: dist.ProcessGroup | None, **options: Any) -> None:
         self._options = options | ({"process_group": group} if group is not None else {"no_dist": True})
@@ -50,13 +50,13 @@ class DcpSaver:
         return FileSystemWriter(folder)
 
     def guard(self) -> AbstractContextManager[None]:
-        """Around the optimizer's step: waits until what is saved is staged."""
+        """Returns a context for the optimizer's step, which waits until the state is staged."""
         if self._staged is not None:
             self._staged.result()
         return nullcontext()
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: there is nothing to free."""
 
 
 class Ours(DcpSaver):
@@ -111,7 +111,7 @@ class TorchProcess(DcpSaver):
 
 
 class TorchSync:
-    """torch's writer, without a thread: training waits for all of it."""
+    """torch's writer without a thread: training waits for the whole save."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._options: dict[str, Any] = {"process_group": group} if group is not None else {"no_dist": True}
@@ -121,11 +121,11 @@ class TorchSync:
         return _done()
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: there is nothing to free."""
 
 
 def torch_checkpointing(*, background: bool | None = None, pinned: bool = False) -> Any:
-    """A manager of Meta's torch_checkpointing.
+    """Makes a manager of Meta's torch_checkpointing.
 
     Args:
         background: It stages in the background, or while training waits; None: it saves synchronously.
@@ -169,7 +169,7 @@ class TorchCheckpointing:
 
 
 class StockTensorizer:
-    """tensorizer by itself, in the training thread, with an fsync."""
+    """tensorizer alone, in the training thread, with an fsync."""
 
     def save(self, state: State, folder: Path) -> Future[Any]:
         folder.mkdir(parents=True)
@@ -183,7 +183,7 @@ class StockTensorizer:
         return _done()
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Does nothing: there is nothing to free."""
 
 
 OURS = "dcp_tensorizer, prewarmed"

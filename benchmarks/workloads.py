@@ -12,27 +12,27 @@ MIB = 1 << 20
 
 
 def many_medium(scale: float = 1.0) -> dict[str, torch.Tensor]:
-    """300 tensors of 7 MB, as the layers of a medium model: 2.2 GB."""
+    """Returns 300 tensors of 7 MB, as the layers of a medium model: 2.2 GB."""
     return _tensors(int(300 * scale), 7 * MIB)
 
 
 def many_small(scale: float = 1.0) -> dict[str, torch.Tensor]:
-    """5,000 tensors of 215 kB, as an optimizer's states: 1.07 GB."""
+    """Returns 5,000 tensors of 215 kB, as an optimizer's states: 1.07 GB."""
     return _tensors(int(5000 * scale), 1024 * MIB // 5000 // 4 * 4)
 
 
 def a_thousand(scale: float = 1.0) -> dict[str, torch.Tensor]:
-    """1,000 tensors of 107 kB: 0.1 GB, where what is done for each tensor counts more than its bytes."""
+    """Returns 1,000 tensors of 107 kB: 0.1 GB, for which the work per tensor counts more than that per byte."""
     return _tensors(int(1000 * scale), 1024 * MIB // 10_000 // 4 * 4)
 
 
 def very_many(scale: float = 1.0) -> dict[str, torch.Tensor]:
-    """20,000 tensors of 54 kB: 1.07 GB."""
+    """Returns 20,000 tensors of 54 kB: 1.07 GB."""
     return _tensors(int(20_000 * scale), 1024 * MIB // 20_000 // 4 * 4)
 
 
 def one_large(scale: float = 1.0) -> dict[str, torch.Tensor]:
-    """One tensor of 2.1 GB, as a flat parameter."""
+    """Returns one tensor of 2.1 GB, as a flat parameter."""
     return _tensors(1, int(2048 * MIB * scale) // 4 * 4)
 
 
@@ -44,12 +44,12 @@ WORKLOADS: dict[str, Callable[[float], dict[str, torch.Tensor]]] = {
 }
 
 CEILING = WORKLOADS | {"20,000 small": very_many}
-"""What is saved where no disk is in the way."""
+"""The workloads of saves without a disk."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is saved, and beside what.
+    """A workload, and the training beside it.
 
     Attributes:
         title: What pages and pictures call it.
@@ -67,13 +67,13 @@ TITLES = {
     "5,000 small": "5,000 small tensors, 1.1 GB",
     "one 2 GB": "one tensor of 2.1 GB",
 }
-"""What pages and pictures call them."""
+"""The names of workloads on pages and pictures."""
 
 SETTINGS = {name: Setting(TITLES[name], make) for name, make in WORKLOADS.items()} | {
     "tmpfs": Setting("300 tensors of 7 MB each to tmpfs, 2.2 GB", many_medium),
     "python": Setting("1,000 tensors of 107 kB beside a pure Python loop, 0.1 GB", a_thousand, loop="python"),
 }
-"""What is saved in the save benchmark."""
+"""The settings of the save benchmark."""
 
 
 def nbytes(state: dict[str, torch.Tensor]) -> int:
@@ -81,7 +81,7 @@ def nbytes(state: dict[str, torch.Tensor]) -> int:
 
 
 def sharded(state: dict[str, torch.Tensor], dim: int = 0, *, blank: bool = False) -> dict[str, Any]:
-    """A state in shards of all ranks, which takes the place of the whole tensors; or zeros in the same shards."""
+    """Replaces the whole tensors of a state by shards of all ranks, or by zeros in the same shards."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor, zeros

@@ -6,15 +6,23 @@ import signal
 import sys
 from types import FrameType
 
+from ._version import environment
+
 _INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 
 
 def main() -> None:
-    """Runs the command line. If rich or typer is missing, exits with code 2 and names the extra to install."""
+    """Runs the command line.
+
+    If rich or typer is missing, only shows the version; otherwise exits with code 2, and names the extra to install.
+    """
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError as error:
+        if sys.argv[1:] == ["--version"]:
+            sys.stdout.write(f"{environment()}\n")
+            sys.exit()
         sys.stderr.write(f"dcp-tensorizer needs {error.name}: pip install 'dcp_tensorizer[cli]'\n")
         sys.exit(2)
     for number in (signal.SIGTERM, signal.SIGHUP):

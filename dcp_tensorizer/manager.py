@@ -45,16 +45,18 @@ from ._job.restore import Problem, Selection, load_first, load_from_memory
 from ._job.retention import Retaining, Retention
 from ._job.saves import Collect, Saves, StepSave, collected_part
 from ._job.steps import (
+    Branch,
     Position,
-    RestoreChoice,
     Step,
     StepNames,
+    current_branch,
     first_position,
+    members,
     new_branch,
     newest_of,
-    read_members,
     read_steps,
     restorable,
+    sound,
 )
 from ._job.unflushed import finish_unflushed
 from ._memory.copies import CopyOptions, check_copies
@@ -257,7 +259,7 @@ class CheckpointManager:
             agreement,
             heartbeats,
             self._clock,
-            stages_replicas=survive > 0,  # a restart may have nothing but the state in memory
+            stages_all=survive > 0,  # a restart may have nothing but the state in memory
             after=self._retaining.after,
             exports=self._exports,
         )
@@ -512,11 +514,11 @@ class CheckpointManager:
             return
         last = saved or position.tip
         logger.warning(
-            "%s: the job ends at step %d, and %s. To save its last step, pass save_at_end=True to the manager, or "
+            "%s: the job ends at step %d, and %s. To save the last step, pass save_at_end=True to the manager, or "
             "force=True to the last save",
             self._folder.path,
             step,
-            "no step is committed" if last is None else f"the last one that is committed is {last.number}",
+            "no step is committed" if last is None else f"the last committed step is {last.number}",
         )
 
     # --- what each rank may call by itself --------------------------------------------------------------------------
@@ -564,13 +566,18 @@ class CheckpointManager:
         return self._clock.report()
 
     def _members(self) -> list[Step]:
-        """Reads the checkpoints of the job's branch. Raises what `read_members` raises."""
+        """Reads the checkpoints of the job's branch; without a position, those of the current branch.
+
+        Raises what `read_steps` raises.
+        """
         self._come_home()
-        return read_members(self._folder, self._names, self._position)
+        steps = sound(read_steps(self._folder, self._names))
+        branch = current_branch(steps) if self._position is None else self._position.branch
+        return [] if branch is None else members(steps, branch)
 
     def _check_open(self) -> None:
         if self._closed:
-            raise WriteError("the manager is closed: make a new one, or close it after the last save")
+            raise WriteError("the manager is closed. Make a new one, or close it after the last save.")
 
     # --- in a forked child ------------------------------------------------------------------------------------------
 
@@ -611,13 +618,12 @@ class CheckpointManager:
         self._take_lease()
         if self._position is None:
             finish_unflushed(self._flushing, self._agreement)
-            self._position = self._agreement.decided(lambda: first_position(self._folder, self._names, step))
+            self._position = self._agreement.decided(functools.partial(first_position, self._folder, self._names, step))
         action, vote = self._decide(step, stop=stop, force=force, must_write=must_write)
         if vote.is_lost or vote.memory.is_superseded:
             superseded = (
-                f"{self._folder.path}: a later run of this job has claimed the memory of another host, where this "
-                f"run's states are copied to. This run can no longer save. Stop it; or stop the other run, and restart "
-                f"this run."
+                f"{self._folder.path}: a later run of this job has claimed the memory of another host, to which this "
+                f"run copies its states. This run can no longer save. Stop it; or stop the other, and restart this one."
             )
             raise WriteError(self._agreement.decided(lambda: self._lease.lost or superseded))
         if step < self._position.step:  # true on all ranks or none: they have just compared their steps
@@ -648,7 +654,7 @@ class CheckpointManager:
 
         Collective. It costs a request, so call it only if a step would not be saved because it exists.
         """
-        position = self._agreement.decided(lambda: self._position_without(step))
+        position = self._agreement.decided(functools.partial(self._position_without, step))
         if position is None:
             return False
         logger.warning("%s: step %d was saved, then deleted: saving it again", self._folder.path, step)
@@ -707,7 +713,7 @@ class CheckpointManager:
         self._write_held()
         self._saves.wait()
         self._advance()
-        self._position.begin_anew(self._agreement.decided(lambda: new_branch(None)))
+        self._position.begin_branch(self._agreement.decided(lambda: new_branch(None)))
         self._survival.forget()
         self._continue_from(max(0, step - 1))
 
@@ -722,7 +728,7 @@ class CheckpointManager:
         self._saves.forget()
         if self._agreement.is_first:
             self._position.warn_of_others(self._folder.path)
-        self._policy.continue_from(step)
+        self._policy.record_save(step, is_due=True)  # the next save is due relative to this step
         if self._exports is not None:
             self._exports.continue_from(step)
 
@@ -781,21 +787,22 @@ class CheckpointManager:
         lost = finish_unflushed(self._flushing, self._agreement)
         self._survival.find_predecessors()
         self._survival.forget()
-        found = self._agreement.decided(lambda: restorable(self._folder, self._names, step, fallback=fallback))
+        find = functools.partial(restorable, self._folder, self._names, step, fallback=fallback)
+        candidates, steps = self._agreement.decided(find)
         loaded: SaveRecord | Problem | None = None
         record: SaveRecord | None
-        tip = found.candidates[0][0] if found.candidates else None
-        chosen = None if step is not None else self._survival.newest_state(tip, {s.save_id for s in found.steps}, lost)
+        tip = candidates[0][0] if candidates else None
+        chosen = None if step is not None else self._survival.newest_state(tip, {s.save_id for s in steps}, lost)
         if chosen is not None:
             options, predecessors = self._reader_options, self._survival.predecessors
             loaded = load_from_memory(
                 predecessors, *chosen, self._folder.path, self._agreement, state, selection, options
             )
         if isinstance(loaded, SaveRecord):
-            tip, record = newest_of(found.steps, loaded.branch), loaded
-            position: Position | None = Position.at(loaded.branch, tip, found.steps, loaded.step)
+            tip, record = newest_of(steps, loaded.branch), loaded
+            position: Position | None = Position.at(loaded.branch, tip, steps, loaded.step)
         else:
-            position = self._restore_from_storage(state, selection, found, loaded)
+            position = self._restore_from_storage(state, selection, candidates, steps, loaded)
             record = None if position is None or position.tip is None else position.tip.record
         self._survival.start_keeper()
         if position is None:
@@ -806,26 +813,32 @@ class CheckpointManager:
         return position.step
 
     def _restore_from_storage(
-        self, state: dict[str, Any], selection: Selection, found: RestoreChoice, problem: Problem | None
+        self,
+        state: dict[str, Any],
+        selection: Selection,
+        candidates: Sequence[tuple[Step, Branch]],
+        steps: Sequence[Step],
+        problem: Problem | None,
     ) -> Position | None:
         """Loads the first undamaged checkpoint. Returns the job's new position, or None without a checkpoint.
 
-        ``problem`` is the reason why a state in memory was not loaded. The job may have nothing but its states in
-        memory, so they are freed only after a checkpoint has been loaded, or if they are damaged.
+        ``candidates`` and ``steps`` are the result of `restorable`. ``problem`` is the reason why a state in memory was
+        not loaded. The job may have nothing but its states in memory, so they are freed only after a checkpoint has
+        been loaded, or if they are damaged.
         """
-        steps = [step for step, _ in found.candidates]
-        options = self._reader_options
-        number = load_first(self._folder, steps, state, selection, self._heartbeats, options)
+        options, wanted = self._reader_options, [step for step, _ in candidates]
+        number = load_first(self._folder, wanted, state, selection, self._heartbeats, options)
         if number is not None or (problem is not None and problem.is_damage):
             self._survival.predecessors.end()
-        if problem is not None and (number is None or (problem.has_touched and selection.tolerates)):
+        may_differ = not selection.strict or selection.allow_shape_mismatch  # values that do not fit stay unchanged
+        if problem is not None and (number is None or (problem.has_touched and may_differ)):
             raise ReadError(
                 f"{self._folder.path}: the state in memory could not be loaded, and storage does not have all of it. "
                 f"The state may now be a mix of both. Rebuild it, and call restore() again. {problem.error}"
             )
         if number is None:
             return None
-        step = steps[number]
+        step, branch = candidates[number]
         if self._agreement.is_first and step.record is not None and step.record.step != step.number:
             logger.warning(
                 "%s/%s records step %d: it was renamed or copied. Restoring it as step %d",
@@ -834,4 +847,4 @@ class CheckpointManager:
                 step.record.step,
                 step.number,
             )
-        return found.position(number)
+        return Position.at(branch, step, steps, step.number)

@@ -21,7 +21,7 @@ from ._models.save import ModelSaver
 from ._publish.publisher import Publish, PublishedVersion
 from ._runtime.threads import Deadline
 from ._runtime.validation import check_count, check_storage_options, check_timeout
-from ._saving.report import SaveCallbacks, SaveReport
+from ._saving.report import Reports, SaveReport
 from ._saving.saver import Saver
 from ._storage.open import path_to_write
 from ._storage.redact import shown
@@ -175,7 +175,7 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
             limits=limits,
         )
         self._path = None if path is None else path_to_write(path, options.storage_options, is_shared=True)
-        self._begin(options, SaveCallbacks(on_report, on_progress))
+        self._begin(options, Reports(on_report, on_progress))
 
     def __repr__(self) -> str:
         """Returns the path and the options, without secrets."""
@@ -198,5 +198,5 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         versions = self._saver.versions if isinstance(self._saver, ModelSaver) else None
         return None if versions is None else versions.wait(Deadline(timeout))
 
-    def _new_saver(self, callbacks: SaveCallbacks, *, closed: bool) -> Saver:
-        return ModelSaver(self._options, self._model, callbacks, closed=closed)
+    def _new_saver(self, reports: Reports, *, closed: bool) -> Saver:
+        return ModelSaver(self._options, self._model, reports, closed=closed)

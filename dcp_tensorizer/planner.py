@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, W
 from ._index.schema import ItemKey
 from ._planning.columns import EncodedColumns, Table, Unsupported, columns_of_rows, item_of, rows_of
 from ._planning.global_plan import GlobalPlan, encoded, make_global_plan
-from ._planning.plan import AssignedItems, CompactPlan, Histories, History, Items, Reference
+from ._planning.plan import CompactPlan, Histories, History, Items, Reference, WrittenItems
 from ._planning.read_items import has_older_keys, read_items_of
-from ._runtime.gc_pause import collector_paused
+from ._runtime.interpreter import collector_paused
 from ._runtime.torch_compat import ShardedTensor, plain_local, plain_tensor_at
 from ._tensor_file.dtypes import is_ordinary
 
@@ -109,7 +109,13 @@ class SavePlanner(DefaultSavePlanner):
             columns, _ = columns_of_rows(rows, self.mappings if self.flatten_state_dict else None)
         except Unsupported:
             return super().create_local_plan()
-        self.plan = CompactPlan.of(Items(columns, history=history if self._may_refer() else None), None)
+        cls = type(self)
+        if (
+            cls.create_global_plan is not SavePlanner.create_global_plan
+            or cls.finish_plan is not SavePlanner.finish_plan
+        ):
+            history = None  # a subclass gets whole plans, never a digest instead
+        self.plan = CompactPlan.of(Items(columns, history=history), None)
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -124,8 +130,9 @@ class SavePlanner(DefaultSavePlanner):
         plans = [self._resolved(rank, plan, tables, history) for rank, plan in enumerate(all_plans)]
         try:
             sources = [encoded(plan) for plan in plans]
-            if self._plans_its_own_way():
-                raise Unsupported
+            for name in ("_dedup_save_plans", "_create_global_plan"):  # torch's `create_global_plan` calls them
+                if getattr(type(self), name, None) is not getattr(DefaultSavePlanner, name, None):
+                    raise Unsupported  # a subclass overrides the method
         except Unsupported:
             return super().create_global_plan(plans)
         result = self._planned(sources, tables, history)
@@ -142,9 +149,9 @@ class SavePlanner(DefaultSavePlanner):
         """Returns the plan of the items that this rank writes."""
         history = self._history
         if history is not None:
-            if isinstance(new_plan.items, AssignedItems):
-                columns = history.answered(new_plan.items)
-                new_plan = CompactPlan.of(Items(columns, new_plan.items.choice), new_plan.storage_data)
+            if isinstance(choice := new_plan.items, WrittenItems):
+                columns = history.answered(choice.reference)
+                new_plan = CompactPlan.of(Items(columns, choice), new_plan.storage_data)
             history.end()
         self.written_elsewhere = new_plan.items.not_chosen() if isinstance(new_plan.items, Items) else frozenset()
         return super().finish_plan(new_plan)
@@ -172,16 +179,6 @@ class SavePlanner(DefaultSavePlanner):
                 yield (row.key, start), tensor, size == spec.shape
             else:
                 yield item_of(row)
-
-    def _may_refer(self) -> bool:
-        """Returns whether a rank may send a digest instead of its plan. A subclass gets whole plans."""
-        cls = type(self)
-        return cls.create_global_plan is SavePlanner.create_global_plan and cls.finish_plan is SavePlanner.finish_plan
-
-    def _plans_its_own_way(self) -> bool:
-        """Returns whether a subclass overrides methods that torch's ``create_global_plan`` calls."""
-        names = ("_dedup_save_plans", "_create_global_plan")
-        return any(getattr(type(self), name, None) is not getattr(DefaultSavePlanner, name, None) for name in names)
 
     @property
     def _history(self) -> History | None:

@@ -29,7 +29,7 @@ from ._loading.exchange import ReadFrom, identity_of, members_of, reads_alone
 from ._loading.report import LoadClock, LoadReport, publish
 from ._loading.run import check_files
 from ._planning.read_items import RetainedPlan
-from ._runtime.gc_pause import collector_paused
+from ._runtime.interpreter import collector_paused
 from ._runtime.progress import TransferProgress
 from ._runtime.ranks import rank_of_job, world_size_of_job
 from ._runtime.validation import (
@@ -183,7 +183,7 @@ class TensorizerStorageReader(StorageReader):
         return self._last_report
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Starts a new load, of ``checkpoint_id`` unless it is None. DCP calls it before a load."""
+        """Starts a new load, of ``checkpoint_id`` if that is given. DCP calls it before a load."""
         if checkpoint_id:
             check_path(checkpoint_id)
             self._path = absolute_path(checkpoint_id)
@@ -439,11 +439,17 @@ class AnyFormatReader(TensorizerStorageReader):
 
     def _find(self, rank: int | None) -> tuple[Storage, Catalog]:
         storage = self._open(self._path)
-        found = format_of(storage, rank_of_job()) if storage.file_in_place() is None else None
+        is_file = storage.file_in_place() is not None
+        found = None if is_file else format_of(storage, rank_of_job())
         if found is None:
-            raise _unknown(storage)
+            if is_file or has_data(storage):
+                raise nothing_committed(storage)
+            raise MetadataError(
+                f"{storage.path} is not a checkpoint that can be loaded: {contents(storage)}. Load a directory with "
+                f"a .metadata, or with safetensors files. `dcp-tensorizer convert` reads more formats."
+            )
         if self._rename is not None and found != "safetensors":
-            raise ReadError(f"{storage.path} is of the format {found}, and rename= is for models of safetensors")
+            raise ReadError(f"{storage.path} is of the format {found}. Omit rename=, which is for safetensors only.")
         if found == "dcp_tensorizer":
             return super()._find(rank)
         if self._encryption is not None:
@@ -463,13 +469,3 @@ class AnyFormatReader(TensorizerStorageReader):
         except UntrustedObject as error:
             advice = "If you trust the checkpoint as you trust a program, pass allow_pickle=True to the reader."
             raise UntrustedObject(f"{error}. {advice}") from None
-
-
-def _unknown(storage: Storage) -> CheckpointError:
-    if storage.file_in_place() is not None or has_data(storage):
-        return nothing_committed(storage)
-    found = contents(storage)
-    return MetadataError(
-        f"{storage.path} holds no checkpoint that can be loaded: {found}. Checkpoints are directories with a .metadata "
-        f"in them, or with files of safetensors. `dcp-tensorizer convert` reads more formats."
-    )

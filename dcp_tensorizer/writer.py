@@ -27,12 +27,12 @@ from torch.futures import Future
 
 from ._planning.global_plan import checked_messages, wholes_of
 from ._runtime.forks import in_child
-from ._runtime.gc_pause import age_objects
+from ._runtime.interpreter import age_objects
 from ._runtime.ranks import world_size_of_job
 from ._runtime.threads import Deadline
 from ._runtime.torch_compat import path_of_save
 from ._runtime.validation import check_path, check_timeout
-from ._saving.report import SaveCallbacks, SaveReport
+from ._saving.report import Reports, SaveReport
 from ._saving.save import Save, SaveDescription
 from ._saving.saver import Saver
 from ._saving.write_plan import plan_with
@@ -190,7 +190,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         if local is not None:
             target = target_of(path, local, options.storage_options, options.limits.timeout)
             options = replace(options, target=target)
-        self._begin(options, SaveCallbacks(on_report, on_progress))
+        self._begin(options, Reports(on_report, on_progress))
 
     def __repr__(self) -> str:
         """Returns the path and the options, without secrets."""
@@ -230,10 +230,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         if timeout is not None:
             check_timeout(timeout, least=0)
         if not self._saver.closed:
-            deadline = Deadline(timeout)
-            self._saver.close(deadline)
-            self._saver.end_save()
-            self._saver.free(deadline)
+            self._saver.close(Deadline(timeout))
 
     def wait_remote(self, timeout: float | None = None) -> bool:
         """Waits until the path has everything from the local folder, including saves of dead jobs.
@@ -395,7 +392,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             save = self._begun()
             if save is None:
                 if self._context_of_trainer is not None:
-                    self._context_of_trainer.take_on(_OF_GROUP)
+                    self._context_of_trainer.apply(_OF_GROUP)
                 save = self._saver.begin(self.checkpoint_id, None, self._context_of_trainer, self._error_of_trainer)
         finally:
             self._local.begun = self._local.path = None
@@ -464,7 +461,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     # --- in another process: in PROCESS mode DCP sends a copy with every save; or in a forked child ----------------
 
-    def _begin(self, options: SaveOptions, callbacks: SaveCallbacks) -> None:
+    def _begin(self, options: SaveOptions, reports: Reports) -> None:
         if options.staging == "device" and (setting := expandable_segments()) is not None:
             raise ValueError(
                 f"staging='device' and expandable segments ({setting}) cannot be combined: another process that opens "
@@ -473,7 +470,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._options = options
         self._error_of_trainer: StagingError | None = None
         self._context_of_trainer: ProcessContext | None = None
-        self._begin_here(self._new_saver(callbacks, closed=False))
+        self._begin_here(self._new_saver(reports, closed=False))
 
     def _begin_here(self, saver: Saver) -> None:
         self._saver = saver
@@ -481,12 +478,13 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._local = threading.local()
         in_child(self, TensorizerStorageWriter._renew)
 
-    def _new_saver(self, callbacks: SaveCallbacks, *, closed: bool) -> Saver:
-        return Saver(self._options, callbacks, closed=closed)
+    def _new_saver(self, reports: Reports, *, closed: bool) -> Saver:
+        return Saver(self._options, reports, closed=closed)
 
     def _renew(self) -> None:
         """Makes a new saver in a forked child: writer process, buffers and saves belong to the parent."""
-        self._saver = self._new_saver(self._saver.callbacks, closed=self._saver.closed)
+        before = self._saver.reports
+        self._saver = self._new_saver(Reports(before.on_report, before.on_progress), closed=self._saver.closed)
         self._local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -502,7 +500,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """Restores a copy, which writes in the process that unpickles it. It may also stage."""
         closed = state.pop("_closed")
         self.__dict__.update(state)
-        self._begin_here(self._new_saver(SaveCallbacks(), closed=closed))
+        self._begin_here(self._new_saver(Reports(), closed=closed))
 
 
 class DescribedStager(AsyncStager):
@@ -519,7 +517,7 @@ class DescribedStager(AsyncStager):
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """Returns the writer's answer."""
+        """Returns the value of the writer's property."""
         return self._writer.should_synchronize_after_execute
 
     def synchronize_staging(self) -> None:

@@ -1,1 +1,1 @@
-"""How to use dcp_tensorizer: `training` is a job that saves and resumes, `demo` kills it to see what is left."""
+"""How to use dcp_tensorizer: `training` is a job that saves and resumes, and `demo` kills it and checks the rest."""

@@ -64,7 +64,7 @@ class DemoError(Exception):
 
 
 class Runs(NamedTuple):
-    """The runs, in their order; the last two are None where there can be no hosts."""
+    """The runs, in their order. The last two are None if no hosts can be made."""
 
     undisturbed: Run
     killed: Run
@@ -78,7 +78,7 @@ class Runs(NamedTuple):
 
 
 def main() -> None:
-    """Runs everything, checks it and draws it; exits with 1 if a check fails."""
+    """Runs the job, checks the runs and draws them. If a check fails, exits with 1."""
     started = time.monotonic()
     shutil.rmtree(_OUTPUT, ignore_errors=True)
     _CHECKPOINTS.mkdir(parents=True)
@@ -91,7 +91,7 @@ def main() -> None:
         sys.exit(f"\nFAILED: {error}")
     except KeyboardInterrupt:
         sys.exit("\nInterrupted.")
-    from .picture import draw  # here, because every rank imports this module, and none has a use for matplotlib
+    from .picture import draw  # not at the top: every rank imports this module, and none needs matplotlib
 
     draw(runs, _PICTURE)
     print(f"\nDone in {time.monotonic() - started:.0f} s. Picture: {_PICTURE}. Checkpoints: {_CHECKPOINTS}/")
@@ -189,7 +189,7 @@ def _launch(
     kill_after: int | None = None,
     checkpoints: Path = _CHECKPOINTS,
 ) -> Run:
-    """Runs the job on so many processes, to its end or until it is killed: in the save of a step, or after a step."""
+    """Runs the job on this many processes, to its end or until it is killed: in the save of a step, or after a step."""
     run = Run(name, ranks)
     table = Table(run, saves=saves, every=_SAVE_EVERY)
     rendezvous = _OUTPUT / "rendezvous"
@@ -237,13 +237,13 @@ def _events(context: ProcessContext, receiving: Connection) -> Iterator[Event]:
 def _kill_in_mid_save(context: ProcessContext, checkpoint: Path) -> str:
     """Kills all ranks while data is being written and nothing is committed. Returns what is left.
 
-    That there is a data file means that every rank has staged its state: only then do they agree who writes what.
+    A data file shows that every rank has staged its state: the ranks plan the save after that.
     """
     children = psutil.Process().children(recursive=True)
     writers = [child for child in children if "dcp_tensorizer._writer_process.worker" in child.cmdline()]
-    _wait_until(lambda: any(checkpoint.glob("*.tensors")), f"nothing is written to {checkpoint}")
+    _wait_until(lambda: any(checkpoint.glob("*.tensors")), f"no data file appeared in {checkpoint}")
     _kill(context)
-    # The demo does not kill the writer processes: they have to notice that their trainers are gone.
+    # The demo does not kill the writer processes: they must end after their trainers.
     _wait_until(lambda: not any(map(_runs, writers)), f"writer processes have outlived their trainers: {writers}")
     if (checkpoint / ".metadata").exists():
         raise DemoError(f"{checkpoint} was committed before the kill: the save was too fast for this demo")
@@ -280,10 +280,10 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _check(runs: Runs) -> None:
-    """Prints what was found.
+    """Prints the result of each check.
 
     Raises:
-        DemoError: it is not what it should be.
+        DemoError: a check failed.
     """
     print("\nChecks")
     _check_state(runs.killed, runs.resumed)
@@ -299,7 +299,7 @@ def _check(runs: Runs) -> None:
 def _check_memory(killed: Run, resumed: Run, undisturbed: Run, how: str = "killed") -> None:
     last, saved = max(killed.losses), max(killed.saved, default=0)
     if resumed.loaded is None or resumed.loaded.step < last - 2:  # the last one was being staged
-        raise DemoError(f"{resumed.name}: {how} after step {last}, and went on from {resumed.loaded}")
+        raise DemoError(f"{resumed.name}: {how} after step {last}, and resumed from {resumed.loaded}")
     if any(resumed.losses[step] != undisturbed.losses[step] for step in resumed.losses):
         raise DemoError(f"{resumed.name}: the losses differ from the undisturbed ones")
     print(
@@ -311,7 +311,7 @@ def _check_memory(killed: Run, resumed: Run, undisturbed: Run, how: str = "kille
 def _check_state(killed: Run, resumed: Run) -> None:
     loaded = resumed.loaded
     if loaded is None or loaded.digest != killed.saving[loaded.step].digest:
-        raise DemoError(f"{resumed.name}: what was loaded is not what was saved")
+        raise DemoError(f"{resumed.name}: the loaded state differs from the saved one")
     print(
         f"   ok  state loaded on {resumed.ranks} ranks = state saved by {killed.ranks}, bit for bit "
         f"(SHA-256 {loaded.digest[:16]}...)"

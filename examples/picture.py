@@ -1,4 +1,4 @@
-"""The picture of the demo: what happened and when, the losses, and how much they differ between runs."""
+"""The picture of the demo: the events, the losses, and the differences of losses between runs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def draw(runs: Runs, path: Path) -> None:
 
 
 def _kill(killed: Run) -> float:
-    """The position of the kill on the axis: in the step after the last completed one."""
+    """Returns the position of the kill on the axis: in the step after the last completed one."""
     return max(killed.losses) + 0.5
 
 
@@ -80,7 +80,7 @@ def _draw_lanes(axes: Axes, killed: Run, resumed: Run) -> None:
 
 
 def _draw_memory(axes: Axes, killed: Run, resumed: Run) -> None:
-    """The run that holds each step in memory, and the run that resumes from memory."""
+    """Draws the run that holds each step in memory, and the run that resumes from memory."""
     assert resumed.loaded is not None
     start, end, saved = resumed.loaded.step, _kill(killed), max(killed.saved, default=0)
     axes.hlines(-1, 0, end, color=_BLUE, linewidth=3)

@@ -45,16 +45,16 @@ class Saved:
 
     step: int
     seconds: float
-    """Since ``async_save`` was called."""
+    """Seconds since the call of ``async_save``."""
     nbytes: int
-    """Of all files of the checkpoint."""
+    """Bytes of all files of the checkpoint."""
 
 
 Event = Loaded | Stepped | Saving | Saved
 
 
 class Reporter:
-    """Sends events from rank 0 to whoever started the ranks; on other ranks, where it is given None, does nothing."""
+    """Sends events from rank 0 to the process that started the ranks. On other ranks, the connection is None."""
 
     def __init__(self, connection: Connection | None) -> None:
         self._connection = connection
@@ -92,12 +92,12 @@ class Run:
 
 
 def largest_difference(run: Run, other: Run) -> float:
-    """Between the losses of two runs, over the steps that both have done."""
+    """Returns the largest difference between the losses of two runs, over the steps that both have done."""
     return max(abs(run.losses[step] - other.losses[step]) for step in run.losses.keys() & other.losses.keys())
 
 
 class Table:
-    """Prints a line for each save, or for every so many steps of a run that saves nothing.
+    """Prints a line for each save, or for every ``every`` steps of a run that saves nothing.
 
     In a terminal, the last line shows the step that the run has reached.
     """
@@ -111,7 +111,7 @@ class Table:
         self._has_header = False
 
     def show(self, event: Event) -> None:
-        """Shows what the run has just taken in."""
+        """Shows the event that the run has just recorded."""
         match event:
             case Loaded(step, seconds):
                 self._print(f"   loaded the state of step {step} in {seconds:.2f} s")

@@ -1,4 +1,4 @@
-"""Serves the demo's model from one tensorizer file: nothing of the training job, and not this package, is needed.
+"""Serves the demo's model from one tensorizer file, without the training job and this package.
 
 ``python -m examples.serve model.tensors "def "``
 """
@@ -16,7 +16,7 @@ __all__ = ["load", "main"]
 
 
 def load(path: str) -> ByteTransformer:
-    """The model with the weights of a file or URL, each checked against the hash that is stored with it."""
+    """Returns the model with the weights of a file or URL, each verified by its stored hash."""
     with torch.device("meta"):  # the weights come from the file
         model = ByteTransformer()
     with TensorDeserializer(path, device="cpu", verify_hash=True) as weights:
@@ -25,7 +25,7 @@ def load(path: str) -> ByteTransformer:
 
 
 def main() -> None:
-    """Prints how the model continues a text."""
+    """Prints a text and the model's continuation."""
     path, prompt = sys.argv[1:]
     print(load(path).generate(prompt.encode(), 60))
 

@@ -52,7 +52,7 @@ class Job:
     survives: bool = False
     """Hold each step in memory, for a run after this one."""
     copies: int = 1
-    """How many hosts have each step in memory."""
+    """Number of hosts that hold each step in memory."""
 
 
 class App(Stateful):

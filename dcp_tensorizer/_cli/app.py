@@ -25,7 +25,7 @@ from ..errors import (
     UnsupportedFormat,
     UntrustedObject,
 )
-from ..tools._formats.names import FORMATS
+from ..tools import FORMATS
 from .arguments import (
     Checkpoint,
     Json,
@@ -119,7 +119,7 @@ def _is_damage(error: CheckpointError) -> bool:
 _app = typer.Typer(
     rich_markup_mode=None,  # rich's help tables would show a type for each switch
     pretty_exceptions_enable=False,
-    help="Look at checkpoints of dcp_tensorizer, verify, compare, convert and collect them.",
+    help="List, inspect, verify, compare, convert and collect checkpoints of dcp_tensorizer.",
     epilog="Exit codes: 0 fine, 1 damaged or different, 2 not done, 3 unreadable by this version, 130 interrupted, "
     "129 and 143 ended by a signal, 141 pipe closed.",
 )
@@ -139,7 +139,7 @@ def run(arguments: Sequence[str]) -> int:
 
 _publish = typer.Typer(
     rich_markup_mode=None,
-    help="Publish versions of a model, whole or what changed since the version before, and bring copies to them.",
+    help="Publish versions of a model, whole or as deltas, and update copies to them.",
 )
 _app.add_typer(_publish, name="publish")
 
@@ -205,13 +205,13 @@ def inspect(
     pattern: Annotated[
         str, typer.Argument(metavar="PATTERN", help="Keys to show, as in a shell: 'model.*.weight'.")
     ] = "*",
-    chunks: Annotated[bool, typer.Option("--chunks", help="Show where each chunk of a tensor is.")] = False,
+    chunks: Annotated[bool, typer.Option("--chunks", help="Show the location of each chunk of a tensor.")] = False,
     key_file: KeyFile = None,
     passphrase_file: PassphraseFile = None,
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
-    """Show what is in a checkpoint: tensors, objects, totals."""
+    """Show the contents of a checkpoint: tensors, objects, totals."""
     from .. import tools
     from .views import show_checkpoint
 
@@ -223,7 +223,7 @@ def inspect(
 @_command()
 def verify(
     checkpoint: Checkpoint,
-    full: Annotated[bool, typer.Option("--full", help="Every byte of the files, and tensorizer's own hashes.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Check every byte, and tensorizer's own hashes.")] = False,
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
@@ -244,13 +244,13 @@ def verify(
 @_command(damaged=NOT_DONE)
 def diff(
     before: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format that convert reads.")],
-    after: Annotated[str, typer.Argument(metavar="B", help="Another one.")],
+    after: Annotated[str, typer.Argument(metavar="B", help="The checkpoint to compare it with.")],
     key_file: KeyFile = None,
     passphrase_file: PassphraseFile = None,
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
-    """Show how two checkpoints differ; exit code 1 if they do."""
+    """Show how two checkpoints differ. The exit code is 1 if they do."""
     from .. import tools
     from .terminal import progress
     from .views import show_difference
@@ -287,19 +287,20 @@ def convert(
     exclude: Annotated[
         list[str] | None, typer.Option("--exclude", metavar="PATTERN", help="Leave out keys that match; repeatable.")
     ] = None,
-    strip_prefix: Annotated[str, typer.Option(metavar="PREFIX", help="Cut this from the beginning of keys.")] = "",
+    strip_prefix: Annotated[str, typer.Option(metavar="PREFIX", help="Remove this from the beginning of keys.")] = "",
     rename: Annotated[
-        str | None, typer.Option(metavar="FILE", help="JSON, {pattern: new key}; each * keeps what it stands for.")
+        str | None,
+        typer.Option(metavar="FILE", help="JSON, {pattern: new key}; each * stands for the same text in both."),
     ] = None,
     add_prefix: Annotated[
-        str, typer.Option(metavar="PREFIX", help="Put this before all keys, after all other changes.")
+        str, typer.Option(metavar="PREFIX", help="Prepend this to all keys, after all other changes.")
     ] = "",
     dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="For floating-point tensors: bfloat16, float32, ...")
     ] = None,
-    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="safetensors: the size of a file at most.")] = "5GB",
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="safetensors: the maximum size of a file.")] = "5GB",
     tensor_parallel: Annotated[
-        int, typer.Option(min=1, metavar="N", help="tensorizer: split into a file for each rank.")
+        int, typer.Option(min=1, metavar="N", help="tensorizer: split into one file per rank.")
     ] = 1,
     split: Annotated[
         str | None,
@@ -313,7 +314,7 @@ def convert(
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
-    """Bring a checkpoint into another format. It takes the memory of the largest tensor."""
+    """Convert a checkpoint to another format. This needs the memory of the largest tensor."""
     from .. import tools
     from ..tools._atomic_output import shown_path
     from .terminal import fields, progress
@@ -359,7 +360,7 @@ def report(
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
-    """Make a page about checkpoints. It shows sizes, norms and histograms, and how they move from step to step."""
+    """Write an HTML page about checkpoints: sizes, norms and histograms, and how they change from step to step."""
     from .. import tools
     from .terminal import progress
     from .views import show_report
@@ -377,11 +378,11 @@ def report(
 
 @_command()
 def trace(
-    sources: Annotated[list[str], typer.Argument(metavar="FOLDER", help="Folders that TraceFile has written to.")],
+    sources: Annotated[list[str], typer.Argument(metavar="FOLDER", help="Folders with the files of TraceFile.")],
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="The trace to write.")] = "trace.json",
     as_json: Json = False,
 ) -> int:
-    """Make a trace of saves and loads: what each rank and process did when. Perfetto opens it."""
+    """Merge the recorded spans of saves and loads into a trace for Perfetto."""
     from .. import tools
     from .views import show_trace
 
@@ -395,19 +396,19 @@ def gc(
         str, typer.Argument(metavar="PATH", help="A directory with checkpoints below it: local path or URL.")
     ],
     keep_latest: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Remove committed checkpoints but the N newest.")
+        int | None, typer.Option(min=1, metavar="N", help="Remove all committed checkpoints but the N newest.")
     ] = None,
     older_than: Annotated[
         str | None, typer.Option(metavar="AGE", help="Remove only what is older: 90s, 30m, 12h, 7d, 2w.")
     ] = None,
     only_data: Annotated[
-        bool, typer.Option("--only-data", help="Keep other files in a checkpoint's directory.")
+        bool, typer.Option("--only-data", help="Retain other files in a checkpoint's directory.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
-    """Remove old checkpoints, and what dead saves have left. The newest committed one always stays."""
+    """Remove old checkpoints and the leftovers of dead saves. The newest committed checkpoint always stays."""
     from .. import tools
     from .views import show_removals
 
@@ -431,26 +432,25 @@ def gc(
 
 @_command(of=_publish)
 def publish_add(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A model as Hugging Face lays it out: local path or URL.")
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model in Hugging Face's layout: local path or URL.")],
     published: Published,
     previous: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="The model at the version before, to compare with.")
+        str | None, typer.Option(metavar="MODEL", help="The model at the previous version, to compare with.")
     ] = None,
     step: Annotated[
         int | None, typer.Option(metavar="N", help="The step of training, recorded in the version.")
     ] = None,
     max_deltas: Annotated[
-        int, typer.Option(min=1, metavar="N", help="How many deltas may follow a whole version.")
+        int, typer.Option(min=1, metavar="N", help="The number of deltas that may follow a whole version.")
     ] = 20,
     keep_latest: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Remove versions but the N newest, and what these need.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Remove all versions but the N newest and those that these need."),
     ] = None,
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
-    """Publish a model as the next version: whole, or what changed."""
+    """Publish a model as the next version, whole or as a delta."""
     from .._publish.publisher import publish
     from .terminal import progress
     from .views import show_published
@@ -482,14 +482,16 @@ def publish_ls(published: Published, storage_option: StorageOptions = None, as_j
 @_command(of=_publish)
 def publish_apply(
     published: Published,
-    copy: Annotated[str, typer.Argument(metavar="COPY", help="A local directory with a copy of the model, or none.")],
+    copy: Annotated[
+        str, typer.Argument(metavar="COPY", help="A local directory with a copy of the model, or a new one.")
+    ],
     version: Annotated[
-        int | None, typer.Option("--to", min=1, metavar="N", help="The version to get to; the newest by default.")
+        int | None, typer.Option("--to", min=1, metavar="N", help="The version to update to; the newest by default.")
     ] = None,
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
-    """Bring a copy of the model to a version. The exit code is 1 if what was published, or the copy, is damaged."""
+    """Update a copy of the model to a version. The exit code is 1 if the version or the copy is damaged."""
     from .._publish.apply import apply_delta
     from ..tools._atomic_output import shown_path
     from .terminal import fields, progress
@@ -505,10 +507,10 @@ def publish_apply(
 @_command(of=_publish)
 def publish_verify(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A directory of versions, or a copy that was brought to one.")
+        str, typer.Argument(metavar="PATH", help="A directory of versions, or a copy that was updated to one.")
     ],
     version: Annotated[
-        int | None, typer.Option("--version", min=1, metavar="N", help="Only this one; all by default.")
+        int | None, typer.Option("--version", min=1, metavar="N", help="Only this version; all by default.")
     ] = None,
     storage_option: StorageOptions = None,
     as_json: Json = False,
@@ -529,12 +531,14 @@ def publish_verify(
 @_command(of=_publish)
 def publish_gc(
     published: Published,
-    keep_latest: Annotated[int, typer.Option(min=1, metavar="N", help="Keep the N newest, and what these need.")],
+    keep_latest: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Retain the N newest versions and those that these need.")
+    ],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
-    """Remove old versions, but none that a newer one needs."""
+    """Remove old versions that no newer version needs."""
     from .._publish.versions import collect_versions
     from .views import show_versions_removed
 

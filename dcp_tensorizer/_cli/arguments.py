@@ -57,7 +57,7 @@ Version = Annotated[
     bool,
     typer.Option(
         "--version",
-        help="Show the version, and what it runs on; exit.",
+        help="Show the version and the environment, and exit.",
         callback=_show_version,
         is_eager=True,
     ),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..tools._verify import Verified
 
 
-_TORCHS = "torch: written by torch's own FileSystemWriter, which convert, diff and report read, and gc leaves alone"
+_TORCHS = "torch: written by torch's own FileSystemWriter; convert, diff and report read it, and gc does not change it"
 
 
 def show_listing(checkpoints: Sequence[CheckpointInfo], path: str) -> None:
@@ -206,7 +206,7 @@ def show_published(version: PublishedVersion) -> None:
     """Shows a newly published version."""
     part = f" ({100 * version.nbytes / max(1, version.model_nbytes):.2f}%)" if version.is_delta else ""
     print_line(
-        f"version {version.version}: {'what changed' if version.is_delta else 'whole'}, "
+        f"version {version.version}: {'a delta' if version.is_delta else 'whole'}, "
         f"{count(version.tensors, 'tensor')}, {size(version.nbytes)} of {size(version.model_nbytes)}{part}"
     )
     if version.why_whole:
@@ -220,7 +220,7 @@ def show_versions(versions: Sequence[VersionInfo]) -> None:
     rows = (
         [
             str(info.version),
-            f"changes {info.version - 1}" if info.is_delta else "whole",
+            f"delta of {info.version - 1}" if info.is_delta else "whole",
             moment(info.published),
             None if info.step is None else str(info.step),
             size(info.nbytes),
@@ -233,7 +233,7 @@ def show_versions(versions: Sequence[VersionInfo]) -> None:
 
 
 def show_applied(applied: Applied, copy: str) -> None:
-    """Shows the version to which a copy was brought."""
+    """Shows the version to which a copy was updated."""
     if not applied.nbytes:
         print_line(f"{redact(copy)} has version {applied.version} already")
         return
@@ -263,7 +263,7 @@ def show_versions_removed(removed: Sequence[VersionInfo], dry_run: bool) -> None
     """Shows the versions that were removed; with ``dry_run``, those that would be removed."""
     total = sum(info.nbytes for info in removed)
     for info in removed:
-        print_line(f"version {info.version}: {'what changed' if info.is_delta else 'whole'}, {size(info.nbytes)}")
+        print_line(f"version {info.version}: {'a delta' if info.is_delta else 'whole'}, {size(info.nbytes)}")
     verb = "would be removed" if dry_run else "removed"
     print_line(f"{count(len(removed), 'version')} {verb}: {size(total)}" if removed else f"nothing {verb}")
 

@@ -40,7 +40,7 @@ from .._index.schema import (
     decode_places,
     from_text,
 )
-from .._runtime.gc_pause import collector_paused
+from .._runtime.interpreter import collector_paused
 from .._runtime.threads import in_threads
 from .._tensor_file.names import StoredItem, metadata_file_name
 from .._tensor_file.regions import Region
@@ -104,18 +104,6 @@ def check_world_size(storage: Storage, has_own: bool, world_size: int) -> None:
             f"{storage.path} was saved with use_collectives=False, each rank for itself, by another number of ranks "
             f"than the {world_size} that load it. Load it with as many."
         )
-
-
-_Wanted = tuple[Any, tuple[int, ...] | None, Region | None]
-"""A key, the offset of a chunk in the load's metadata, and a region of that chunk; both None for an object."""
-
-
-def _wanted_of(item: ReadItem) -> _Wanted:
-    index = item.storage_index
-    offset = None if index.offset is None else tuple(index.offset)
-    if item.type == LoadItemType.BYTE_IO:
-        return index.fqn, offset, None
-    return index.fqn, offset, Region(tuple(item.storage_offsets), tuple(item.lengths))
 
 
 class Index(Catalog):
@@ -195,12 +183,13 @@ class Index(Catalog):
             hashes: list[int] = []
             # Most items are whole tensors in one chunk: only their location is needed.
             whole: dict[int, list[tuple[int, Any, Region]]] = defaultdict(list)
-            others: dict[int, _Wanted] = {}
+            # The others: a key, the offset of a chunk of `metadata`, and a region of that chunk (None: an object).
+            others: dict[int, tuple[Any, tuple[int, ...] | None, Region | None]] = {}
             inline, values = self._inline_hashes, self._values
             for number, item in enumerate(items):
-                key, offset = item.storage_index.fqn, item.storage_index.offset
-                value = values.get(key)
-                item_hash = hash_of(key, None if offset is None else tuple(offset))
+                key, chunk = item.storage_index.fqn, item.storage_index.offset
+                offset = None if chunk is None else tuple(chunk)
+                value, item_hash = values.get(key), hash_of(key, offset)
                 hashes.append(item_hash)
                 if (
                     type(value) is not TensorValue
@@ -209,7 +198,9 @@ class Index(Catalog):
                     or item_hash in inline
                     or 0 in item.lengths
                 ):
-                    others[number] = _wanted_of(item)
+                    is_object = item.type == LoadItemType.BYTE_IO
+                    region = None if is_object else Region(tuple(item.storage_offsets), tuple(item.lengths))
+                    others[number] = key, offset, region
                 else:
                     whole[value.only_owner].append((number, key, value.layout.regions[0]))
             needed = (self._owners(*wanted) for number, wanted in others.items() if hashes[number] not in inline)
@@ -218,10 +209,10 @@ class Index(Catalog):
             for owner, of_owner in whole.items():
                 numbers, keys, regions = zip(*of_owner, strict=True)
                 stored = self._stored(keys, [hashes[number] for number in numbers], owner)
-                for number, key, region, found in zip(numbers, keys, regions, stored, strict=True):
+                for number, key, chunk_region, found in zip(numbers, keys, regions, stored, strict=True):
                     if found is None:
                         raise self._missing(key, items[number].storage_index.offset)
-                    pieces[number] = [Piece(found, region.size, region, region)]
+                    pieces[number] = [Piece(found, chunk_region.size, chunk_region, chunk_region)]
             for number, wanted in others.items():
                 pieces[number] = self._pieces(*wanted, hashes[number])
             return pieces

@@ -55,27 +55,24 @@ class Parts:
             raise ValueError(
                 f"names of Parts must have equally many *, and either all or none one {{}}, got {names!r}."
             )
-        if len(names) == 1 and not self._is_numbered(names):
-            raise ValueError(f"one part is the whole: {names[0]!r} has no {{}}")
         self.names: tuple[str, ...] = names
+        if len(names) == 1 and not self.is_numbered:
+            raise ValueError(f"the only name of Parts must contain {{}}, got {names[0]!r}.")
         self.dim = dim
         self.sizes = tuple(sizes) or (1,) * len(names)
         self.groups = groups
         if dim < 0 or groups < 1 or len(self.sizes) != len(names) or min(self.sizes) < 1:
             raise ValueError(
-                f"Parts has dim={dim}, groups={groups}, and {len(names)} names with the sizes {self.sizes}"
+                f"Parts must have dim >= 0, groups >= 1 and a positive size for each of its {len(names)} names, got "
+                f"dim={dim}, groups={groups}, sizes={self.sizes}."
             )
         if len(names) == 1 and groups > 1:
             raise ValueError(f"groups={groups} of Parts needs several names, got {names[0]!r}.")
 
-    @staticmethod
-    def _is_numbered(names: Sequence[str]) -> bool:
-        return "{}" in names[0]
-
     @property
     def is_numbered(self) -> bool:
         """Returns whether there are parts for each index of the first dimension."""
-        return self._is_numbered(self.names)
+        return "{}" in self.names[0]
 
     def __repr__(self) -> str:
         """Returns the call that makes the object."""
@@ -126,26 +123,6 @@ class Rule(NamedTuple):
     old_side: str | Parts
     new_side: str | Parts
 
-    @classmethod
-    def of(cls, old: object, new: object) -> Rule:
-        if not isinstance(old, str | Parts) or not isinstance(new, str | Parts):
-            raise TypeError(f"rename must map strings or Parts to strings or Parts, got {old!r}: {new!r}.")
-        if isinstance(old, Parts) and isinstance(new, Parts):
-            raise ValueError(f"one side of a rule must be a whole tensor, got Parts on both: {old!r}, {new!r}.")
-        return cls(_patterns(old), _patterns(new), old, new)
-
-    @property
-    def is_plain(self) -> bool:
-        """Returns whether the rule only renames a tensor."""
-        return isinstance(self.old_side, str) and isinstance(self.new_side, str)
-
-    def match(self, key: str) -> Match | None:
-        """Returns the match of a key, or None."""
-        for number, pattern in enumerate(self.old):
-            if (found := pattern.match(key)) is not None:
-                return Match(self, found[0], PartNumber(number, found[1]))
-        return None
-
 
 class Renaming:
     """Rules that give keys new names.
@@ -164,20 +141,25 @@ class Renaming:
     """
 
     def __init__(self, rules: Rules) -> None:
-        self._rules = [Rule.of(old, new) for old, new in rules.items()]
-        for rule in self._rules:
+        self._rules: list[Rule] = []
+        for old, new in rules.items():
+            if not isinstance(old, str | Parts) or not isinstance(new, str | Parts):
+                raise TypeError(f"rename must map strings or Parts to strings or Parts, got {old!r}: {new!r}.")
+            if isinstance(old, Parts) and isinstance(new, Parts):
+                raise ValueError(f"one side of a rule must be a whole tensor, got Parts on both: {old!r}, {new!r}.")
+            rule = Rule(_patterns(old), _patterns(new), old, new)
             if not all(pattern.text for pattern in rule.new) or rule.new[0].stars > rule.old[0].stars:
-                raise ValueError(
-                    f"{rule.old_side!r} cannot become {rule.new_side!r}: the new name is empty or has more *"
-                )
+                raise ValueError(f"{old!r} cannot become {new!r}: the new name is empty or has more *")
+            self._rules.append(rule)
         self.unused = dict.fromkeys(rules)
 
     def find(self, key: str) -> Match | None:
         """Returns the match of the rule for a key; None if no rule matches."""
         for rule in self._rules:
-            if (match := rule.match(key)) is not None:
-                self.unused.pop(rule.old_side, None)
-                return match
+            for number, pattern in enumerate(rule.old):
+                if (found := pattern.match(key)) is not None:
+                    self.unused.pop(rule.old_side, None)
+                    return Match(rule, found[0], PartNumber(number, found[1]))
         return None
 
     def new_name(self, key: str) -> str:
@@ -198,7 +180,7 @@ class _Pattern:
         self.stars = text.count("*")
         self._pieces = re.split(r"(\*|\{\})" if is_numbered else r"(\*)", text)
         groups = {"*": "(.*)", "{}": "(0|[1-9][0-9]*)"}
-        regex = (groups[piece] if place % 2 else re.escape(piece) for place, piece in enumerate(self._pieces))
+        regex = (groups[piece] if number % 2 else re.escape(piece) for number, piece in enumerate(self._pieces))
         self._regex = re.compile("".join(regex), re.DOTALL)
 
     def match(self, key: str) -> tuple[tuple[str, ...], int] | None:
@@ -270,12 +252,14 @@ def place(renaming: Renaming, shapes: Mapping[str, Shape]) -> dict[str, Placed]:
     for key, shape in shapes.items():
         match = renaming.find(key)
         whole = Region((0,) * len(shape), shape)
-        if match is None or match.rule.is_plain:
-            _add(placed, key if match is None else match.new_name(), shape, Box(key, whole, whole, True))
+        if match is None:
+            _add(placed, key, shape, Box(key, whole, whole, True))
         elif isinstance(match.rule.new_side, Parts):
             for part in _cuts(match.rule.new_side, shape, key):
                 boxes = [Box(key, in_whole, in_part) for in_whole, in_part in part.regions]
                 _add(placed, match.new_name(*part.number), part.shape, *boxes)
+        elif isinstance(match.rule.old_side, str):
+            _add(placed, match.new_name(), shape, Box(key, whole, whole, True))
         else:
             name = match.new_name()
             if rules.setdefault(name, match).rule is not match.rule or (name in placed and name not in joined):

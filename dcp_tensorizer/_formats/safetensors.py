@@ -142,14 +142,14 @@ def nbytes_of(tensor: Described) -> int:
 def shards(tensors: Iterable[T], max_bytes: int) -> list[list[T]]:
     """Distributes tensors over files of at most ``max_bytes``. A larger tensor gets its own file."""
     files: list[list[T]] = [[]]
-    room = max_bytes
+    free = max_bytes
     for tensor in tensors:
         nbytes = nbytes_of(tensor)
-        if nbytes > room and files[-1]:
+        if nbytes > free and files[-1]:
             files.append([])
-            room = max_bytes
+            free = max_bytes
         files[-1].append(tensor)
-        room -= nbytes
+        free -= nbytes
     return files
 
 

@@ -11,13 +11,11 @@ import json
 import re
 import struct
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec import Meta, Raw, Struct
-
-from .._tensor_file.names import MAX_DIMENSIONS, MAX_NUMBER
+from msgspec import Struct
 
 SINGLE = "model.safetensors"
 """The file of a model that fits into one file."""
@@ -34,62 +32,15 @@ _STEPS = np.zeros(256, np.int8)
 _STEPS[[*b"[{"]] = 1
 _STEPS[[*b"]}"]] = -1
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_Count = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 _MAX_NAME = 255
 _T = TypeVar("_T")
-
-
-class TensorRecord(Struct):
-    """A tensor's entry in a header."""
-
-    dtype: str
-    shape: Annotated[tuple[_Count, ...], Meta(max_length=MAX_DIMENSIONS)]
-    data_offsets: tuple[_Count, _Count]
-
-
-class Header(NamedTuple):
-    """The header of a file."""
-
-    content: bytes  # the file up to the first tensor
-    tensors: dict[str, TensorRecord]  # by their keys, in the order of their bytes
-    notes: dict[str, Any]  # ``__metadata__``
 
 
 class _Index(Struct):
     weight_map: dict[str, str]
 
 
-_decode_header = msgspec.json.Decoder(dict[str, Raw]).decode
-_decode_tensor = msgspec.json.Decoder(TensorRecord).decode
-_decode_notes = msgspec.json.Decoder(dict[str, Any]).decode
 _decode_index = msgspec.json.Decoder(_Index).decode
-
-
-def read_header(read: Callable[[int, int], bytes], nbytes: int) -> Header:
-    """Reads the header of a file of ``nbytes`` bytes. ``read`` takes an offset and a number of bytes.
-
-    Raises `ValueError` if the header is damaged, or if the tensors do not fill the rest of the file without gaps, as
-    the library requires.
-    """
-    prefix = read(0, LENGTH.size)
-    (length,) = LENGTH.unpack(prefix)
-    base = LENGTH.size + length
-    if length > MAX_HEADER or base > nbytes:
-        raise ValueError(f"its header claims to have {length:,} bytes, and the file has {nbytes:,}")
-    text = read(LENGTH.size, length)
-    raw = decode_json(_decode_header, text)
-    notes = decode_json(_decode_notes, raw.pop("__metadata__", Raw(b"{}")))
-    decoded = ((key, decode_json(_decode_tensor, value)) for key, value in raw.items())
-    tensors = dict(sorted(decoded, key=lambda item: (item[1].data_offsets, item[0])))
-    end = 0
-    for key, record in tensors.items():
-        start, stop = record.data_offsets
-        if start != end or stop < start:
-            raise ValueError(f"{key!r} is at bytes {start:,} to {stop:,}, and the tensor before it ends at {end:,}")
-        end = stop
-    if base + end != nbytes:
-        raise ValueError(f"its tensors have {end:,} bytes, and {nbytes - base:,} follow its header")
-    return Header(prefix + text, tensors, notes)
 
 
 def encode_header(described: Mapping[str, Any]) -> bytes:

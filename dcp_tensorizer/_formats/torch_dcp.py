@@ -16,13 +16,13 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from .._runtime.gc_pause import collector_paused
+from .._runtime.interpreter import collector_paused
 from .._runtime.torch_compat import ExtensionRegistry, StorageInfo, StreamTransformExtension
 from .._tensor_file.names import StoredItem
 from .._tensor_file.regions import Region
-from .._trust.torch_archive import check_saved
 from ..errors import CheckpointError, MetadataError, ReadError, describe
 from .catalog import Catalog, Coder, Piece, copy_part
+from .torch_archive import check_saved
 from .torch_metadata import read_pickled
 
 if TYPE_CHECKING:
@@ -58,7 +58,17 @@ class TorchCatalog(Catalog):
         self._extensions = extensions
         self._size_of = functools.cache(storage.head)
         with collector_paused():
-            self._metadata = (_unpickled if allow_pickle else read_pickled)(pickled, self.path)
+            if allow_pickle:
+                try:
+                    metadata = pickle.loads(pickled)
+                except Exception as error:
+                    raise MetadataError(f"{self.path} cannot be read: {describe(error)}") from error
+                if not isinstance(metadata, Metadata):
+                    kind = type(metadata).__name__
+                    raise MetadataError(f"{self.path} must hold a checkpoint's metadata, got a {kind}.")
+            else:
+                metadata = read_pickled(pickled, self.path)
+        self._metadata = metadata
 
     def metadata(self) -> Metadata:
         return self._metadata
@@ -144,13 +154,3 @@ class _TensorArchive:
             copy_part(self._item, tensor, target)
         except Exception as error:
             raise catalog.not_loaded(self._item, error) from error
-
-
-def _unpickled(pickled: bytes, path: str) -> Metadata:
-    try:
-        metadata = pickle.loads(pickled)
-    except Exception as error:
-        raise MetadataError(f"{path} cannot be read: {describe(error)}") from error
-    if not isinstance(metadata, Metadata):
-        raise MetadataError(f"{path} must hold a checkpoint's metadata, got a {type(metadata).__name__}")
-    return metadata

@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from .._runtime.torch_compat import GET_LAYOUT, OLD_PROPERTIES, StorageInfo, StoragePrefix
 from .._tensor_file.dtypes import named_dtype
-from .._trust.inert import MAX_DEPTH, MAX_DIMENSIONS, WORK_PER_BYTE, Inert, Made, Named, hash_cost
+from .._tensor_file.names import MAX_DIMENSIONS
+from .._trust.inert import MAX_DEPTH, WORK_PER_BYTE, Inert, Made, Named, hash_cost
 from ..errors import CheckpointError, MetadataError, UntrustedObject
 
 _MAX_KEY = 1000  # values in a key that is a tuple
@@ -78,9 +79,7 @@ def _untrusted(name: str) -> UntrustedObject:
 
 
 class _Values:
-    """A builder of values from those that `_Records` reads. Builds each value once, even if the pickle refers to it
-    often.
-    """
+    """A builder of values from those that `_Records` reads. Each value is built once, however often it is used."""
 
     def __init__(self, nbytes: int) -> None:
         self._made: dict[int, tuple[Any, int]] = {}  # by id: the pickle's own values live as long as this object
@@ -99,7 +98,7 @@ class _Values:
             self._count += count
         else:
             if self._depth == MAX_DEPTH:
-                raise ValueError(f"it holds values in values, more than {MAX_DEPTH} deep")
+                raise ValueError(f"its values are nested more than {MAX_DEPTH} deep")
             self._depth += 1
             before = self._count
             made = self._make(value, kind)
@@ -124,7 +123,7 @@ class _Values:
 
 def _typed(value: Any, kind: type[_T]) -> _T:
     if type(value) is not kind:
-        raise TypeError(f"a {type(value).__name__} where a {kind.__name__} belongs")
+        raise TypeError(f"expected a {kind.__name__}, got a {type(value).__name__}")
     return value
 
 
@@ -136,7 +135,7 @@ def _record(made: Made, values: _Values) -> Any:
     kind = _RECORDS[made.what]
     hints = _hints(kind)
     if made.members:
-        raise ValueError(f"it makes a {made.what} as no writer does")
+        raise ValueError(f"a {made.what} must not have members")
     fields: dict[str, Any] = {}
     if made.arguments:  # `SavePlanner` pickles its metadata as a call of the constructor
         fields.update(zip(hints, map(values.of, made.arguments), strict=True))
@@ -149,13 +148,13 @@ def _record(made: Made, values: _Values) -> Any:
         if name in fields:
             known[name] = value = fields.pop(name)
             if type(value) not in kinds and not _fits(value, hint):
-                raise TypeError(f"a {type(value).__name__} as {name} of a {kind.__name__}")
+                raise TypeError(f"{name} of a {kind.__name__} must not be a {type(value).__name__}")
     if kind is TensorProperties and "dtype" not in known:  # torch would take its default dtype
-        raise ValueError("tensor properties without a dtype")
+        raise ValueError("the properties of a tensor lack the dtype")
     record = kind(**known)
     if fields:
         if shadowed := [name for name in fields if hasattr(kind, name)]:
-            raise ValueError(f"a {kind.__name__} with another {shadowed[0]}")
+            raise ValueError(f"a {kind.__name__} must not set {shadowed[0]}")
         vars(record).update(fields)
     _check(record)
     return record
@@ -168,7 +167,7 @@ def _hints(kind: type) -> dict[str, tuple[Any, tuple[type, ...]]]:
     if kind is MetadataIndex:
         hints["fqn"] = Any  # keys of a state dict may be of other types
     elif kind is StorageInfo:
-        hints = dict.fromkeys(hints, Any)  # `_check_place` checks them, and names the key
+        hints = dict.fromkeys(hints, Any)  # `_check_location` checks them, and names the key
     return {name: (hint, get_args(hint) if get_origin(hint) in _UNIONS else (hint,)) for name, hint in hints.items()}
 
 
@@ -189,37 +188,37 @@ def _check(record: Any) -> None:
     """Checks what the types of a record's fields do not express."""
     if type(record) is ChunkStorageMetadata:
         if len(record.offsets) != len(record.sizes):
-            raise ValueError("a chunk with other dimensions than its offsets")
+            raise ValueError("a chunk has offsets and sizes of different dimensions")
     elif type(record) is TensorStorageMetadata:
         if any(len(chunk.sizes) != len(record.size) for chunk in record.chunks):
-            raise ValueError("a chunk with other dimensions than its tensor")
+            raise ValueError("a chunk and its tensor have different dimensions")
     elif type(record) is MetadataIndex:
         hash_cost(record.fqn, _MAX_KEY)
     elif type(record) is Metadata:
         if type(record.storage_data) is not dict:
             raise ValueError("torch's FileSystemWriter does not write such a file")
         for index, info in record.storage_data.items():
-            _check_place(_typed(index, MetadataIndex).fqn, _typed(info, StorageInfo))
+            _check_location(_typed(index, MetadataIndex).fqn, _typed(info, StorageInfo))
 
 
-def _check_place(key: Any, info: StorageInfo) -> None:
-    """Checks that a location in a data file is harmless."""
+def _check_location(key: Any, info: StorageInfo) -> None:
+    """Checks that a location is in a file beside the metadata, and has numbers that a file can have."""
     name, offset, length = info.relative_path, info.offset, info.length
     if type(name) is not str or os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
         raise MetadataError(f"names a data file {name!r} for {key!r} that is not beside it")
     if any(type(number) is not int or not 0 <= number < 2**63 for number in (offset, length)):
-        raise MetadataError(f"has no data for {key!r}, but {length!r} bytes at {offset!r}")
+        raise MetadataError(f"locates {key!r} at {offset!r}, with {length!r} bytes")
     transforms = info.transform_descriptors
     if type(transforms) not in (type(None), list, tuple) or any(type(name) is not str for name in transforms or ()):
-        raise MetadataError(f"does not name the transforms of {key!r}")
+        raise MetadataError(f"has invalid transforms for {key!r}")
 
 
 def _size(made: Made, values: _Values) -> torch.Size:
     (extents,) = made.arguments
     if type(extents) not in (tuple, list) or len(extents) > MAX_DIMENSIONS:
-        raise TypeError(f"a shape of more than {MAX_DIMENSIONS} dimensions, or of another type")
+        raise TypeError(f"a shape must be a tuple of at most {MAX_DIMENSIONS} sizes")
     if any(type(extent) is not int or not 0 <= extent < 2**63 for extent in extents):
-        raise ValueError("a shape that is not made of sizes")
+        raise ValueError("the sizes of a shape must be ints of 63 bits")
     return torch.Size(extents)
 
 
@@ -233,14 +232,14 @@ def _member(made: Made, values: _Values) -> Any:
     """Returns a member of an enumeration, by its value or its name."""
     (member,) = made.arguments
     if type(member) not in (int, str) or member not in (members := _ENUMS[made.what]):
-        raise ValueError(f"a {made.what} that torch does not have")
+        raise ValueError(f"torch has no {made.what} {member!r}")
     return members[member]
 
 
 def _path(made: Made, values: _Values) -> pathlib.PurePath:
     parts = [_typed(part, str) for part in made.arguments]
     if sum(map(len, parts)) > _MAX_PATH:
-        raise ValueError(f"a path of more than {_MAX_PATH:,} characters")
+        raise ValueError(f"a path has more than {_MAX_PATH:,} characters")
     return pathlib.PureWindowsPath(*parts) if made.what.endswith("WindowsPath") else pathlib.PurePosixPath(*parts)
 
 

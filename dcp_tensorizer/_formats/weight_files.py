@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from msgspec import Meta, Raw, Struct
+from msgspec.json import Decoder
 
 from .._runtime.threads import in_threads
+from .._tensor_file.names import MAX_DIMENSIONS, MAX_NUMBER
 from ..errors import MetadataError, NotCommitted, ReadError
-from .safetensors_header import ADAPTER, INDEX, LENGTH, MAX_HEADER, SINGLE, is_plain_name, read_header, read_index
+from .safetensors_header import ADAPTER, INDEX, LENGTH, MAX_HEADER, SINGLE, decode_json, is_plain_name, read_index
 
 if TYPE_CHECKING:
     from .._storage.base import FileIdentity, Storage
 
 _ENDING = ".safetensors"
 _LONE = {SINGLE, ADAPTER}  # files of models without an index, whose later versions have the same names
+_Count = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
+
+
+class TensorRecord(Struct):
+    """A tensor's entry in a header."""
+
+    dtype: str
+    shape: Annotated[tuple[_Count, ...], Meta(max_length=MAX_DIMENSIONS)]
+    data_offsets: tuple[_Count, _Count]
+
+
+_decode_header = Decoder(dict[str, Raw]).decode
+_decode_record = Decoder(TensorRecord).decode
+_decode_notes = Decoder(dict[str, Any]).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +54,7 @@ class WeightFile:
     header: bytes  # the bytes up to the first tensor's
     tensors: tuple[StoredBytes, ...]  # in the order of their offsets
     notes: Mapping[str, Any]  # its ``__metadata__``
-    identity: FileIdentity | None = (
-        None  # of the file before the header was read; None with an index, or if the storage has none
-    )
+    identity: FileIdentity | None = None  # before the header was read; None with an index, or if the storage has none
 
     @property
     def nbytes(self) -> int:
@@ -123,11 +139,35 @@ def read_weight_file(storage: Storage, name: str) -> WeightFile:
         try:
             if nbytes is None or nbytes < LENGTH.size:
                 raise ValueError("it is too short for a header")
-            header = read_header(reader.read_range, nbytes)
+            return WeightFile(name, *read_header(reader.read_range, nbytes))
         except ValueError as error:
             raise MetadataError(f"{path} is not a safetensors file, or damaged: {error}") from None
-    tensors = []
-    for key, record in header.tensors.items():
+
+
+def read_header(
+    read: Callable[[int, int], bytes], nbytes: int
+) -> tuple[bytes, tuple[StoredBytes, ...], Mapping[str, Any]]:
+    """Returns the header, the tensors and the notes of a `WeightFile` of ``nbytes`` bytes.
+
+    ``read`` takes an offset and a number of bytes. Raises `ValueError` if the header is damaged, or if the tensors do
+    not fill the rest of the file without gaps, as the library requires.
+    """
+    prefix = read(0, LENGTH.size)
+    (length,) = LENGTH.unpack(prefix)
+    base = LENGTH.size + length
+    if length > MAX_HEADER or base > nbytes:
+        raise ValueError(f"its header claims to have {length:,} bytes, and the file has {nbytes:,}")
+    text = read(LENGTH.size, length)
+    raw = decode_json(_decode_header, text)
+    notes = decode_json(_decode_notes, raw.pop("__metadata__", Raw(b"{}")))
+    records = ((key, decode_json(_decode_record, value)) for key, value in raw.items())
+    tensors, end = [], 0
+    for key, record in sorted(records, key=lambda item: (item[1].data_offsets, item[0])):
         start, stop = record.data_offsets
-        tensors.append(StoredBytes(key, len(header.content) + start, stop - start, record.dtype, record.shape))
-    return WeightFile(name, header.content, tuple(tensors), header.notes)
+        if start != end or stop < start:
+            raise ValueError(f"{key!r} is at bytes {start:,} to {stop:,}, and the tensor before it ends at {end:,}")
+        tensors.append(StoredBytes(key, base + start, stop - start, record.dtype, record.shape))
+        end = stop
+    if base + end != nbytes:
+        raise ValueError(f"its tensors have {end:,} bytes, and {nbytes - base:,} follow its header")
+    return prefix + text, tuple(tensors), notes

@@ -64,7 +64,8 @@ class IndexFile(NamedTuple):
     @property
     def seal(self) -> Seal:
         """The proof that the index was made with the checkpoint's key."""
-        return read_seal(self.data)
+        fixed, _, mac, packed = _start_of(self.data)
+        return Seal(_strong(fixed, packed), bytes(mac))
 
     @property
     def files(self) -> dict[str, int]:
@@ -72,15 +73,20 @@ class IndexFile(NamedTuple):
         return {file.name: file.nbytes for section in self.head.sections for file in section.files}
 
     def section(self, section: Section) -> bytes | memoryview:
-        """Returns the bytes of a section. Raises `MetadataError` if they are damaged, and `ReadError` if they cannot be
-        read.
+        """Returns the bytes of a section, after checking their digests.
+
+        Raises `MetadataError` if the bytes are damaged, and `ReadError` if they cannot be read.
         """
         start = head_end(self.data) + section.offset
         if self.read is None or start + section.nbytes <= len(self.data):
             content: bytes | memoryview = memoryview(self.data)[start : start + section.nbytes]
         else:
             content = self.read(start, section.nbytes)
-        return check_section(content, section, self.path)
+        if xxhash.xxh3_128_digest(content) != section.digest:
+            raise _damaged(self.path, "its checksum does not match, or it was overwritten while it was read")
+        if section.strong is not None and _strong(content) != section.strong:
+            raise _damaged(self.path, "its BLAKE2b digest does not match")
+        return content
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -182,9 +188,8 @@ def read_head(data: bytes, path: str, *, whole: bool = True) -> Head:
         raise _damaged(path, f"it ends after {len(data):,} bytes")
     _, version, head_nbytes, nbytes = _FIXED.unpack_from(data)
     if head_nbytes > len(data) - _START:
-        raise _damaged(path, "its head is not whole")
-    view = memoryview(data)
-    fixed, digest, mac, packed = _start_of(view, head_nbytes)
+        raise _damaged(path, "its head is incomplete")
+    fixed, digest, mac, packed = _start_of(data)
     if _digest(fixed, mac, packed) != digest:
         raise _damaged(path, "its checksum does not match")
     if version != INDEX_VERSION:
@@ -197,22 +202,6 @@ def read_head(data: bytes, path: str, *, whole: bool = True) -> Head:
     head = decoded(decode_head, packed, path)
     _check_head(head, nbytes - _START - head_nbytes, path)
     return head
-
-
-def read_seal(data: bytes) -> Seal:
-    """Returns the seal of an index whose head has been checked."""
-    _, _, head_nbytes, _ = _FIXED.unpack_from(data)
-    fixed, _, mac, packed = _start_of(memoryview(data), head_nbytes)
-    return Seal(_strong(fixed, packed), bytes(mac))
-
-
-def check_section(content: bytes | memoryview, section: Section, path: str) -> bytes | memoryview:
-    """Returns the bytes of a section after checking its digests. Raises `MetadataError` if they do not match."""
-    if xxhash.xxh3_128_digest(content) != section.digest:
-        raise _damaged(path, "its checksum does not match, or it was overwritten while it was read")
-    if section.strong is not None and _strong(content) != section.strong:
-        raise _damaged(path, "its BLAKE2b digest does not match")
-    return content
 
 
 def decoded(decode: Callable[[bytes | memoryview], _Rows], content: bytes | memoryview, path: str) -> _Rows:
@@ -228,14 +217,10 @@ def invalid_index(path: str, what: str) -> MetadataError:
     return MetadataError(f"{path} is not a valid dcp_tensorizer index: {what}")
 
 
-def _start_of(view: memoryview, head_nbytes: int) -> tuple[memoryview, memoryview, memoryview, memoryview]:
-    mac_offset = _FIXED.size + _DIGEST
-    return (
-        view[: _FIXED.size],
-        view[_FIXED.size : mac_offset],
-        view[mac_offset:_START],
-        view[_START : _START + head_nbytes],
-    )
+def _start_of(data: bytes) -> tuple[memoryview, memoryview, memoryview, memoryview]:
+    """Returns the fixed fields, the digest, the MAC and the head."""
+    view, mac_offset = memoryview(data), _FIXED.size + _DIGEST
+    return view[: _FIXED.size], view[_FIXED.size : mac_offset], view[mac_offset:_START], view[_START : head_end(data)]
 
 
 def _check_head(head: Head, nbytes: int, path: str) -> None:

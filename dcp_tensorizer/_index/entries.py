@@ -143,64 +143,55 @@ def entries_section(rules: StateRules, parts: Sequence[RankLocations], recent: R
     name = (rules.digest, *(part.table_digest for part in parts))
     section = None if recent is None else recent.find(name)
     if section is None:
-        section = encode_rows(_Owners(parts).entries(rules))
+        section = encode_rows(_entries(rules, parts))
     if recent is not None:
-        recent.keep(name, section)
+        recent.add(name, section)
     return section
 
 
-class _Owners:
-    """The ranks that wrote the chunks."""
-
-    def __init__(self, parts: Sequence[RankLocations]) -> None:
-        rows = [decode_places(part.section) for part in parts]
-        hashes = [np.frombuffer(row.hashes, dtype="<u8") for row in rows]
-        owners = np.repeat(np.arange(len(rows)), [len(of) for of in hashes])
-        hashed = np.concatenate([*hashes, np.zeros(0, dtype="<u8")])
-        order = np.argsort(hashed, kind="stable")  # stable: of equal hashes, the last rank's comes last
-        self._hashes, self._owners = hashed[order], owners[order]
-        self._is_tensor = (
-            np.concatenate([*(np.frombuffer(row.kinds, dtype="u1") for row in rows), _NO_KINDS])[order] == 0
-        )
-        self._runs: dict[bytes, tuple[int, list[Run]]] = {}
-
-    def entries(self, rules: StateRules) -> Entries:
-        """Returns the entries with the owners of their chunks."""
-        layouts = [rules.layouts[layout] if layout >= 0 else None for _, layout in rules.rows.tolist()]
-        wanted: list[int] = []
-        for packed_key, layout in zip(rules.packed_keys, layouts, strict=True):
-            wanted += hashes_of(packed_key, _OF_OBJECT if layout is None else layout.packed_offsets)
-        owners, are_tensors = self._find(np.array(wanted, dtype="<u8"))
-        entries: list[TensorEntry | ObjectEntry] = []
-        first = 0
-        for key, layout, (properties, number) in zip(rules.keys, layouts, rules.rows.tolist(), strict=True):
-            if layout is None:
-                entries.append(ObjectEntry(to_key(key), int(owners[first])))
-                first += 1
-                continue
-            chunks = slice(first, first + len(layout))
-            is_whole = bool(are_tensors[chunks].all()) and layout.is_covered
-            entries.append(TensorEntry(to_key(key), properties, number, self._run(owners[chunks]), is_whole))
-            first = chunks.stop
-        rows = [layout.to_row() for layout in rules.layouts]
-        return Entries(rules.property_rows, rows, [runs for _, runs in self._runs.values()], entries)
-
-    def _find(self, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the owner of each item (-1: none), and whether the item is stored as a tensor's elements."""
-        if not len(self._hashes):
-            return np.full(len(wanted), -1), np.zeros(len(wanted), dtype=bool)
-        rows = np.maximum(np.searchsorted(self._hashes, wanted, side="right") - 1, 0)
-        is_there = self._hashes[rows] == wanted
-        return np.where(is_there, self._owners[rows], -1), is_there & self._is_tensor[rows]
-
-    def _run(self, owners: np.ndarray) -> int:
-        name = owners.tobytes()
-        if name not in self._runs:
-            self._runs[name] = len(self._runs), runs_of(owners)
-        return self._runs[name][0]
+def _entries(rules: StateRules, parts: Sequence[RankLocations]) -> Entries:
+    layouts = [rules.layouts[layout] if layout >= 0 else None for _, layout in rules.rows.tolist()]
+    wanted: list[int] = []
+    for packed_key, layout in zip(rules.packed_keys, layouts, strict=True):
+        wanted += hashes_of(packed_key, _OF_OBJECT if layout is None else layout.packed_offsets)
+    owners, are_tensors = _owners_of(np.array(wanted, dtype="<u8"), parts)
+    entries: list[TensorEntry | ObjectEntry] = []
+    runs: list[list[Run]] = []
+    known: dict[bytes, int] = {}  # the numbers of the runs, by the owners that they encode
+    first = 0
+    for key, layout, (properties, number) in zip(rules.keys, layouts, rules.rows.tolist(), strict=True):
+        if layout is None:
+            entries.append(ObjectEntry(to_key(key), int(owners[first])))
+            first += 1
+            continue
+        chunks = slice(first, first + len(layout))
+        run = known.setdefault(owners[chunks].tobytes(), len(runs))
+        if run == len(runs):
+            runs.append(runs_of(owners[chunks]))
+        is_whole = bool(are_tensors[chunks].all()) and layout.is_covered
+        entries.append(TensorEntry(to_key(key), properties, number, run, is_whole))
+        first = chunks.stop
+    return Entries(rules.property_rows, [layout.to_row() for layout in rules.layouts], runs, entries)
 
 
-_NO_KINDS = np.zeros(0, dtype="u1")
+def _owners_of(wanted: np.ndarray, parts: Sequence[RankLocations]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the number of the part with each item (-1: none), and whether the item is stored as a tensor's elements.
+
+    ``wanted`` has the items' hashes.
+    """
+    rows = [decode_places(part.section) for part in parts]
+    hashes = np.frombuffer(b"".join(row.hashes for row in rows), dtype="<u8")
+    if not len(hashes):
+        return np.full(len(wanted), -1), np.zeros(len(wanted), dtype=bool)
+    owners = np.repeat(np.arange(len(rows)), [len(row.hashes) // 8 for row in rows])
+    is_tensor = np.frombuffer(b"".join(row.kinds for row in rows), dtype="u1") == 0
+    order = np.argsort(hashes, kind="stable")  # stable: of equal hashes, the last rank's comes last
+    hashes = hashes[order]
+    found = np.maximum(np.searchsorted(hashes, wanted, side="right") - 1, 0)
+    is_there = hashes[found] == wanted
+    return np.where(is_there, owners[order][found], -1), is_there & is_tensor[order][found]
+
+
 _OF_OBJECT = (encode_rows(None),)
 
 
@@ -209,7 +200,7 @@ _OF_OBJECT = (encode_rows(None),)
 
 @dataclass(frozen=True, eq=False)
 class TensorValue:
-    """What some tensors of the index have in common."""
+    """The description that some tensors of an index share."""
 
     layout: ChunkLayout
     owners: np.ndarray  # for each chunk, the number of its section of locations; -1: none
@@ -234,7 +225,7 @@ class TensorValue:
 
 
 Value = TensorValue | int
-"""A tensor, or the number of an object's section of locations; -1: none."""
+"""A tensor, or the number of an object's section of locations (-1: none)."""
 
 
 def values_of(rows: Entries, part_count: int) -> dict[Any, Value]:

@@ -16,7 +16,6 @@ from .._tensor_file.names import MAC_BYTES, NONCE_BYTES, StoredItem
 from ..errors import MetadataError, WriteError
 from .schema import KINDS, Inline, ItemKey, Places, encode_rows, from_key, to_key
 
-_PAIR = b"\x92"  # the MessagePack of two values begins with it
 _EMPTY = encode_rows(b"")
 _KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 
@@ -31,7 +30,7 @@ def hash_of(key: Any, offset: Sequence[int] | None) -> int:
 
 def hashes_of(packed_key: bytes, packed_offsets: Iterable[bytes]) -> list[int]:
     """Returns `hash_of` for several chunks of a tensor, from the packed key and offsets."""
-    start = _PAIR + packed_key
+    start = b"\x92" + packed_key  # the MessagePack of two values begins with this byte
     return [xxhash.xxh3_64_intdigest(start + offset) for offset in packed_offsets]
 
 
@@ -148,7 +147,7 @@ class LocationTable:
         self._file_sizes = [*(nbytes for _, nbytes in files), 0]  # the last entry is for items without bytes
         self._is_encrypted = is_encrypted
         self.hashes = np.frombuffer(rows.hashes, dtype="<u8")
-        self.kinds = np.frombuffer(rows.kinds, dtype="u1")
+        self._kinds = np.frombuffer(rows.kinds, dtype="u1")
         count = len(self.hashes)
         self._file_numbers = _numbers(rows.files, "<i4", count)
         self._offsets = _numbers(rows.offsets, "<i8", count)
@@ -158,12 +157,10 @@ class LocationTable:
         self._seal_ends = _ends(rows.seal_sizes or bytes(4 * count), rows.seals, count)
         self._check(count)
 
-    def __len__(self) -> int:
-        return len(self.hashes)
-
     def find(self, keys: Iterable[Any], hashes: Iterable[int]) -> Iterator[StoredItem | None]:
-        """Yields the locations of items by their keys and hashes; None for missing items. Raises `ValueError` for
-        invalid ones.
+        """Yields the location of each item by its key and hash, or None if the table lacks it.
+
+        Raises `ValueError` for an invalid location.
         """
         files, dtypes, located, of_all = self._file_names, self._rows.dtypes, self._located, self._rows.digests
         name_of, is_open = self._rows.names.get, not self._is_encrypted and not self._rows.seals
@@ -179,15 +176,13 @@ class LocationTable:
             if type(name) is not str:
                 raise ValueError(f"the data of {key!r} has no name")
             item = StoredItem(files[file], name, offset, nbytes, dtypes[dtype], KINDS[kind], of_all[first:last])
-            yield item if is_open else self._sealed(item, seal_start, seal_end, key)
-
-    def _sealed(self, item: StoredItem, start: int, stop: int, key: Any) -> StoredItem:
-        """Returns an item with its nonce and MACs."""
-        item = item._replace(nonce_and_macs=self._rows.seals[start:stop])
-        sealed = NONCE_BYTES + -(-item.length // item.block) * MAC_BYTES if item.length and self._is_encrypted else 0
-        if stop - start != sealed:  # the file may come from an attacker
-            raise ValueError(f"the data of {key!r} is not encrypted as the checkpoint is")
-        return item
+            if not is_open:
+                item = item._replace(nonce_and_macs=self._rows.seals[seal_start:seal_end])
+                blocks = -(-item.length // item.block) if self._is_encrypted else 0
+                sealed = NONCE_BYTES + blocks * MAC_BYTES if blocks else 0
+                if seal_end - seal_start != sealed:  # the index may be forged
+                    raise ValueError(f"the data of {key!r} is not encrypted as the checkpoint is")
+            yield item
 
     def named(self) -> dict[ItemKey, StoredItem]:
         """Returns the items whose keys are stored in the table, by key."""
@@ -202,25 +197,25 @@ class LocationTable:
     @functools.cached_property
     def _located(self) -> list[tuple[int, ...]]:
         """The columns as rows of Python numbers, which are faster to access one by one."""
-        columns = self._file_numbers, self._offsets, self._sizes, self._dtype_numbers, self.kinds
+        columns = self._file_numbers, self._offsets, self._sizes, self._dtype_numbers, self._kinds
         ends = self._digest_ends[:-1], self._digest_ends[1:], self._seal_ends[:-1], self._seal_ends[1:]
         return list(zip(*(column.tolist() for column in (*columns, *ends)), strict=True))
 
     def _check(self, count: int) -> None:
         hashes = np.sort(self.hashes)  # not `np.unique`, whose imports take as long as a small load
-        if len(self.kinds) != count or len(hashes) != count or np.any(hashes[1:] == hashes[:-1]):
+        if len(self._kinds) != count or len(hashes) != count or np.any(hashes[1:] == hashes[:-1]):
             raise ValueError("a table of locations has columns of several lengths, or an item twice")
         if not count:
             return
         file_sizes = np.array(self._file_sizes, dtype="i8")
         if self._file_numbers.min() < -1 or self._file_numbers.max() >= len(file_sizes) - 1:
             raise ValueError("a table of locations refers to a file that it does not have")
-        room = file_sizes[self._file_numbers]
-        if self._offsets.min() < 0 or self._sizes.min() < 0 or not np.all(self._sizes <= room - self._offsets):
-            raise ValueError("an item with data names no file")
-        if self._dtype_numbers.max() >= len(self._rows.dtypes) or self.kinds.max() >= len(KINDS):
+        ends = file_sizes[self._file_numbers]
+        if self._offsets.min() < 0 or self._sizes.min() < 0 or not np.all(self._sizes <= ends - self._offsets):
+            raise ValueError("an item is not within its file")
+        if self._dtype_numbers.max() >= len(self._rows.dtypes) or self._kinds.max() >= len(KINDS):
             raise ValueError("a table of locations has an unknown dtype or kind")
-        others = set(self._dtype_numbers[self.kinds > 0].tolist())
+        others = set(self._dtype_numbers[self._kinds > 0].tolist())
         if any(self._rows.dtypes[number] != "uint8" for number in others):
             raise ValueError("an object has another dtype than uint8")
         if max((*self._rows.names, *self._rows.keys), default=0) >= count:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.msgpack import Decoder, Encoder, Ext
 
-from .._tensor_file.names import MAX_DIMENSIONS, MAX_NUMBER
+from .._tensor_file.names import MAX_DIMENSIONS, MAX_NUMBER, Derivation
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -39,10 +39,10 @@ class DataFile(Struct, array_like=True, gc=False, frozen=True):
 
 
 class KeyRecord(Struct, array_like=True, gc=False):
-    """The description of the key of an encrypted checkpoint (`Cipher.record`)."""
+    """The description of the key of an encrypted checkpoint."""
 
-    check: bytes
-    derivation: tuple[_Count, _Count, int, bytes] | None
+    check: bytes  # see `Cipher.check_value`
+    derivation: Derivation | None  # None: the user gave the key itself
 
 
 class Section(Struct, array_like=True, gc=False):

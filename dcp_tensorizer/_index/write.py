@@ -12,7 +12,7 @@ import torch
 from msgspec.msgpack import Ext
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from .._runtime.gc_pause import collector_paused
+from .._runtime.interpreter import collector_paused
 from .._runtime.recent import Recent
 from .._tensor_file.encryption import Cipher
 from .._tensor_file.names import MAX_INLINE_BYTES
@@ -63,7 +63,7 @@ def encode(
         checkpoint_id=_optional_text(meta.checkpoint_id),
         modules=[to_text(str(module)) for module in meta.modules],
         metadata_version=_optional_text(metadata.version),
-        encryption=None if cipher is None else KeyRecord(**cipher.record()),
+        encryption=None if cipher is None else KeyRecord(cipher.check_value(), cipher.derivation),
         sections=[],
         record=record,
     )

@@ -8,10 +8,10 @@ are made from both go to ``load_state_dict``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ class OptimizerTarget:
                 entry = _larger(entry, before, param.size())
             if not _can_be_made(entry, param) or (param is None and str(number).isdigit()):
                 continue  # this optimizer does not have the parameter
-            value = _room(entry, param, str(path[-1]), None if param is None else dtype_before(param))
+            value = _target_for(entry, param, str(path[-1]), None if param is None else dtype_before(param))
             if len(path) == 3:
                 self._state[number] = value
             else:
@@ -109,17 +109,15 @@ def dtypes_kept(values: Iterable[object]) -> Iterator[None]:
     for optimizer in values:
         if isinstance(optimizer, torch.optim.Optimizer):
             given: dict[str, Any] = {}
-            handles.append(optimizer.register_load_state_dict_pre_hook(partial(_remember, given)))
-            handles.append(optimizer.register_load_state_dict_post_hook(partial(_set_back, given), prepend=True))
+            remember = functools.partial(lambda given, _, state: given.update(state), given)
+            set_back = functools.partial(_set_back, given)
+            handles.append(optimizer.register_load_state_dict_pre_hook(remember))
+            handles.append(optimizer.register_load_state_dict_post_hook(set_back, prepend=True))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _remember(given: dict[str, Any], optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    given |= state_dict
 
 
 def _set_back(given: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
@@ -145,7 +143,7 @@ def _as_given(cast: Any, given: Any) -> Any:
 def _can_be_made(entry: Any, param: torch.Tensor | None) -> bool:
     """Returns whether the sharding of a value is known: that of its parameter, or no sharding.
 
-    A parameter that describes its own part says nothing about the part of its optimizer's state.
+    A parameter that describes its own part does not determine the part of its optimizer's state.
     """
     if param is not None and describes_part(param):
         return False
@@ -162,7 +160,9 @@ def _larger(entry: Any, before: torch.Size, after: torch.Size) -> Any:
     return replace(entry, size=torch.Size(grown))
 
 
-def _room(entry: Any, param: torch.Tensor | None, name: str, dtype_before: torch.dtype | None) -> torch.Tensor | None:
+def _target_for(
+    entry: Any, param: torch.Tensor | None, name: str, dtype_before: torch.dtype | None
+) -> torch.Tensor | None:
     """Makes the tensor that an entry of the checkpoint is loaded into, or None for an object."""
     if not isinstance(entry, TensorStorageMetadata):
         return None

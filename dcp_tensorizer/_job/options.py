@@ -45,16 +45,14 @@ def check_metrics(metrics: object) -> dict[str, float]:
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"metrics[{name!r}] must be a number, got {type(value).__name__}: {error}") from None
         if not isinstance(name, str):
-            raise TypeError(f"metrics must have names for keys, got {type(name).__name__}.")
+            raise TypeError(f"metrics must have str keys, got {type(name).__name__}.")
     return checked
 
 
 def check_patterns(name: str, patterns: object) -> tuple[str, ...]:
     """Returns patterns of keys as a tuple. Raises `TypeError` for a string: each of its letters would be a pattern."""
-    if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+    if isinstance(patterns, str) or not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
         raise TypeError(f"{name} must be a list of patterns, got {patterns!r}.")
-    if odd := [pattern for pattern in patterns if not isinstance(pattern, str)]:
-        raise TypeError(f"{name} must be a list of patterns, which are strings, got {odd[0]!r}.")
     return tuple(patterns)
 
 
@@ -69,7 +67,7 @@ def check_growth(grow: object) -> tuple[tuple[str, float | None], ...]:
         raise TypeError(f"grow must be a dict of patterns and values, got {type(grow).__name__}.")
     for pattern, value in grow.items():
         if not isinstance(pattern, str):
-            raise TypeError(f"grow must be a dict of patterns and values, got {pattern!r} for a pattern.")
+            raise TypeError(f"grow must have str patterns as keys, got {pattern!r}.")
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise TypeError(f"grow[{pattern!r}] must be a number, or None, got {type(value).__name__}.")
     return tuple(grow.items())
@@ -86,7 +84,7 @@ def check_state(state: object) -> None:
         kinds = {type(key).__name__: key for key in state}
         shown = " and ".join(f"{key!r}, of type {kind}" for kind, key in list(kinds.items())[:2])
         raise TypeError(
-            f"state has keys that cannot be sorted, such as {shown}: a load would fail. Use str keys."
+            f"state has keys that cannot be sorted, such as {shown}, so a load would fail. Use str keys."
         ) from None
 
 
@@ -119,16 +117,16 @@ def check_survival(seconds: object, every: object, buffers: object, writer_optio
     check_timeout(seconds, least=0, name="survive")
     if seconds and writer_options.get("staging") == "shared":
         raise ValueError(
-            "survive and staging='shared' cannot be combined: a state that is not copied is lost with its process"
+            "survive cannot be combined with staging='shared': a state that is not copied is lost with its process."
         )
     if seconds and not writer_options.get("cache_staged_state_dict", True):
-        raise ValueError("survive and cache_staged_state_dict=False cannot be combined: the buffers hold the states")
+        raise ValueError("survive cannot be combined with cache_staged_state_dict=False: the buffers hold the states.")
     check_count("survive_every", every, optional=True)
     check_count("buffers", buffers)
     if buffers not in (2, 3):
         raise ValueError(f"buffers must be 2 or 3, got {buffers!r}.")
     if every is not None and not (seconds and buffers == 3):
-        raise ValueError("survive_every needs survive= and buffers=3: it holds steps while a save runs")
+        raise ValueError("survive_every needs survive= and buffers=3, because it holds steps while a save runs.")
 
 
 def check_export(export: object, writer_options: Mapping[str, Any]) -> None:
@@ -141,9 +139,9 @@ def check_export(export: object, writer_options: Mapping[str, Any]) -> None:
         return
     check_type("export", export, Export)
     if writer_options.get("staging") == "shared":
-        raise ValueError("export and staging='shared' cannot be combined: training changes a state that is not copied")
+        raise ValueError("export cannot be combined with staging='shared': training changes a state without a copy.")
     if not writer_options.get("cache_staged_state_dict", True):
-        raise ValueError("export and cache_staged_state_dict=False cannot be combined: exports read the buffer")
+        raise ValueError("export cannot be combined with cache_staged_state_dict=False: exports read the buffer.")
 
 
 def options_of_reader(

@@ -92,7 +92,9 @@ def decide(agreement: Agreement, vote: Vote) -> tuple[Action, Vote]:
     """
     highest, lowest, *numbers = agreement.largest(*vote.numbers(is_first=agreement.is_first))
     if highest != -lowest:
-        raise ValueError(f"the ranks save different steps, from {-lowest} to {highest}: all must be at the same step")
+        raise ValueError(
+            f"the ranks save different steps, from {-lowest} to {highest}. Save the same step on every rank."
+        )
     known: dict[str, Any] = dict(zip(_FLAGS, map(bool, numbers), strict=False))
     memory = MemoryVote(*map(bool, numbers[len(_FLAGS) :]))
     vote = Vote(highest, **known | {"failures": numbers[_FLAGS.index("failures")]}, memory=memory)
@@ -136,7 +138,7 @@ class SavePolicy:
         self._every_in_memory = every_in_memory
         self._clock = clock
         self._bounds = None if interval is None else _bounds(interval)
-        self.continue_from(0)
+        self.record_save(0, is_due=True)
 
     @property
     def interval(self) -> float:
@@ -149,7 +151,7 @@ class SavePolicy:
         return min(max(self._clock.report().young_interval(), shortest), longest)
 
     def is_due(self, step: int) -> bool:
-        """Returns whether this step is to be saved."""
+        """Returns whether a save of this step is due."""
         if self._every is None and self._bounds is None:
             return True
         by_steps = self._every is not None and step // self._every > self._saved // self._every
@@ -161,14 +163,10 @@ class SavePolicy:
         return every is not None and step // every > self._held // every
 
     def record_save(self, step: int, *, is_due: bool) -> None:
-        """Records that a step is being saved or held. ``is_due``: a save of it was due."""
+        """Records a step that is being saved or held, or that the job resumes from. ``is_due``: it counts as saved."""
         self._held = step
         if is_due:
             self._saved, self._saved_at = step, self._clock.now()
-
-    def continue_from(self, step: int) -> None:
-        """Records that the job resumes from a step. The next save is due relative to that step."""
-        self.record_save(step, is_due=True)
 
 
 def _bounds(interval: SaveInterval) -> tuple[float, float]:
@@ -181,12 +179,12 @@ def _bounds(interval: SaveInterval) -> tuple[float, float]:
         check_timeout(interval, name="save_interval")
         return interval, interval
     if len(interval) != 2:
-        raise ValueError(f"save_interval must have two values, the least seconds and the most, got {interval!r}.")
+        raise ValueError(f"save_interval must be a pair (shortest, longest) in seconds, got {interval!r}.")
     shortest, longest = interval
     check_timeout(shortest, least=0.0, name="save_interval")
     check_timeout(longest, name="save_interval")
     if shortest > longest:
-        raise ValueError(f"save_interval must have the least seconds first, and the most second, got {interval!r}.")
+        raise ValueError(f"save_interval must have the shorter interval first, got {interval!r}.")
     return shortest, longest
 
 
@@ -215,7 +213,7 @@ class StopSignals:
             names = ", ".join(sorted(number.name for number in fixed))
             raise ValueError(f"stop_signals: {names} cannot be handled. Leave it out.")
         if self._signals and threading.current_thread() is not threading.main_thread():
-            raise ValueError("only the main thread can handle signals: make the manager there, or pass stop_signals=()")
+            raise ValueError("only the main thread can handle signals. Make the manager there, or pass stop_signals=()")
         self.seen = False
         self._first = 0.0
         self._before: dict[int, Any] = {}

@@ -110,7 +110,7 @@ class Agreement:
             self._work = work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group.group, async_op=True)
             assert work is not None
             try:
-                work.wait(self._calls.patience)
+                work.wait(self._calls.pause)
             except RuntimeError:
                 if work.is_completed():
                     raise
@@ -149,8 +149,8 @@ class Agreement:
         shown = [f"{text} on rank {listed_ranks(those)}" for text, those in values.items()]
         more = f", and {len(shown) - _VALUES_SHOWN} other values" if len(shown) > _VALUES_SHOWN else ""
         raise ValueError(
-            f"the managers of the ranks differ: {name} is {', '.join(shown[:_VALUES_SHOWN])}{more}. Pass the same on "
-            f"every rank"
+            f"the managers of the ranks differ: {name} is {', '.join(shown[:_VALUES_SHOWN])}{more}. Pass the same "
+            f"value on every rank."
         )
 
     def decided(self, decide: Callable[[], _T]) -> _T:
@@ -199,7 +199,7 @@ class Agreement:
 
 # --- naming the ranks that a collective waits for ---------------------------------------------------------------------
 
-_LOOK_SECONDS = 2.0  # timeout for the reports of other ranks
+_REPORT_SECONDS = 2.0  # timeout for the reports of other ranks
 _STORE_SECONDS = 5.0  # timeout for the store, which never answers from an unreachable host
 _CLOSED = "pair closure"  # gloo's error in a group in which an earlier collective has timed out
 
@@ -208,14 +208,14 @@ class RollCall:
     """Record in a group's store of the collective that each rank has reached, to name absent ranks after a timeout.
 
     Each rank counts the collective operations called ``name``. When it reaches one, it puts the count into the store
-    (`here`). For a frequent operation it does so only after a wait of ``patience``, a tenth of ``timeout``.
+    (`here`). For a frequent operation it does so only after a wait of ``pause``, a tenth of ``timeout``.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
         self._rank, self._ranks = group.rank(), dist.get_process_group_ranks(group)
         self._store = PrefixStore(f"dcp_tensorizer/{name}", group_store(group))
         self.timeout = group_timeout(group)
-        self.patience = self.timeout / 10
+        self.pause = self.timeout / 10
 
     def here(self, number: int) -> None:
         """Records that this rank has reached the operation with this number."""
@@ -232,18 +232,18 @@ class RollCall:
             return f"{who} waited for the others to {what}: another rank has ended, or made other calls. {words}"
         seconds = f"{self.timeout.total_seconds():g} s, the timeout of the job's process group,"
         waited = f"{who} has waited {seconds} for the others to {what}"
-        looking = in_background(lambda: self._look(number), name="roll-call", daemon=True)
+        finding = in_background(lambda: self._missing(number), name="roll-call", daemon=True)
         try:
-            absent, silent = looking.result(_STORE_SECONDS)
+            absent, silent = finding.result(_STORE_SECONDS)
         except (FutureTimeout, RuntimeError):
-            return f"{waited}. The job's store does not answer either: this host, or the one with the store, is cut off"
+            return f"{waited}. The job's store does not answer either: this host or that of the store is cut off"
         if absent:
-            return f"{waited}. {_have(absent)} not come: stopped, busy with something else, or cut off"
+            return f"{waited}. {_have(absent)} not come: stopped, busy, or cut off"
         if silent:
-            return f"{waited}. {_have(silent)} not been heard of since: stopped, or cut off"
-        return f"{waited}. All of them have come: the network between them may be down. {words}"
+            return f"{waited}. {_have(silent)} not answered since: stopped, or cut off"
+        return f"{waited}. All of them have come, so the network between them may be down. {words}"
 
-    def _look(self, number: int) -> tuple[list[int], list[int]]:
+    def _missing(self, number: int) -> tuple[list[int], list[int]]:
         """Returns the ranks that have not reached the operation, and those that have not reported their own timeout.
 
         Waits a short time for their reports.
@@ -251,7 +251,7 @@ class RollCall:
         self.here(number)
         self._store.set(f"{self._rank}-gave-up", str(number))
         others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
-        end = time.monotonic() + min(_LOOK_SECONDS, self.patience.total_seconds())
+        end = time.monotonic() + min(_REPORT_SECONDS, self.pause.total_seconds())
         while True:
             silent = [rank for rank in others if not self._has(f"{rank}-gave-up", number)]
             absent = [rank for rank in silent if not self._has(str(rank), number)]
@@ -369,7 +369,7 @@ class Heartbeats:
                 set_group_timeout(self.group, then)
 
     def _beat(self, is_done: threading.Event, done: str, calls: RollCall) -> None:
-        every = calls.patience.total_seconds()
+        every = calls.pause.total_seconds()
         while True:
             self._number += 1
             is_done.wait(every)
@@ -378,7 +378,7 @@ class Heartbeats:
             try:
                 dist.all_reduce(ready, op=dist.ReduceOp.MIN, group=self.group)
             except RuntimeError as error:
-                self._failure = calls.explain(self._number, error, f"say whether they have {done} their part")
+                self._failure = calls.explain(self._number, error, f"report whether they have {done} their part")
                 logger.error("%s", self._failure)
                 return
             if ready.item():

@@ -8,8 +8,8 @@ import logging
 import re
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from contextlib import ExitStack, closing, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -83,16 +83,6 @@ class Selection:
     def __post_init__(self) -> None:
         check_flags(self)
 
-    @property
-    def is_all(self) -> bool:
-        """Returns whether every key is loaded."""
-        return not self.include and not self.exclude
-
-    @property
-    def tolerates(self) -> bool:
-        """Returns whether values that do not fit stay unchanged, without an error."""
-        return not self.strict or self.allow_shape_mismatch
-
     def has(self, names: Iterable[str]) -> bool:
         """Returns whether a key is selected, given its name and the names of the lists that contain it."""
         return (not self.include or matches(names, self.include)) and not matches(names, self.exclude)
@@ -156,7 +146,10 @@ def _load(
     options: Mapping[str, Any],
 ) -> None:
     """Loads a checkpoint, under a lock that prevents its deletion; see `load_first`."""
-    with _shared_lock(storage):
+    with ExitStack() as stack:
+        if storage.locks_are_visible:
+            with suppress(WriteError):  # without a lock, the load still shows whether the checkpoint can be read
+                stack.enter_context(storage.lock_directory()).share(_LOCK_SECONDS)
         reader = open_reader(folder.location, **options)
         heartbeats.watch_load(reader)
         try:
@@ -292,15 +285,6 @@ def error_of_load(path: str, error: BaseException) -> CheckpointError:
     return misfit
 
 
-@contextmanager
-def _shared_lock(storage: Storage) -> Iterator[None]:
-    with ExitStack() as stack:
-        if storage.locks_are_visible:
-            with suppress(WriteError):  # without a lock, the load still shows whether the checkpoint can be read
-                stack.enter_context(storage.lock_directory()).share(_LOCK_SECONDS)
-        yield
-
-
 class SelectivePlanner(LoadPlanner):
     """Load planner for selected keys, which also makes the state of optimizers that have not taken a step.
 
@@ -369,14 +353,20 @@ class SelectivePlanner(LoadPlanner):
                 logger.info("%s also has %s, which the state does not ask for", self._path, listed(unasked))
 
     def _growing(self, value_of: Callable[[str], tuple[float | None] | None]) -> dict[str, tuple[float | None]]:
-        """Finds the tensors that are larger than the stored ones, and for which ``value_of`` gives new elements."""
+        """Finds the tensors that are larger than the stored ones in some dimension, and smaller in none.
+
+        ``value_of`` returns the value of a tensor's new elements in a tuple of one, or None if it may not be larger.
+        """
         assert self.metadata is not None
         stored, growing = self.metadata.state_dict_metadata, {}
         for key, tensor in self.state_dict.items():
             entry = stored.get(key)
             if not isinstance(tensor, torch.Tensor) or not isinstance(entry, TensorStorageMetadata):
                 continue
-            if is_larger(whole_size(tensor), entry.size) and (value := value_of(key)) is not None:
+            size = whole_size(tensor)
+            is_larger = len(size) == len(entry.size) and size != entry.size
+            is_larger = is_larger and all(a >= b for a, b in zip(size, entry.size, strict=True))
+            if is_larger and (value := value_of(key)) is not None:
                 growing[key] = value
         return growing
 
@@ -421,10 +411,14 @@ class SelectivePlanner(LoadPlanner):
             entries = ((key, stored.get(key)) for key in self.state_dict if not key.startswith(of_optimizers))
             dtypes = {key: e.properties.dtype for key, e in entries if isinstance(e, TensorStorageMetadata)}
             self._dtype_before = self._of_parameters(dtypes)
-        if self._selection.is_all and not self._selection.grow:
+        if not (self._selection.include or self._selection.exclude or self._selection.grow):
             return
         paths = dict(recorded_paths(metadata)) | getattr(self, "mappings", {})
-        names = {key: {key, *_lists_around(paths.get(key, ()))} for key in {*self.state_dict, *stored}}
+        names = {}  # of each key, and of the lists that contain it
+        for key in {*self.state_dict, *stored}:
+            path = paths.get(key, ())
+            lists = (".".join(map(str, path[:depth])) for depth, part in enumerate(path) if type(part) is int)
+            names[key] = {key, *lists}
         self._selection.check(list(self.state_dict), set().union(*names.values()))
         self._drop({key for key in names if not self._selection.has(names[key])})
 
@@ -494,12 +488,12 @@ class SelectivePlanner(LoadPlanner):
                 "%s has other shapes, and these keys stay as they are (allow_shape_mismatch=True): %s%s",
                 self._path,
                 shapes,
-                f". So does the optimizer's state of them: {listed(sorted(state))}" if state else "",
+                f". So does their optimizer state: {listed(sorted(state))}" if state else "",
             )
         elif misfits:
             problems.append(
                 f"shapes differ: {shapes}. With allow_shape_mismatch=True such keys stay as they are; grow= loads a "
-                f"smaller one into a part of a larger one"
+                f"smaller tensor into a part of a larger one"
             )
         if problems:
             raise StateMismatch(f"{self._path} cannot be loaded: {'. '.join(problems)}")
@@ -519,12 +513,12 @@ class SelectivePlanner(LoadPlanner):
         if lost and all(_is_setting(paths[key], self.state_dict) for key in lost):
             advice = (
                 "the parameter groups of the optimizer have no such setting. A scheduler adds 'initial_lr', for "
-                "example: make the scheduler before restore()"
+                "example. Make the scheduler before restore()"
             )
         elif lost:
             advice = (
-                "the optimizer has no place for them: it has other parameters or groups than the one that was saved. "
-                "Or they are of another shape than a sharded parameter: then the optimizer has to take a step before"
+                "the optimizer cannot take them: it has other parameters or groups than the saved one, or they have "
+                "another shape than their sharded parameter. Then take a step of the optimizer before restore()"
             )
         elif lost := keys_below_empty_dicts(self.original_state_dict, more, metadata):
             advice = EMPTY_DICT
@@ -532,7 +526,7 @@ class SelectivePlanner(LoadPlanner):
             return []
         problem = f"{self._path} has {listed(lost)}, and {advice}"
         if self._selection.strict:
-            raise StateMismatch(f"{problem}. Leave them out by exclude=, or by strict=False, which warns of them")
+            raise StateMismatch(f"{problem}. Leave them out by exclude=, or pass strict=False, which warns of them")
         logger.warning("%s. They are not loaded (strict=False)", problem)
         return lost
 
@@ -544,11 +538,6 @@ def _is_setting(path: Sequence[str | int], state: Mapping[str, Any]) -> bool:
     )
 
 
-def is_larger(size: torch.Size, stored: torch.Size) -> bool:
-    """Returns whether a tensor is larger than the stored one in some dimension, and smaller in none."""
-    return len(size) == len(stored) and size != stored and all(a >= b for a, b in zip(size, stored, strict=True))
-
-
 def fill_beyond(tensor: torch.Tensor, stored: torch.Size, value: float) -> None:
     """Sets this rank's elements of a tensor outside the stored size."""
     for offsets, part in local_parts(tensor):
@@ -557,10 +546,5 @@ def fill_beyond(tensor: torch.Tensor, stored: torch.Size, value: float) -> None:
             part.detach().narrow(dim, begin, part.size(dim) - begin).fill_(value)
 
 
-def _lists_around(path: Sequence[str | int]) -> Iterator[str]:
-    """Yields the names of the lists that contain a value, by its path in the nested state dict."""
-    return (".".join(map(str, path[:depth])) for depth, part in enumerate(path) if type(part) is int)
-
-
-# Activation checkpointing and FSDP1 add these to the names of parameters, but not to the keys of state dicts.
+# Activation checkpointing and FSDP1 add these parts to the names of parameters, but not to the keys of state dicts.
 WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")

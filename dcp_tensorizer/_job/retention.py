@@ -7,7 +7,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
@@ -83,23 +83,23 @@ class Retention:
         measured = [step for step in steps if not math.isnan(step.metrics.get(name, math.nan))]
         return max(measured, key=lambda step: (sign * step.metrics[name], step.number), default=None)
 
-    def kept(self, steps: Sequence[Step]) -> set[int]:
+    def retained(self, steps: Sequence[Step]) -> set[int]:
         """Returns the numbers of the steps to retain."""
         numbers = sorted((step.number for step in steps), reverse=True)
         best = self.best(steps)
         if self.keeps_all or (self.metric is not None and best is None):
             return set(numbers)
-        kept = set(numbers[: self.latest or 1])
+        retained = set(numbers[: self.latest or 1])
         if self.every is not None:
-            kept |= {number for number in numbers if number % self.every == 0}
-        return kept if best is None else kept | {best.number}
+            retained |= {number for number in numbers if number % self.every == 0}
+        return retained if best is None else retained | {best.number}
 
 
 # --- deletion of checkpoints that no rule retains, and that no process uses -------------------------------------------
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_LINKED = "it is a link: remove it, and its target, by hand"
+_LINKED = "it is a link. Remove the link and its target by hand"
 
 
 def _delete(storage: Storage, step: Step, owner: Lease, *, other_files: bool) -> str:
@@ -118,7 +118,7 @@ def _delete(storage: Storage, step: Step, owner: Lease, *, other_files: bool) ->
         names = [file.name for file in files]
         others = [*folders, *(name for name in names if not is_ours(name))]
         if others and not other_files:
-            return f"it holds what no save wrote: {', '.join(sorted(others)[:3])}"
+            return f"it contains files or directories that no save wrote: {', '.join(sorted(others)[:3])}"
         file = committed(storage)
         if file is not None and file.head.save_id != step.save_id:
             return "another save has replaced it"
@@ -173,7 +173,7 @@ class Retaining:
         """Does the work for a committed checkpoint, once it is on the remote. Called on a background thread."""
         if self._rules is None:
             return
-        self._look_for_metric(saved)
+        self._warn_of_metric(saved)
         self._deleted.discard(saved.number)
         arrival = None if self._flushing is None else self._flushing.future(saved.save_id)
         if arrival is None:
@@ -181,20 +181,20 @@ class Retaining:
         else:
             retaining = weakref.ref(self)  # the future holds its callbacks, which must not hold the job's memory
 
-            def go_on(done: Future[float]) -> None:
+            def resume(done: Future[float]) -> None:
                 alive = retaining()
                 if alive is not None and done.exception() is None:
                     alive._begin(lambda: alive._retain(saved))
                 elif alive is not None:  # if another run has taken the lease, the next save reports it
                     alive._begin(alive._owner.take)
 
-            arrival.add_done_callback(go_on)
+            arrival.add_done_callback(resume)
 
     def wait(self, deadline: Deadline) -> None:
         """Waits for the work in progress."""
         wait_for(self._running, deadline.left)
 
-    def _look_for_metric(self, saved: Step) -> None:
+    def _warn_of_metric(self, saved: Step) -> None:
         """Warns, once, of a checkpoint without a value of the metric of ``keep_best``."""
         assert self._rules is not None
         metric = self._rules.metric
@@ -216,7 +216,12 @@ class Retaining:
         self._running = [*running, in_background(what, name="checkpoint-manager")]
 
     def _retain(self, saved: Step) -> None:
-        assert self._rules is not None
+        """Moves `LATEST`, and deletes the checkpoints of the branch that no rule retains, except ``saved``.
+
+        Logs failures, and the reasons why checkpoints stay. No save fails because of them.
+        """
+        rules, folder = self._rules, self._folder
+        assert rules is not None
         with self._lock:
             position = self._position()
             if saved.number in self._deleted:
@@ -225,46 +230,33 @@ class Retaining:
                 return  # the job has left that branch, and the step that it resumed from must stay
             try:
                 self._owner.check()
+                self._move_latest(saved)
+                if rules.keeps_all:
+                    return
+                steps = members(sound(read_steps(folder, self._names)), saved.branch)
+                if saved.number not in {step.number for step in steps}:
+                    raise ReadError(f"{folder.path} does not list step {saved.number}, which was just saved")
             except CheckpointError as error:
                 logger.warning("old checkpoints are not deleted: %s", str(error))
                 return
-            self._move_latest(saved)
-            if self._rules.keeps_all:
-                return
-            for step in self._delete_old(saved, self._rules):
+            staying, linked = rules.retained(steps) | {saved.number}, folder.linked_directories()
+            for step in steps:
+                storage = folder.child(step.name)
+                is_recent = not storage.locks_are_visible and time.time() - step.saved_at / 1e9 < rules.delete_after
+                if step.number in staying or is_recent:
+                    continue
+                try:
+                    reason = _LINKED if step.name in linked else ""
+                    reason = reason or _delete(storage, step, self._owner, other_files=rules.delete_other_files)
+                except Exception as error:
+                    reason = storage.scrub(describe(error))
+                if reason:
+                    logger.warning("%s is not deleted: %s", storage.path, reason)
+                    continue
+                logger.info("deleted %s", storage.path)
                 self._deleted.add(step.number)
                 if position is not None:
                     position.numbers.discard(step.number)
-
-    def _delete_old(self, saved: Step, rules: Retention) -> Iterator[Step]:
-        """Deletes the checkpoints of the branch that no rule retains, except ``saved``. Yields the deleted ones.
-
-        Logs failures, and the reasons why checkpoints stay. No save fails because of them.
-        """
-        folder = self._folder
-        try:
-            steps = members(sound(read_steps(folder, self._names)), saved.branch)
-            if saved.number not in {step.number for step in steps}:
-                raise ReadError(f"{folder.path} does not list step {saved.number}, which was just saved")
-        except CheckpointError as error:
-            logger.warning("old checkpoints are not deleted: %s", error)
-            return
-        kept, linked = rules.kept(steps) | {saved.number}, folder.linked_directories()
-        for step in steps:
-            storage = folder.child(step.name)
-            is_recent = not storage.locks_are_visible and time.time() - step.saved_at / 1e9 < rules.delete_after
-            if step.number in kept or is_recent:
-                continue
-            try:
-                reason = _LINKED if step.name in linked else ""
-                reason = reason or _delete(storage, step, self._owner, other_files=rules.delete_other_files)
-            except Exception as error:
-                reason = storage.scrub(describe(error))
-            if reason:
-                logger.warning("%s is not deleted: %s", storage.path, reason)
-            else:
-                logger.info("deleted %s", storage.path)
-                yield step
 
     def _move_latest(self, saved: Step) -> None:
         """Writes a checkpoint's name to `LATEST`, unless that names a later save. Logs the first failure.

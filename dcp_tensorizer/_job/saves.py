@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -78,7 +79,7 @@ class Saves:
         agreement: Makes the decisions of all ranks.
         heartbeats: Distinguishes slow ranks from dead ones, on a group that only saves use.
         clock: Measures the times of saves.
-        stages_replicas: Each rank stages its whole state, also the tensors that other ranks write.
+        stages_all: Each rank also stages the tensors that other ranks write.
         after: Called with each committed checkpoint, on a background thread.
         exports: Exports models; None without exports.
 
@@ -95,7 +96,7 @@ class Saves:
         heartbeats: Heartbeats,
         clock: GoodputClock,
         *,
-        stages_replicas: bool,
+        stages_all: bool,
         after: Callable[[Step], None],
         exports: Exports | None,
     ) -> None:
@@ -104,7 +105,8 @@ class Saves:
         self._writer = writer
         self.planner = SavePlanner()
         self._agreement = agreement
-        self._replicas = None if stages_replicas else Replicas(self.planner, agreement)
+        self._stages_all = stages_all or agreement.is_alone
+        self._fingerprint: int | None = None  # of the last state; None if it could not be collected
         self._heartbeats = heartbeats
         self._clock = clock
         self._after = after
@@ -122,34 +124,24 @@ class Saves:
             with suppress(StagingError):  # the save will report the error
                 self._writer.prewarm(collect()[0])
 
-    def start(self, save: StepSave, collect: Collect, on_staged: OnStaged | None = None) -> Future[str]:
+    def start(
+        self,
+        save: StepSave,
+        collect: Collect,
+        on_staged: OnStaged | None = None,
+        ties: Mapping[str, str] | None = None,
+    ) -> Future[str]:
         """Stages the state that ``collect`` returns, and starts its save in the background.
 
-        If a ``state_dict`` raises an error, this still begins the save, which then fails on all ranks, because
-        otherwise the other ranks would wait for this rank. Then it raises the error. ``on_staged`` as in
-        `SaveDescription`.
+        If a ``state_dict`` raises an error, or the save has a ``refusal``, the save begins nevertheless, and fails on
+        all ranks, because otherwise the other ranks would wait for this rank. Then the error is raised. ``on_staged``
+        is that of `SaveDescription`. ``ties`` are the tied tensors of the state; None: those of the collected state.
         """
         save.began = self._clock.now()
         collected, error = self._collected(collect)
-        save.refusal = _refusal(error)
-        self._start(save, collected, on_staged)
-        if error is not None:
-            raise error
-        return save.future
-
-    def _start(
-        self,
-        save: StepSave,
-        collected: dict[str, Any],
-        on_staged: OnStaged | None = None,
-        ties: Mapping[str, str] | None = None,
-    ) -> None:
-        """Starts the save of the collected state. A save with a ``refusal`` fails on all ranks."""
+        save.refusal = save.refusal or _refusal(error)
         before, self._is_warm, self._held = self._last, True, None
-        omitted = frozenset[str]()
-        if self._replicas is not None:
-            follows = before is not None and before.saved is not None
-            omitted = self._replicas.omitted(None if save.refusal else collected, follows=follows)
+        omitted = self._written_elsewhere(None if save.refusal else collected, before)
         if self._exports is not None:
             self._wait_exported()
             on_staged = self._exports.retaining(ties_in(collected) if ties is None else ties, on_staged)
@@ -164,7 +156,27 @@ class Saves:
         )
         done = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
         self._last = save
-        in_background(lambda: self._follow(save, done, before), name="checkpoint-manager")
+        in_background(functools.partial(self._follow, save, done, before), name="checkpoint-manager")
+        if error is not None:
+            raise error
+        return save.future
+
+    def _written_elsewhere(self, state: Mapping[str, Any] | None, before: StepSave | None) -> frozenset[str]:
+        """Returns the keys of tensors that this rank need not stage, because other ranks write them. Collective.
+
+        The planner uses only the keys, shapes and shardings of all ranks. If these have not changed on any rank since
+        the last save, each rank writes the same items again. ``state`` is None if it could not be collected. Raises
+        `WriteError` if a rank is gone.
+        """
+        if self._stages_all:
+            return frozenset()
+        last, self._fingerprint = self._fingerprint, None
+        if state is not None:
+            with suppress(Exception):  # for example, a tensor without a shape: staging reports it to all ranks
+                self._fingerprint = fingerprint(state)
+        is_same = before is not None and before.saved is not None and last is not None and self._fingerprint == last
+        (differs,) = self._agreement.largest(int(not is_same))
+        return frozenset() if differs else self.planner.written_elsewhere
 
     def _wait_exported(self) -> None:
         """Waits for the export of the last save, because the next state is about to be staged."""
@@ -192,9 +204,9 @@ class Saves:
         self.error = next((error for error in errors if error is not None), self.error)
 
     def hold(self, save: StepSave, collect: Collect, on_staged: OnStaged) -> None:
-        """Stages a state without writing it; `write_held` writes it. The arguments are those of `start`."""
+        """Stages a state, which `write_held` writes later. The arguments are those of `start`."""
 
-        def keep(staged: StagedStateDict) -> None:
+        def hold(staged: StagedStateDict) -> None:
             staged.staged_save.ties = ties
             save.staged, self._held = staged, save
             on_staged(staged)
@@ -206,7 +218,7 @@ class Saves:
         if error is not None:  # other ranks hold the step, and if they write it, the save must fail on all ranks
             save.refusal, self._held = _refusal(error), save
             raise error
-        self._writer.saver.hold(collected, keep)
+        self._writer.saver.hold(collected, hold)
 
     def _collected(self, collect: Collect) -> tuple[dict[str, Any], BaseException | None]:
         """Collects the state. Returns it, and the error of a failed ``state_dict`` or None.
@@ -222,8 +234,8 @@ class Saves:
         if unmatched and self._agreement.is_first:
             self._unmatched |= unmatched
             logger.warning(
-                "exclude: no key of the state on the first rank matches %s: nothing is left out by it. Keys of nested "
-                "dicts are joined by dots, as 'model.weight', and a list is one key",
+                "exclude: no key of the state on the first rank matches %s. Keys of nested dicts are "
+                "joined by dots, such as 'model.weight', and a list is one key",
                 listed(sorted(unmatched)),
             )
         return collected, None
@@ -241,8 +253,7 @@ class Saves:
                 ties = staged.staged_save.ties
             except StagingError as error:
                 save.refusal = error
-        save.began = self._clock.now()
-        self._start(save, state, ties=ties)
+        self.start(save, lambda: (state, set()), ties=ties)
 
     @property
     def held_step(self) -> int | None:
@@ -311,7 +322,15 @@ class Saves:
             meta: StorageMeta | None = done.result().storage_meta
         except BaseException as error:
             cause = unwrap(error)
-            self._fail(save, self._heartbeats.error_of(cause, f"{save.storage.path} was not saved") or cause)
+            cause = self._heartbeats.error_of(cause, f"{save.storage.path} was not saved") or cause
+            if not isinstance(cause, CheckpointError):
+                failure = WriteError(f"{save.storage.path} was not saved: {describe(cause)}")
+                failure.__cause__ = cause
+                cause = failure
+            self.error = cause
+            self.failures.failed(str(cause))
+            self._clock.failed()
+            save.future.set_exception(cause)
             if is_uncommitted(error):
                 with suppress(Hung):  # the disk does not respond: the thread is abandoned
                     in_time(save.files.remove, _CLEAN_UP_SECONDS)
@@ -336,52 +355,9 @@ class Saves:
             self._following.is_here = False
             save.over.set_result(None)
 
-    def _fail(self, save: StepSave, cause: BaseException) -> None:
-        if not isinstance(cause, CheckpointError):
-            failure = WriteError(f"{save.storage.path} was not saved: {describe(cause)}")
-            failure.__cause__ = cause
-            cause = failure
-        self.error = cause
-        self.failures.failed(str(cause))
-        self._clock.failed()
-        save.future.set_exception(cause)
-
 
 def _refusal(error: BaseException | None) -> StagingError | None:
     return None if error is None else StagingError(f"the state could not be collected: {describe(error)}")
-
-
-# --- replicas: tensors that this rank does not stage, because other ranks write them ----------------------------------
-
-
-class Replicas:
-    """Tensors that a rank need not stage, because other ranks write them.
-
-    The planner uses only the keys, shapes and shardings of all ranks. If these have not changed on any rank since the
-    last save, each rank writes the same items again.
-    """
-
-    def __init__(self, planner: SavePlanner, agreement: Agreement) -> None:
-        self._planner = planner
-        self._agreement = agreement
-        self._last: int | None = None
-
-    def omitted(self, state: Mapping[str, Any] | None, *, follows: bool) -> frozenset[str]:
-        """Returns the keys of the tensors that need not be staged. Collective; call it before each save.
-
-        ``state`` is None if it could not be collected. ``follows``: the last save is committed. Raises `WriteError` if
-        a rank is gone.
-        """
-        if self._agreement.is_alone:
-            return frozenset()
-        current = None
-        if state is not None:
-            with suppress(Exception):  # for example, a tensor without a shape: staging reports it to all ranks
-                current = fingerprint(state)
-        is_same = follows and current is not None and current == self._last
-        self._last = current
-        (differs,) = self._agreement.largest(int(not is_same))
-        return frozenset() if differs else self._planner.written_elsewhere
 
 
 # --- the saved part of a state ----------------------------------------------------------------------------------------
@@ -401,11 +377,11 @@ def collected_part(
     if not exclude and not trainable_only:
         return collected, unmatched
     frozen = _frozen(state, collected) if trainable_only else set()
-    says_it = (torch.nn.Module, torch.nn.Parameter)
-    if trainable_only and not any(isinstance(value, says_it) for value in _values(state)):
+    trained = (torch.nn.Module, torch.nn.Parameter)
+    if trainable_only and not any(isinstance(value, trained) for value in _values(state)):
         raise StagingError(
-            "trainable_only=True, and nothing in the state says what is trained: give the module itself in the "
-            'state, as {"model": model}, or name with exclude= what is to be left out'
+            "trainable_only=True: the state has no module or parameter. Put the module itself into the state, as "
+            '{"model": model}, or pass exclude=.'
         )
 
     def part_of(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -435,8 +411,8 @@ def _frozen(state: Mapping[str, Any], collected: Mapping[str, Any]) -> set[str]:
             names = {WRAPPERS.sub("", name) for name, parameter in parameters if not parameter.requires_grad}
             if names and names.isdisjoint(collected[key]):
                 logger.warning(
-                    "trainable_only=True: no frozen parameter of %r is in its state dict by its name (%r): if they are "
-                    "there by other names, leave them out with exclude=",
+                    "trainable_only=True: the state dict of %r has no frozen parameter under its name, such as %r. If "
+                    "it has them under other names, pass exclude=",
                     key,
                     min(names),
                 )

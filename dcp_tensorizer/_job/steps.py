@@ -9,8 +9,8 @@ import re
 import string
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from .._formats.recognise import kind_of_file
 from .._index.container import committed
@@ -19,7 +19,7 @@ from .._runtime.threads import in_threads
 from .._saving.commit import dead_files, remove
 from .._storage.base import Storage
 from .._tensor_file.names import is_data_file_name, metadata_file_name
-from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, describe
+from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, describe, listed
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -132,8 +132,12 @@ def read_steps(folder: Storage, names: StepNames) -> list[Step]:
         if (head := folder.file_in_place()) is not None:
             raise MetadataError(f"{folder.path} is a file {kind_of_file(head)}") from None
         found = set()
-    newest = _newest(folder)
-    unlisted = {newest} - found
+    newest = ""
+    with suppress(CheckpointError, UnicodeDecodeError):  # for example, a directory has that name
+        newest = (folder.read(LATEST, _MAX_NAME) or b"").decode()
+    # If a cache returns an old size, the end of the name is missing, with its newline.
+    is_name = newest.endswith("\n") and not {"/", "\\", "\0"} & set(newest)
+    unlisted = {newest[:-1] if is_name else ""} - found
     found |= unlisted
     numbered = [(number, name) for name in sorted(found) if (number := names.step_in(name)) is not None]
     read = in_threads(functools.partial(_read_step, folder), sorted(numbered))
@@ -147,18 +151,6 @@ def read_steps(folder: Storage, names: StepNames) -> list[Step]:
     return steps
 
 
-def _newest(folder: Storage) -> str:
-    """Reads the name in `LATEST`. Returns an empty string if the file is missing or incomplete.
-
-    If a cache returns an old size, the end of the name is missing, with its newline.
-    """
-    try:
-        name = (folder.read(LATEST, _MAX_NAME) or b"").decode()
-    except (CheckpointError, UnicodeDecodeError):  # for example, a directory has that name
-        return ""
-    return name[:-1] if name.endswith("\n") and not {"/", "\\", "\0"} & set(name) else ""
-
-
 def _read_step(folder: Storage, numbered: tuple[int, str]) -> Step | None:
     number, name = numbered
     try:
@@ -170,28 +162,6 @@ def _read_step(folder: Storage, numbered: tuple[int, str]) -> Step | None:
     head = file.head
     save_id = head.save_id if isinstance(head.save_id, str) else ""
     return Step(number, name, save_id, head.saved_at, head.record)
-
-
-def others(folder: Storage, names: StepNames) -> tuple[list[str], list[str]]:
-    """Finds other contents of a folder in which `read_steps` found no checkpoint.
-
-    Returns the names of directories and files that look like checkpoints, and of steps' directories that have data
-    without metadata. Makes one request for the folder and for each directory. Raises `ReadError`.
-    """
-    try:
-        files, folders = folder.listing()
-        folders = sorted([*folders, *folder.linked_directories()])
-    except NotCommitted:
-        return [], []
-    unknown, lost = list[str](), list[str]()
-    for name, inside in zip(folders, in_threads(functools.partial(_files_in, folder), folders), strict=True):
-        is_step = names.step_in(name) is not None  # in a step's directory, data without metadata is of a dead save
-        if any(_is_of_checkpoint(file) and not (is_step and file.endswith(".tensors")) for file in inside):
-            unknown.append(name)
-        elif is_step and any(map(is_data_file_name, inside)):
-            lost.append(name)
-    unknown.extend(sorted(file.name for file in files if _is_of_checkpoint(file.name)))
-    return unknown, lost
 
 
 def _files_in(folder: Storage, name: str) -> list[str]:
@@ -286,7 +256,6 @@ def _clean_up_step(storage: Storage) -> bool:
 
 # --- the position of a job: its branch, and the checkpoint that it resumes from ---------------------------------------
 
-_SHOWN = 5
 _LONGEST_LINE = 64  # more than the number of checkpoints that can wait for their flush
 
 
@@ -328,7 +297,7 @@ class Position:
         serial = max((other.serial for other in steps), default=0)
         return cls(branch, tip, numbers, names, others, left, step, line, serial)
 
-    def begin_anew(self, branch: Branch) -> None:
+    def begin_branch(self, branch: Branch) -> None:
         """Moves the job to a new branch, because it does not resume from its last checkpoint."""
         self.others = sorted(set(self.others) | {name for step, name in self.names.items() if step in self.numbers})
         self.branch, self.tip, self.numbers, self.left, self.line = branch, None, set(), self.tip or self.left, ()
@@ -352,7 +321,7 @@ class Position:
                 "%s: this job does not continue from %s: they are not counted and not deleted. A save of the same step "
                 "replaces one of them.",
                 path,
-                _listed(self.others),
+                listed(self.others),
             )
 
 
@@ -366,16 +335,6 @@ def newest_of(steps: Sequence[Step], branch: Branch | None = None) -> Step | Non
 def sound(steps: Sequence[Step]) -> list[Step]:
     """Returns the readable checkpoints."""
     return [step for step in steps if not step.problem]
-
-
-def read_members(folder: Storage, names: StepNames, position: Position | None) -> list[Step]:
-    """Reads the checkpoints of a job's branch; without a position, those of the current branch.
-
-    Raises `MetadataError` if two directories are of one step, and `ReadError` if the folder cannot be read.
-    """
-    steps = sound(read_steps(folder, names))
-    branch = current_branch(steps) if position is None else position.branch
-    return [] if branch is None else members(steps, branch)
 
 
 def first_position(folder: Storage, names: StepNames, step: int) -> Position:
@@ -395,23 +354,13 @@ def first_position(folder: Storage, names: StepNames, step: int) -> Position:
     return position
 
 
-class RestoreChoice(NamedTuple):
-    """Checkpoints that a job can be restored from."""
+def restorable(
+    folder: Storage, names: StepNames, number: int | None, *, fallback: bool
+) -> tuple[list[tuple[Step, Branch]], list[Step]]:
+    """Finds the checkpoints that a job can be restored from: step ``number`` (None: the newest), then the fallbacks.
 
-    # The wanted checkpoint, then the fallbacks. Each comes with the job's branch after restoring it.
-    candidates: list[tuple[Step, Branch]]
-    steps: list[Step]  # all checkpoints of the folder
-
-    def position(self, number: int) -> Position:
-        """Returns the job's position after restoring a candidate."""
-        step, branch = self.candidates[number]
-        return Position.at(branch, step, self.steps, step.number)
-
-
-def restorable(folder: Storage, names: StepNames, number: int | None, *, fallback: bool) -> RestoreChoice:
-    """Finds the checkpoints that a job can be restored from.
-
-    They are step ``number`` (None: the newest), and with ``fallback`` those before it.
+    Each comes with the job's branch after restoring it. Without ``fallback`` there is at most one. Returns also all
+    checkpoints of the folder.
 
     Raises `NotCommitted` if that step has no checkpoint, `MetadataError` if the folder has only checkpoints of unknown
     formats, and `CheckpointError` if the folder cannot be read or two directories are of one step.
@@ -426,45 +375,57 @@ def restorable(folder: Storage, names: StepNames, number: int | None, *, fallbac
     if number is not None:
         asked = [step for step in steps if step.number == number]
         if not asked:
-            there = _listed([str(step.number) for step in steps]) or "none"
-            raise NotCommitted(f"{folder.path} holds no committed checkpoint of step {number}. There are: {there}")
+            there = listed([step.number for step in steps]) or "none"
+            raise NotCommitted(f"{folder.path} has no committed checkpoint of step {number}. There are: {there}")
         candidates = [*(step for step in candidates if step.number < number), *asked]
     if not candidates:
-        _look_around(folder, names)
+        _check_others(folder, names)
         if unfinished:
             logger.warning(
-                "%s holds no committed checkpoint, and the job begins anew: the save of %s never finished, and its "
-                "files are removed",
+                "%s has no committed checkpoint, so the job begins anew. The save of %s never finished, and its files "
+                "are removed",
                 folder.path,
-                _listed(unfinished),
+                listed(unfinished),
             )
-        return RestoreChoice([], steps)
+        return [], steps
     candidates = candidates[::-1] if fallback else candidates[-1:]
     is_last = all(step.number <= newest for step in steps if step.problem)
     tip = own[-1] if own and is_last else None  # a job that resumes from any other step leaves the branch
-    return RestoreChoice([(step, branch if step is tip else new_branch(step)) for step in candidates], steps)
+    return [(step, branch if step is tip else new_branch(step)) for step in candidates], steps
 
 
-def _look_around(folder: Storage, names: StepNames) -> None:
-    """Raises `MetadataError` for checkpoints of other names or formats, and warns of data without metadata."""
-    unknown, lost = others(folder, names)
+def _check_others(folder: Storage, names: StepNames) -> None:
+    """Checks the other contents of a folder in which `read_steps` found no checkpoint.
+
+    Raises `MetadataError` for directories and files that look like checkpoints, and warns of steps' directories that
+    have data without metadata. Makes one request for the folder and for each directory. Raises `ReadError`.
+    """
+    try:
+        files, folders = folder.listing()
+        folders = sorted([*folders, *folder.linked_directories()])
+    except NotCommitted:
+        return
+    unknown, lost = list[str](), list[str]()
+    for name, inside in zip(folders, in_threads(functools.partial(_files_in, folder), folders), strict=True):
+        is_step = names.step_in(name) is not None  # in a step's directory, data without metadata is of a dead save
+        if any(_is_of_checkpoint(file) and not (is_step and file.endswith(".tensors")) for file in inside):
+            unknown.append(name)
+        elif is_step and any(map(is_data_file_name, inside)):
+            lost.append(name)
+    unknown.extend(sorted(file.name for file in files if _is_of_checkpoint(file.name)))
     if metadata_file_name() in unknown:
         raise MetadataError(
-            f"{folder.path} is a checkpoint itself, and not a folder of checkpoints. Give the manager its parent folder"
+            f"{folder.path} is a checkpoint, not a folder of checkpoints. Pass its parent folder to the manager."
         )
     if unknown:
         raise MetadataError(
-            f"{folder.path} holds no checkpoint named {names.template!r}, but {_listed(unknown)}: pass name= as they "
-            f"are named, load one by dcp.load or convert it, or choose another folder to start anew"
+            f"{folder.path} has no checkpoint named {names.template!r}, but has {listed(unknown)}. Pass a matching "
+            f"name=, load one of them by dcp.load, convert it, or choose another folder."
         )
     if lost:
         logger.warning(
-            "%s holds no committed checkpoint. But data lies in %s, without .metadata: a save never finished there, or "
-            "is not finished yet, or a copy has left out hidden files, as `cp step/* ...` does: copy by `cp -r`",
+            "%s has no committed checkpoint, but %s has data without .metadata. A save has not finished there, or a "
+            "copy has left out hidden files, as `cp step/* ...` does. Copy by `cp -r`",
             folder.path,
-            _listed(lost),
+            listed(lost),
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

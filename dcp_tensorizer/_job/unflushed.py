@@ -23,8 +23,8 @@ from .ranks import Agreement
 logger = logging.getLogger("dcp_tensorizer")
 
 _CLAIM_SECONDS = 5.0
-_LOOK_SECONDS = 0.05
-_ASK_SECONDS = 5.0  # the pause between two agreements, so that none takes longer than the group's timeout
+_POLL_SECONDS = 0.05
+_WAIT_SECONDS = 5.0  # the pause between two agreements, so that none takes longer than the group's timeout
 
 
 class UnflushedPart(NamedTuple):
@@ -51,7 +51,7 @@ class LocalSaves(NamedTuple):
 class _Loss(NamedTuple):
     """Save that will not reach the remote."""
 
-    directory: str  # the checkpoint's, relative to both folders
+    subpath: str
     files: set[str]  # the known files
     reason: str
     is_known: bool  # the save is known to have been committed
@@ -86,10 +86,10 @@ def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str
             _clear(flushing, loss)
         if loss.is_known:
             flushing.report_lost(
-                f"{flushing.target.name}/{loss.directory} is given up, and will not be on the remote: {loss.reason}"
+                f"{flushing.target.name}/{loss.subpath} is given up, and will not be on the remote: {loss.reason}"
             )
         elif agreement.is_first:
-            logger.warning("%s/%s: %s, and its files are removed", flushing.target.name, loss.directory, loss.reason)
+            logger.warning("%s/%s: %s, and its files are removed", flushing.target.name, loss.subpath, loss.reason)
     if must_wait:
         _wait(flushing, agreement)
     return {save_id_in(name) for loss in losses for name in loss.files}
@@ -97,7 +97,7 @@ def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str
 
 def _whole(flushing: Flushing, record: FlushRecord) -> set[str]:
     """Returns the existing files of a record. Unreadable files count as existing, because the flush retries them."""
-    local, whole = LocalStorage(flushing.target.folder(record.place)), set[str]()
+    local, whole = LocalStorage(flushing.target.folder(record.subpath)), set[str]()
     for name, nbytes in record.files.items():
         try:
             found = local.head(name)
@@ -126,7 +126,7 @@ def _suspects(everybody: Sequence[LocalSaves]) -> list[tuple[list[UnflushedPart]
     for part in parts:
         record = part.record
         if record.commit is None and not named & record.files.keys():
-            orphans.setdefault((record.place, min(map(save_id_in, record.files), default="")), []).append(part)
+            orphans.setdefault((record.subpath, min(map(save_id_in, record.files), default="")), []).append(part)
     return suspects + [(of_save, set()) for of_save in orphans.values() if not any(part.is_alive for part in of_save)]
 
 
@@ -134,26 +134,26 @@ def _losses(flushing: Flushing, suspects: Sequence[tuple[list[UnflushedPart], se
     """Finds the suspects that are not on the remote either. If the remote cannot be read, they do not count as lost."""
     losses = []
     for parts, missing in suspects:
-        directory, commit = parts[0].record.place, parts[0].committed
+        subpath, commit = parts[0].record.subpath, parts[0].committed
         try:
-            remote = flushing.target.open(directory)
+            remote = flushing.target.open(subpath)
             if commit is not None:
                 missing = missing_files(remote, missing, commit)
                 reason = f"no node of this job has {min(missing, default='')}: the node that saved it is lost"
                 if missing:
-                    losses.append(_Loss(directory, set(commit), reason, is_known=True))
+                    losses.append(_Loss(subpath, set(commit), reason, is_known=True))
                 continue
             files = {name for part in parts for name in part.record.files}
             if files & named_files(remote, metadata_file_name()):
                 continue  # the save is on the remote, and only the local record is outdated
         except CheckpointError as error:
-            logger.warning("%s/%s cannot be read: %s", flushing.target.name, directory, str(error))
+            logger.warning("%s/%s cannot be read: %s", flushing.target.name, subpath, str(error))
             continue
         ranks = listed_ranks([part.record.rank for part in parts])
         is_known = any(part.is_confirmed for part in parts)
         lost = "its node is lost" if is_known else "the save was not over, or its node is lost"
         reason = f"no node of this job has its metadata, but data of rank {ranks}: {lost}"
-        losses.append(_Loss(directory, files, reason, is_known))
+        losses.append(_Loss(subpath, files, reason, is_known))
     return losses
 
 
@@ -161,7 +161,7 @@ def _give_up(flushing: Flushing, own: Sequence[tuple[FlushEntry, FlushRecord]], 
     """Gives up this node's part of a lost save."""
     for entry, record in own:
         if (
-            record.place == loss.directory
+            record.subpath == loss.subpath
             and loss.files & (record.files if record.commit is None else record.commit.files).keys()
         ):
             _give_up_part(flushing, entry, record, loss.reason)
@@ -175,20 +175,16 @@ def _give_up_part(flushing: Flushing, entry: FlushEntry, record: FlushRecord, re
             return
         with flushing.queue.claimed(now) as is_free:
             if is_free:
-                try:
-                    flushing.queue.give_up(now, record, reason, REPORTED)
-                except CheckpointError as error:  # not raised, because other ranks wait; the flush retries later
-                    logger.warning("%s/%s cannot be given up: %s", flushing.target.name, record.place, str(error))
-                    return
+                flushing.queue.give_up(now, record, reason, REPORTED)
                 drop(flushing.queue, now._replace(state=REPORTED), record)
                 return
-        time.sleep(_LOOK_SECONDS)  # a flush is in progress, perhaps of another job
+        time.sleep(_POLL_SECONDS)  # a flush is in progress, perhaps of another job
 
 
 def _clear(flushing: Flushing, loss: _Loss) -> None:
     """Removes a lost save from the remote, and the files of lost nodes, whose names contain the save's id."""
     with suppress(CheckpointError, OSError):
-        remote = flushing.target.open(loss.directory)
+        remote = flushing.target.open(loss.subpath)
         ids, found = {save_id_in(name) for name in loss.files}, set[str]()
         with suppress(CheckpointError):
             found = {file.name for file in remote.listing()[0] if is_data_file_name(file.name)}
@@ -202,14 +198,14 @@ def _wait(flushing: Flushing, agreement: Agreement) -> None:
         "%s: waiting for the flush of saves that an earlier job left in local folders: no node has all of their files",
         flushing.target.name,
     )
-    patience, before = flushing.target.patience(), flushing.progress()
+    timeout, before = flushing.target.progress_timeout(), flushing.progress()
     while True:
-        is_over = flushing.wait(Deadline(_ASK_SECONDS), until=lambda: not flushing.unflushed())
+        is_over = flushing.wait(Deadline(_WAIT_SECONDS), until=lambda: not flushing.unflushed())
         now = flushing.progress()
         if now != before:
             before = now
-            patience.renew()
-        is_stuck = patience.is_over()
+            timeout.renew()
+        is_stuck = timeout.is_over()
         (goes_on,) = agreement.largest(int(not is_over and not is_stuck))
         if not goes_on:
             return

@@ -1,5 +1,7 @@
-"""Delivers the items of a load plan to the planner's targets: first objects, after the check of their types, then
-tensors."""
+"""Delivers the items of a load plan to the planner's targets.
+
+Reads the objects and checks their types, reads and delivers the tensors, and then delivers the objects.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from .._formats.catalog import Catalog, Coder, Piece, copy_part
-from .._runtime.gc_pause import collector_paused
+from .._runtime.interpreter import collector_paused
 from .._runtime.ranks import world_size_of_job
 from .._runtime.spans import Span
 from .._runtime.torch_compat import is_fake, local_elements, plain_tensor_at, real_tensors
@@ -65,7 +67,7 @@ class Load:
     metadata: Metadata  # as DCP has seen it
     items: Sequence[ReadItem]  # of the plan
     cipher: Cipher | None  # for encrypted items
-    is_own: bool  # each rank saved for itself, or reads a state in memory on its own
+    is_own: bool  # each rank saved for itself, or reads a state in memory by itself
     note: Callable[[Span], object]  # called with the time span of each read, by several threads
 
     def __post_init__(self) -> None:
@@ -89,7 +91,8 @@ class Load:
         The ranks of ``group`` exchange what they read. Calls ``progress`` with the bytes of tensors done and their
         total. Raises `CheckpointError`; see `TensorizerStorageReader.read_data`.
         """
-        in_memory, verify = self.catalog.in_memory, self.options.verify and self.catalog.has_digests
+        path, catalog = self.storage.path, self.catalog
+        in_memory, verify = catalog.in_memory, self.options.verify and catalog.has_digests
         read = functools.partial(
             fetch,
             self.storage,
@@ -102,54 +105,43 @@ class Load:
         )
         exchange = None
         if group is not None:
-            name = type(planner).__name__
-            one_by_one = f"planner {name} resolves tensors one at a time"
+            one_by_one = f"planner {type(planner).__name__} resolves tensors one at a time"
             reason = "" if delivers_at_once(planner) else one_by_one
-            path, limits = self.storage.path, limits_of(self.storage)
+            limits = limits_of(self.storage)
             exchange = Exchange(group, path, read, limits, verify=verify, in_memory=in_memory, reason=reason)
         with exchange or nullcontext():
-            nbytes = self._run(plan, planner, read, exchange, progress)
+            if self.is_own:
+                check_own_parts(path, self.metadata, plan, getattr(planner, "state_dict", {}))
+            pieces_of = self.pieces if plan.items == self.items else catalog.locate(plan.items)
+            with collector_paused():
+                objects: list[tuple[ReadItem, StoredItem]] = []
+                tensors: list[_Item] = []
+                coded: list[_Item] = []
+                coder_of = catalog.coder
+                for item, pieces in zip(plan.items, pieces_of, strict=True):
+                    coder = coder_of(item)
+                    if coder is None and _is_object(pieces):
+                        objects.append((item, pieces[0].item))
+                    else:
+                        (tensors if coder is None else coded).append((item, pieces, coder))
+            with real_tensors():
+                contents, nbytes = read_objects(objects, read if exchange is None else exchange.read)
+            contents = [(item, catalog.decoded(item, content)) for item, content in contents]
+            if not self.options.allow_pickle:
+                check_trust(path, contents)
+            casts: Casts = {}
+            nbytes += read_tensors(
+                [*tensors, *coded],
+                planner,
+                functools.partial(targets_of, path, self.metadata, world_size_of_job(), casts),
+                exchange.read if exchange is not None and exchange.exchanges_tensors else read,
+                progress,
+            )
+            catalog.check_unreplaced()
+            warn_of_casts(path, casts)
+            for item, content in contents:
+                deliver_object(path, planner, item, content)
         return nbytes, 0 if exchange is None else exchange.received_bytes
-
-    def _run(
-        self,
-        plan: LoadPlan,
-        planner: LoadPlanner,
-        read: Callable[..., int],
-        exchange: Exchange | None,
-        progress: Callable[[int, int], object],
-    ) -> int:
-        path, catalog = self.storage.path, self.catalog
-        if self.is_own:
-            check_own_parts(path, self.metadata, plan, getattr(planner, "state_dict", {}))
-        pieces_of = self.pieces if plan.items == self.items else catalog.locate(plan.items)
-        with collector_paused():
-            objects, tensors, coded, coder_of = [], [], [], catalog.coder
-            for item, pieces in zip(plan.items, pieces_of, strict=True):
-                if (coder := coder_of(item)) is not None:
-                    coded.append((item, pieces, coder))
-                elif _is_object(pieces):
-                    objects.append((item, pieces[0].item))
-                else:
-                    tensors.append((item, pieces, None))
-        with real_tensors():
-            contents, nbytes = read_objects(objects, read if exchange is None else exchange.read)
-        contents = [(item, catalog.decoded(item, content)) for item, content in contents]
-        if not self.options.allow_pickle:
-            check_trust(path, contents)
-        casts: Casts = {}
-        nbytes += read_tensors(
-            [*tensors, *coded] if coded else tensors,
-            planner,
-            functools.partial(targets_of, path, self.metadata, world_size_of_job(), casts),
-            exchange.read if exchange is not None and exchange.exchanges_tensors else read,
-            progress,
-        )
-        catalog.check_unreplaced()
-        warn_of_casts(path, casts)
-        for item, content in contents:
-            deliver_object(path, planner, item, content)
-        return nbytes
 
 
 # --- checks of a plan, before any target changes ----------------------------------------------------------------------
@@ -175,8 +167,8 @@ def check_one_save(path: str, carried: Sequence[object]) -> None:
 
 
 def check_own_parts(path: str, metadata: Metadata, plan: LoadPlan, targets: Mapping[str, Any]) -> None:
-    """Checks that a rank that saved for itself has saved everything that its targets hold: it cannot see other ranks'
-    saves.
+    """Checks that a rank that saved for itself saved everything that its targets hold: it cannot see the saves of
+    other ranks.
 
     If a target is larger than the stored tensor, only the part inside the tensor counts. Raises `MetadataError`, naming
     the key, if the rank saved other parts.
@@ -204,7 +196,7 @@ EMPTY_DICT = (
     "itself to CheckpointManager.restore, or use get_optimizer_state_dict of torch.distributed.checkpoint.state_dict. "
     "Other dicts need the keys that are to be loaded"
 )
-"""The explanation of `keys_below_empty_dicts` in messages, and advice."""
+"""Explanation and advice for messages about `keys_below_empty_dicts`."""
 
 
 def recorded_paths(metadata: Metadata) -> Mapping[str, Sequence[str | int]]:
@@ -213,9 +205,9 @@ def recorded_paths(metadata: Metadata) -> Mapping[str, Sequence[str | int]]:
 
 
 def keys_below_empty_dicts(state: Mapping[str, Any], keys: Iterable[str], metadata: Metadata) -> list[str]:
-    """Returns the checkpoint's keys in dicts that are empty in the state: DCP silently loads nothing into them.
+    """Returns the keys among ``keys`` that belong to dicts which are empty in the state.
 
-    ``keys`` are the keys that the checkpoint has and the state lacks.
+    DCP silently loads nothing into such dicts. ``keys`` are the keys that the checkpoint has and the state lacks.
     """
     empty = set(_empty_dicts(state, ()))
     if not empty:
@@ -294,25 +286,22 @@ def deliver_object(path: str, planner: LoadPlanner, read_item: ReadItem, content
     Raises `ReadError`, naming the key, if it cannot be loaded, for example because Python or NumPy lacks a type.
     """
     try:
-        _deliver(planner, read_item, content)
+        if read_item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(read_item, io.BytesIO(content))
+            return
+        target = planner.resolve_tensor(read_item).detach()
+        copy_part(read_item, torch.load(io.BytesIO(content), map_location="cpu", weights_only=False), target)
+        planner.commit_tensor(read_item, target)
     except CheckpointError:
         raise
     except Exception as error:
         raise ReadError(f"{read_item.dest_index.fqn!r} in {path} cannot be loaded: {describe(error)}") from error
 
 
-def _deliver(planner: LoadPlanner, read_item: ReadItem, content: bytes) -> None:
-    if read_item.type == LoadItemType.BYTE_IO:
-        planner.load_bytes(read_item, io.BytesIO(content))
-        return
-    target = planner.resolve_tensor(read_item).detach()
-    copy_part(read_item, torch.load(io.BytesIO(content), map_location="cpu", weights_only=False), target)
-    planner.commit_tensor(read_item, target)
-
-
 # --- tensors: the planner resolves them, they are read, and the planner commits them ----------------------------------
 
-_Items = Sequence[tuple[ReadItem, Sequence[Piece], Coder | None]]
+_Item = tuple[ReadItem, Sequence[Piece], Coder | None]
+_Items = Sequence[_Item]
 _CODED_BYTES = 64 << 20  # limit of the stored forms in memory at once, unless a single one is larger
 _DELIVERY = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
 
@@ -390,7 +379,7 @@ def _memory_for(tensor: torch.Tensor, pieces: Sequence[Piece], coder: Coder | No
 
 
 def delivers_at_once(planner: LoadPlanner) -> bool:
-    """Returns whether all tensors are read at once: whether the planner looks them up as torch's own does."""
+    """Returns whether all tensors can be read at once, because the planner looks them up as torch's own does."""
     return all(getattr(type(planner), name, None) is getattr(DefaultLoadPlanner, name) for name in _DELIVERY)
 
 

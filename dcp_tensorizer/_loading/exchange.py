@@ -1,8 +1,8 @@
 """Reads data that all ranks of a group need once, and exchanges it by collectives.
 
-    votes    --all_gather--> every rank knows whether it can be done, and whether one has failed requests --broadcast,
-    all_reduce--> the bytes that every rank requests windows  --fetch, in the background--> buffer --all_gather, piece
-    by piece--> the targets of every rank
+    votes     --all_gather-->                whether all ranks can exchange, and whether one has failed
+    requests  --broadcast, all_reduce-->     the bytes that every rank requests
+    windows   --fetch, in the background-->  buffer --all_gather, piece by piece--> the targets of every rank
 
 A rank that fails still takes part in the next collective, to report its error. So no rank hangs.
 """
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -71,7 +71,7 @@ class Exchange:
         self._fetch, self._limits, self._verify = fetch, limits, verify
         self._in_memory, self._reason = in_memory, reason
         self._window_bytes, self._round_bytes = window_bytes, round_bytes
-        self._turns = 2  # votes in which the other ranks still wait for this one
+        self._votes_left = 2  # votes in which the other ranks still wait for this one
         self.received_bytes = 0
 
     def __enter__(self) -> Exchange:
@@ -79,7 +79,7 @@ class Exchange:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Reports an error to the other ranks if they wait for this one."""
-        if error is not None and self._turns:
+        if error is not None and self._votes_left:
             try:
                 self._group.votes(ExchangeVote(), error)
             except SharedFailure as failure:
@@ -94,17 +94,17 @@ class Exchange:
         Call it once for objects, then once for tensors, unless `exchanges_tensors` is false. Raises the
         `CheckpointError` of `fetch`, the same on all ranks, and `ReadError` if a rank is gone.
         """
-        self._turns -= 1
+        self._votes_left -= 1
         try:
-            return self._read(targets, progress, of_tensors=not self._turns)
+            return self._read(targets, progress, of_tensors=not self._votes_left)
         except SharedFailure as failure:
-            self._turns = 0
+            self._votes_left = 0
             raise failure.error from failure.error.__cause__
 
     @property
     def exchanges_tensors(self) -> bool:
         """Returns whether all ranks can exchange tensors. Known after objects have been read."""
-        return bool(self._turns)
+        return bool(self._votes_left)
 
     def _read(self, targets: Sequence[ReadTarget], progress: Progress, *, of_tensors: bool) -> int:
         requests: dict[bytes, ExchangeRequest] = {}
@@ -120,17 +120,20 @@ class Exchange:
         votes = self._group.votes(ExchangeVote(None, self._reason, setting, len(requests), on_gpu), error)
         reason = next((vote.reason for vote in votes if vote.reason), "")
         if reason:
-            self._turns = 0  # objects are always exchanged, because planners get them after all have been read
+            self._votes_left = 0  # objects are always exchanged, because planners get them after all have been read
         odd = [rank for rank, vote in enumerate(votes) if vote.setting != votes[0].setting]
         if odd:
             common, reason = [], f"rank {odd[0]} reads with other options than rank 0"
         else:
             common = [requests[name] for name in self._group.common(list(requests), votes[0].requests)]
-        if of_tensors or reason:
-            self._log(common, requests, reason)
+        shared, wanted = total_bytes(common), total_bytes(requests.values())
+        if self._group.rank == 0 and (of_tensors or reason):
+            if shared < wanted:
+                reason = reason or "the ranks need different parts of the rest"
+            what = f"{shared / 1e6:,.1f} of {wanted / 1e6:,.1f} MB"
+            logger.info("%s: %d ranks exchange %s%s", self._path, self._group.size, what, reason and f": {reason}")
         exchanged = {target for request in common for target in request.targets}
         left = [target for target in targets if target not in exchanged]
-        shared = total_bytes(common)
         total = shared + sum(target.tensor.nbytes for target in left)
         nbytes = 0
         if common:
@@ -139,16 +142,6 @@ class Exchange:
             # GPU streams copy received data, and other streams do not wait for these.
             CUDA.side_streams.synchronize(target.tensor for target in exchanged)
         return nbytes + self._fetch(left, progress=lambda done, rest: progress(shared + done, shared + rest))
-
-    def _log(self, common: Sequence[ExchangeRequest], requests: Mapping[bytes, ExchangeRequest], reason: str) -> None:
-        """Logs on rank 0 what is exchanged, and why the rest is not."""
-        if self._group.rank:
-            return
-        shared, wanted = total_bytes(common), total_bytes(requests.values())
-        if not reason and shared < wanted:
-            reason = "the ranks need different parts of the rest"
-        what = f"{shared / 1e6:,.1f} of {wanted / 1e6:,.1f} MB"
-        logger.info("%s: %d ranks exchange %s%s", self._path, self._group.size, what, reason and f": {reason}")
 
     def _exchange(
         self, common: Sequence[ExchangeRequest], device: torch.device, progress: Callable[[int], object]
@@ -162,7 +155,7 @@ class Exchange:
             share = total_bytes(common) // self._group.size
             window_bytes = min(self._window_bytes, max(_MIN_WINDOW, share // _WINDOWS))
             spans = spans_of(common, self._group.size, window_bytes)
-            windows = _Windows(spans[self._group.rank], common, self._fetch, self._limits, device)
+            windows = _Windows(spans[self._group.rank], self._fetch, self._limits, device)
             piece = self._round_bytes // self._group.size // _HEADER * _HEADER
             largest = max(window.nbytes for span in spans for window in span)
             rounds = _Rounds(self._group, min(aligned(largest), max(_HEADER, piece)), device, verify=self._verify)
@@ -170,7 +163,7 @@ class Exchange:
             error = failure
         self._group.votes(ExchangeVote(), error)
         try:
-            done = self._run(spans, windows, rounds, common, progress)
+            done = self._run(spans, windows, rounds, progress)
         finally:
             windows.close()
         self.received_bytes += done - windows.own_bytes
@@ -181,7 +174,6 @@ class Exchange:
         spans: Sequence[Sequence[Window]],
         windows: _Windows,
         rounds: _Rounds,
-        common: Sequence[ExchangeRequest],
         progress: Callable[[int], object],
     ) -> int:
         """Exchanges the windows in order, one of each rank at a time, in pieces. Returns the number of bytes."""
@@ -196,10 +188,11 @@ class Exchange:
                 failed = failed or error
             for start in range(0, max(window.nbytes for window in now), rounds.piece):
                 if rounds.exchange(content[start : start + rounds.piece], has_failed=failed is not None):
-                    self._group.fail(failed)
+                    self._group.votes(ExchangeVote(), failed)  # raises the error, because every rank gets it
+                    raise AssertionError("a rank has failed without a message")
                 try:
                     rounds.check()
-                    done += _deliver(now, common, start, rounds)
+                    done += _deliver(now, start, rounds)
                     progress(done)
                 except BaseException as error:
                     failed = error
@@ -212,20 +205,15 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class _Windows:
-    """The windows of this rank. The next one is read while one is exchanged.
+    """The windows of this rank. While one is exchanged, the next one is read.
 
     ``nbytes`` counts the bytes read, ``own_bytes`` the bytes that the windows hold.
     """
 
     def __init__(
-        self,
-        windows: Sequence[Window],
-        requests: Sequence[ExchangeRequest],
-        fetch: Callable[..., int],
-        limits: ReadLimits,
-        device: torch.device,
+        self, windows: Sequence[Window], fetch: Callable[..., int], limits: ReadLimits, device: torch.device
     ) -> None:
-        self._windows, self._requests, self._fetch = windows, requests, fetch
+        self._windows, self._fetch = windows, fetch
         largest = max((window.nbytes for window in windows), default=0)
         self._buffers = [_host_memory(largest, device) for _ in windows[:2]]
         at_once = max(_MIN_READ, largest // _READS_OF_WINDOW)  # small enough that all threads share a window
@@ -260,15 +248,15 @@ class _Windows:
         buffer = self._buffers[number % 2]
         targets = []
         for part in self._windows[number].parts:
-            request = self._requests[part.request]
             tensor = buffer[part.position : part.end]
-            targets.append(ReadTarget.of_bytes(request.targets[0].key, request.item, part.start, tensor))
+            targets.append(ReadTarget.of_bytes(part.request.targets[0].key, part.request.item, part.start, tensor))
         return self._fetch(targets, limits=self._limits)
 
 
 class _Rounds:
-    """The rounds of an exchange, each of one piece per rank. ``piece`` is the size of a piece in bytes. ``received``
-    has the ranks' pieces.
+    """The rounds of an exchange, each of one piece per rank.
+
+    ``piece`` is the size of a piece in bytes, and ``received`` has the ranks' pieces.
     """
 
     def __init__(self, group: ExchangeGroup, piece: int, device: torch.device, *, verify: bool) -> None:
@@ -304,14 +292,13 @@ class _Rounds:
                 )
 
 
-def _deliver(windows: Sequence[Window], requests: Sequence[ExchangeRequest], start: int, rounds: _Rounds) -> int:
+def _deliver(windows: Sequence[Window], start: int, rounds: _Rounds) -> int:
     """Copies received bytes to the targets. Returns the number of bytes."""
     nbytes = 0
     for window, received in zip(windows, rounds.received, strict=True):
         for part in window.between(start, start + rounds.piece):
-            request = requests[part.request]
             begin, length = part.position - start, part.stop - part.start
-            segment = Segment(request.item, part.start, part.stop, request.targets, None)
+            segment = Segment(part.request.item, part.start, part.stop, part.request.targets, None)
             scatter(segment, received[begin : begin + length])
             nbytes += length
     return nbytes
@@ -383,11 +370,11 @@ def reads_alone(path: str, group: dist.ProcessGroup | None, carried: Sequence[ob
 class ExchangeVote:
     """A rank's message to the others before the exchange."""
 
-    error: CheckpointError | None = None  # why it cannot continue
-    reason: str = ""  # why it exchanges no tensors, although it can load
+    error: CheckpointError | None = None  # the reason why the rank cannot continue
+    reason: str = ""  # the reason why the rank exchanges no tensors, although it can load
     setting: tuple[Any, ...] = ()  # must be the same on all ranks
-    requests: int = 0  # how many
-    is_on_gpu: bool = False  # all its targets are on a GPU
+    requests: int = 0  # the number of requests
+    is_on_gpu: bool = False  # all targets of the rank are on a GPU
 
 
 class SharedFailure(Exception):
@@ -399,8 +386,9 @@ class SharedFailure(Exception):
 
 
 class ExchangeGroup:
-    """A process group whose ranks all call the same methods in the same order. ``rank`` is this rank's number in the
-    group. If a rank is gone, the methods raise `SharedFailure` with a `ReadError`.
+    """A process group whose ranks all call the same methods in the same order.
+
+    ``rank`` is this rank's number in the group. If a rank is gone, methods raise `SharedFailure` with a `ReadError`.
     """
 
     def __init__(self, group: dist.ProcessGroup, path: str) -> None:
@@ -421,7 +409,12 @@ class ExchangeGroup:
         Raises `SharedFailure` if a rank cannot continue, with this rank's own error or else that of the first such
         rank, and if a rank is gone, with a `ReadError`.
         """
-        own = vote if error is None else ExchangeVote(error=_portable(error))
+        own = vote
+        if error is not None:
+            # Errors of other packages may not be picklable. KeyboardInterrupt, for example, is not a `CheckpointError`.
+            kinds = (kind for kind in type(error).__mro__ if kind.__module__ == CheckpointError.__module__)
+            portable: type[CheckpointError] = next(kinds, CheckpointError)
+            own = ExchangeVote(error=portable(describe(error)))
         votes: list[Any] = [None] * self.size
         self._call(lambda: dist.all_gather_object(votes, own, group=self._group))
         if error is not None:
@@ -430,11 +423,6 @@ class ExchangeGroup:
             if other.error is not None:
                 raise SharedFailure(type(other.error)(f"rank {rank} of the exchange: {other.error}"))
         return votes
-
-    def fail(self, error: BaseException | None) -> NoReturn:
-        """Raises the error of `votes` when every rank knows that one has failed. ``error`` is this rank's own."""
-        self.votes(ExchangeVote(), error)
-        raise AssertionError("a rank has failed without a message")
 
     def common(self, ids: Sequence[bytes], count: int) -> list[bytes]:
         """Returns the ids (16 bytes each) that all ranks have, in the first rank's order.
@@ -464,25 +452,17 @@ class ExchangeGroup:
         except RuntimeError as error:
             gone = ReadError(
                 f"{self._path}: rank {self.rank} of {self.size} could not exchange data. Another rank has "
-                f"ended, or loads something else: {error}"
+                f"ended, or loads another checkpoint: {error}"
             )
             gone.__cause__ = error
             raise SharedFailure(gone) from error
 
 
-def _portable(error: BaseException) -> CheckpointError:
-    """Returns an error for other ranks, of one of this package's types: others may not be picklable."""
-    kinds = (kind for kind in type(error).__mro__ if kind.__module__ == CheckpointError.__module__)
-    # for example KeyboardInterrupt, which is no `CheckpointError`
-    kind: type[CheckpointError] = next(kinds, CheckpointError)
-    return kind(describe(error))
-
-
 # --- planning an exchange: each rank makes the same plan, without communication ---------------------------------------
 #
-# Requests:    the bytes of stored tensors that every rank needs, in the order of files and offsets
-# Spans:    a consecutive part of the requests for each rank to read, of about equal size
-# Windows:  the part of its span that a rank reads at once, into one buffer
+# Requests:  the bytes of stored tensors that every rank needs, in the order of files and offsets
+# Spans:     a consecutive part of the requests for each rank to read, of about equal size
+# Windows:   the part of its span that a rank reads at once, into one buffer
 
 _UNITS_PER_RANK = 16  # fewer units make spans less even
 _MAX_UNIT = 4 << 20
@@ -514,11 +494,12 @@ def total_bytes(requests: Iterable[ExchangeRequest]) -> int:
 
 
 class WindowPart(NamedTuple):
-    """Consecutive bytes of one stored tensor in a window. ``start`` and ``stop`` are relative to the tensor's first
-    byte.
+    """Consecutive bytes of one stored tensor in a window.
+
+    ``start`` and ``stop`` are relative to the tensor's first byte.
     """
 
-    request: int  # the number of the request
+    request: ExchangeRequest
     start: int
     stop: int
     position: int  # offset in the window, a multiple of 64
@@ -558,35 +539,36 @@ def spans_of(requests: Sequence[ExchangeRequest], ranks: int, window_bytes: int)
     unit = min(_MAX_UNIT, window_bytes, max(1, total // (ranks * _UNITS_PER_RANK)))
     spans: list[list[Window]] = [[] for _ in range(ranks)]
     done = 0
-    for number, start, stop in _units(requests, unit):
+    for request, start, stop in _units(requests, unit):
         middle = done + (stop - start) // 2
-        _add(spans[min(ranks - 1, middle * ranks // total)], number, start, stop, window_bytes)
+        _add(spans[min(ranks - 1, middle * ranks // total)], request, start, stop, window_bytes)
         done += stop - start
     return spans
 
 
-def _units(requests: Sequence[ExchangeRequest], nbytes: int) -> Iterator[tuple[int, int, int]]:
+def _units(requests: Sequence[ExchangeRequest], nbytes: int) -> Iterator[tuple[ExchangeRequest, int, int]]:
     """Cuts the requests into pieces of whole blocks, of about ``nbytes`` bytes."""
-    for number, request in enumerate(requests):
+    for request in requests:
         block = request.item.block
         step = max(1, nbytes // block) * block
         for first, last in request.intervals:
             start = first
             while start < last:
                 stop = min(last, start // block * block + step)
-                yield number, start, stop
+                yield request, start, stop
                 start = stop
 
 
-def _add(windows: list[Window], number: int, start: int, stop: int, window_bytes: int) -> None:
+def _add(windows: list[Window], request: ExchangeRequest, start: int, stop: int, window_bytes: int) -> None:
     """Adds bytes to the last window, or starts a new one."""
     parts = windows[-1].parts if windows else []
     last = parts[-1] if parts else None
-    if last is not None and (last.request, last.stop) == (number, start) and last.end + stop - start <= window_bytes:
+    follows = last is not None and last.request is request and last.stop == start
+    if last is not None and follows and last.end + stop - start <= window_bytes:
         parts[-1] = last._replace(stop=stop)
         return
     position = aligned(last.end) if last is not None else 0
     if last is None or position + stop - start > window_bytes:
-        windows.append(Window([WindowPart(number, start, stop, 0)]))
+        windows.append(Window([WindowPart(request, start, stop, 0)]))
     else:
-        parts.append(WindowPart(number, start, stop, position))
+        parts.append(WindowPart(request, start, stop, position))

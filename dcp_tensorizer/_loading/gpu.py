@@ -21,7 +21,7 @@ import torch
 
 from .._runtime.direct_memory import direct_memory
 from .._runtime.forks import Finalizer, free_in_child, in_child, keep_from_children
-from .._runtime.memory_limit import check_headroom
+from .._runtime.memory_limit import check_free_memory
 from .._runtime.threads import cores
 from .._staging.device import CUDA, Device, Event, SideStream, pin_if_possible
 from .._staging.shared_memory import aligned
@@ -99,7 +99,7 @@ class PinnedPools:
         with self._lock:
             kept, self._kept = self._kept, None
         if kept is not None:
-            if kept.is_enough(indices, count, nbytes):
+            if kept.streams.keys() >= set(indices) and kept.count >= count and kept.nbytes >= nbytes:
                 kept.wait_for_current_streams()
                 return kept
             kept.close()
@@ -115,38 +115,6 @@ class PinnedPools:
             before.close()
 
 
-class Slot:
-    """A slot's memory, and the copies queued from it."""
-
-    def __init__(self, memory: torch.Tensor, pool: PinnedPool) -> None:
-        self.memory = memory
-        self.pool = pool
-        self._copied_to: set[int] = set()
-
-    def send(self, content: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Queues a copy of bytes of this slot to a target's device. Returns the copy, for further copies of this slot.
-        Raises `torch.OutOfMemoryError`.
-        """
-        stream = self._stream_for(target)
-        sent = stream.allocate(content.numel())
-        stream.copy([sent], [content])
-        return sent
-
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Queues copies to one device, from this slot or from results of `send`."""
-        self._stream_for(targets[0]).copy(targets, sources)
-
-    def _stream_for(self, target: torch.Tensor) -> SideStream:
-        index = self.pool.device.index_of(target)
-        assert index is not None
-        self._copied_to.add(index)
-        return self.pool.streams[index]
-
-    def copies(self) -> list[Event]:
-        """Returns the events after which the slot's memory may be reused."""
-        return [self.pool.streams[index].mark() for index in self._copied_to]
-
-
 class PinnedPool:
     """Pinned slots for loads to one or more devices. The constructor raises `ReadError` if it cannot allocate them.
 
@@ -160,7 +128,7 @@ class PinnedPool:
         self.wait_for_current_streams()
         step = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
-            check_headroom(count * step)
+            check_free_memory(count * step)
             memory = direct_memory(count * step)
         except (StagingError, OSError, MemoryError) as error:
             raise ReadError(f"cannot allocate pinned memory for reads to a GPU: {error}") from error
@@ -172,10 +140,6 @@ class PinnedPool:
         for slot in whole.split(step):
             self._slots.put((slot, []))
 
-    def is_enough(self, indices: Collection[int], count: int, nbytes: int) -> bool:
-        """Returns whether the pool has enough slots of sufficient size for a read to these devices."""
-        return self.streams.keys() >= set(indices) and self.count >= count and self.nbytes >= nbytes
-
     def wait_for_current_streams(self) -> None:
         """Orders later copies after the work queued on the devices' current streams."""
         for stream in self.streams.values():
@@ -186,16 +150,34 @@ class PinnedPool:
         return self.device.index_of(target.tensor) is not None
 
     @contextmanager
-    def slot(self) -> Iterator[Slot]:
-        """Waits for the copies of the slot that was returned first, and yields it."""
-        memory, copies = self._slots.get()
-        slot = Slot(memory, self)
+    def slot(self) -> Iterator[torch.Tensor]:
+        """Waits for the copies from the slot that was returned first, and yields the slot."""
+        slot, copies = self._slots.get()
         try:
             for copy in copies:
                 copy.synchronize()
             yield slot
         finally:
-            self._slots.put((memory, slot.copies()))
+            self._slots.put((slot, [stream.mark() for stream in self.streams.values()]))
+
+    def send(self, content: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Queues a copy of bytes of a slot to a target's device. Returns the copy, for further copies.
+
+        Raises `torch.OutOfMemoryError`.
+        """
+        stream = self._stream_for(target)
+        sent = stream.allocate(content.numel())
+        stream.copy([sent], [content])
+        return sent
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Queues copies to one device, from a slot or from results of `send`."""
+        self._stream_for(targets[0]).copy(targets, sources)
+
+    def _stream_for(self, target: torch.Tensor) -> SideStream:
+        index = self.device.index_of(target)
+        assert index is not None
+        return self.streams[index]
 
     def wait(self) -> None:
         """Waits for all copies."""

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import ReadItem
 
 from .._formats.catalog import Piece, check_length
-from .._runtime.gc_pause import collector_paused
+from .._runtime.interpreter import collector_paused
 from .._runtime.torch_compat import is_fake, is_plain
 from .._tensor_file.dtypes import named_dtype
 from .._tensor_file.names import StoredItem
@@ -73,7 +73,7 @@ class ReadTarget:
 
     @property
     def run(self) -> tuple[int, int] | None:
-        """The start and stop of the region's bytes in the stored tensor. None unless they are one run."""
+        """The start and stop of the region's bytes in the stored tensor; None if the bytes are several runs."""
         if self.region.size == self.shape:
             return 0, self.item.length
         first, stop = self.region.span(self.shape)
@@ -128,15 +128,19 @@ def targets_of(
 
 def _check_fit(key: str, size: tuple[int, ...], stored_dtype: torch.dtype, tensor: torch.Tensor, casts: Casts) -> None:
     if tensor.shape != size:
-        raise ReadError(f"{key!r}: stored {size} do not fit a target of {tuple(tensor.shape)}")
-    if _is_expanded(tensor):
-        raise ReadError(f"{key!r}: the elements of its target share memory (it is expanded): load into a clone of it")
+        raise ReadError(
+            f"{key!r} needs a target of shape {size}, got {tuple(tensor.shape)}. Load it into a tensor of that shape."
+        )
+    if not tensor.is_contiguous() and any(
+        extent > 1 and stride == 0 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        raise ReadError(f"{key!r} has an expanded target, whose elements share memory. Load it into a clone.")
     if tensor.dtype == stored_dtype:
         return
     if not torch.can_cast(stored_dtype, tensor.dtype):
         raise ReadError(
-            f"{key!r} is stored as {stored_dtype}, which does not convert to the {tensor.dtype} of its target: "
-            f"load it into a tensor of {stored_dtype}"
+            f"{key!r} is stored as {stored_dtype}, which cannot be converted to the {tensor.dtype} of its target. "
+            f"Load it into a tensor of {stored_dtype}."
         )
     keys = casts.setdefault((stored_dtype, tensor.dtype), [])
     if key not in keys[-1:]:  # called for each chunk of a tensor
@@ -156,18 +160,11 @@ def warn_of_casts(path: str, casts: Casts) -> None:
         )
 
 
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    """Returns whether elements of a tensor share memory."""
-    if tensor.is_contiguous():
-        return False
-    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
 def non_overlapping_groups(targets: Sequence[ReadTarget]) -> Iterator[Sequence[ReadTarget]]:
     """Yields the groups of targets that may be read concurrently, in order.
 
-    Targets that share memory, such as tied weights, are read one by one, in the order of the plan. So the last one is
-    whole, as with torch's reader. Concurrent reads would mix.
+    Targets that share memory, such as tied weights, are read one by one, in the order of the plan, because concurrent
+    reads would mix. So the memory holds the whole last target, as with torch's reader.
     """
     shared = overlapping(targets)
     alone = [target for target in targets if target not in shared] if shared else targets
@@ -274,7 +271,7 @@ class ReadOperation:
         return (target for segment in self.segments for target in segment.targets)
 
     def take(self, segment: Segment, limits: ReadLimits) -> bool:
-        """Adds a segment that follows in the file. If the segment must be read in another operation, returns False."""
+        """Adds a segment that follows in the file. If the limits require another operation for it, returns False."""
         item, start, stop = segment[:3]
         stop += item.offset
         if self.segments and (
@@ -357,14 +354,19 @@ def _segments(targets: Sequence[ReadTarget], limits: ReadLimits, verify: bool) -
     to_read = merged(widened(run, step, item.length) for _, of_target in runs for run in of_target)
     segments = []
     for start, stop in _cut(to_read, _whole_steps(limits.max_scratch_bytes, step)):
-        users = tuple(target for target, of_target in runs if _touches(of_target, start, stop))
-        segments.append(Segment(item, start, stop, users, None))
+        users = []
+        for target, of_target in runs:  # sorted and disjoint
+            first_after = bisect_right(of_target, start, key=lambda run: run[1])
+            if first_after < len(of_target) and of_target[first_after][0] < stop:
+                users.append(target)
+        segments.append(Segment(item, start, stop, tuple(users), None))
     return segments
 
 
 def _in_place_segments(target: ReadTarget, run: Interval, step: int, max_bytes: int) -> list[Segment]:
-    """Cuts a run into segments that are read into the target, except blocks at its ends that the target has only in
-    part.
+    """Cuts a run into segments that are read into the target.
+
+    A block at an end of the run that the target needs only in part is a separate segment, without target offset.
     """
     first, last = run
     start, stop = widened(run, step, target.item.length)
@@ -385,9 +387,3 @@ def _cut(intervals: Iterable[Interval], max_bytes: int) -> Iterator[Interval]:
     for start, stop in intervals:
         for begin in range(start, stop, max_bytes):
             yield begin, min(begin + max_bytes, stop)
-
-
-def _touches(runs: Sequence[Interval], start: int, stop: int) -> bool:
-    """Returns whether any of the sorted, disjoint runs has bytes in a range."""
-    first = bisect_right(runs, start, key=lambda run: run[1])
-    return first < len(runs) and runs[first][0] < stop

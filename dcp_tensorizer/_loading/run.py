@@ -15,9 +15,9 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -33,7 +33,7 @@ from .._tensor_file.dtypes import memories_of, named_dtype
 from .._tensor_file.encryption import Cipher
 from .._tensor_file.regions import part_of, regions_of_range, strides_of
 from ..errors import CheckpointError, ChecksumMismatch, ReadError
-from .gpu import POOLS, PinnedPool, PinnedPools, Slot
+from .gpu import POOLS, PinnedPool, PinnedPools
 from .plan import (
     MAX_SCRATCH_BYTES,
     ReadLimits,
@@ -83,7 +83,7 @@ def fetch(
         targets: The regions to read, and the tensors that receive them.
         threads: The maximum number of parallel reads; None: the storage's default.
         verify: Compare the data with its digests.
-        progress: Called with the bytes done and the bytes in all, by one reading thread at a time.
+        progress: Called with the bytes done and their total, by one reading thread at a time.
         cipher: Decrypts encrypted items.
         limits: The limits for joining and cutting reads; None: the storage's.
         page_cache: Leave data of local disks in the page cache; None: only if memory is sufficient.
@@ -106,148 +106,103 @@ def fetch(
     operations = [operation for turn in turns for operation in turn]
     total = sum(operation.nbytes for operation in operations)
     if page_cache is None:
-        page_cache = _has_room_to_cache(total)
-    counting = free_in_child(threading.Lock())
-    # set per thread: without it, other threads could not write to this thread's tensors
-    is_inference = torch.is_inference_mode_enabled()
-    done = 0
-
-    def run(operation: ReadOperation) -> int:
-        nonlocal done
-        began, nbytes = time.perf_counter(), operation.nbytes
-        with torch.inference_mode(is_inference):
-            verifying = executor.run(operation)
-        note(Span("read file", began, time.perf_counter(), operation.file, nbytes, verifying))
-        with counting:
-            done += nbytes
-            progress(done, total)
-        return nbytes
-
-    opened = closing(_OpenFiles(storage, operations, in_memory))
-    with pools.pool_for(operations, max_threads) as pool, opened as files:
-        executor = _Executor(storage, files, verify, cipher, pool, page_cache=page_cache)
-        for turn in turns:
-            run_all(turn, run, min_threads=min_threads, max_threads=max_threads)
+        # For each rank of this machine, free memory must hold twice what this rank reads. Otherwise the load would
+        # evict other data, and the next load would not find its own.
+        available = available_memory()
+        page_cache = available is None or available >= 2 * (ranks_of_node() or 1) * total
+    with pools.pool_for(operations, max_threads) as pool:
+        reads = _Reads(
+            storage, operations, pool, progress, note, in_memory, verify=verify, cipher=cipher, page_cache=page_cache
+        )
+        with closing(reads):
+            for turn in turns:
+                run_all(turn, reads.run, min_threads=min_threads, max_threads=max_threads)
     return total
 
 
-def _has_room_to_cache(nbytes: int) -> bool:
-    """Returns whether free memory can hold twice what this rank reads, for each rank of this machine.
+class _Reads:
+    """The operations of one `fetch`, and the files that they read. Several threads run the operations.
 
-    Otherwise a load through the page cache would evict other data, and the next load would not find its own.
+    Each file is open from its first operation to its last. Operations are sorted by file, so only a few files are open
+    at once.
     """
-    available = available_memory()
-    return available is None or available >= 2 * (ranks_of_node() or 1) * nbytes
-
-
-class _OpenFiles:
-    """The files of a load. Each is open from its first operation to its last.
-
-    Operations are sorted by file, so only a few files are open at once.
-    """
-
-    def __init__(self, storage: Storage, operations: Iterable[ReadOperation], in_memory: Mapping[str, bytes]) -> None:
-        self._storage = storage
-        self._in_memory = in_memory
-        self._operations_left = Counter(operation.file for operation in operations)
-        self._files: dict[str, RangeReader] = {}
-        self._lock = free_in_child(threading.Lock())
-
-    def open(self, name: str) -> RangeReader:
-        with self._lock:
-            if name in self._in_memory and name not in self._files:
-                self._files[name] = MemoryReader(self._in_memory[name])
-            if name not in self._files:
-                try:
-                    self._files[name] = self._storage.open(name)
-                except OSError as error:
-                    message = f"cannot open {self._storage.path}/{name}: {error}{_advice(error)}"
-                    raise ReadError(self._storage.scrub(message)) from self._storage.cause(error)
-            return self._files[name]
-
-    def finish_operation(self, name: str) -> None:
-        """Closes a file after its last operation."""
-        with self._lock:
-            self._operations_left[name] -= 1
-            if not self._operations_left[name]:
-                self._files.pop(name).close()
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-
-
-class _Executor:
-    """The execution of operations, on several threads."""
 
     def __init__(
         self,
         storage: Storage,
-        files: _OpenFiles,
+        operations: Sequence[ReadOperation],
+        pool: PinnedPool | None,
+        progress: Callable[[int, int], object],
+        note: Callable[[Span], object],
+        in_memory: Mapping[str, bytes],
+        *,
         verify: bool,
         cipher: Cipher | None,
-        pool: PinnedPool | None,
-        *,
         page_cache: bool,
     ) -> None:
-        self._storage = storage
-        self._page_cache = page_cache
-        self._verify = verify
+        self._storage, self._pool, self._cipher = storage, pool, cipher
+        self._progress, self._note, self._in_memory = progress, note, in_memory
+        self._verify, self._page_cache = verify, page_cache
         # Data that is not hashed need not fit into the CPU cache. Reading it in few calls is 5% faster.
         self._slice_bytes = storage.reads.slice_bytes if verify else UNLIMITED
-        self._cipher = cipher
-        self._pool = pool
-        self._files = files
+        self._operations_left = Counter(operation.file for operation in operations)
+        self._files: dict[str, RangeReader] = {}
+        self._opening = free_in_child(threading.Lock())
+        self._done, self._total = 0, sum(operation.nbytes for operation in operations)
+        self._counting = free_in_child(threading.Lock())
         self._scratch = threading.local()
+        # set per thread: without it, other threads could not write to this thread's tensors
+        self._is_inference = torch.is_inference_mode_enabled()
 
-    def run(self, operation: ReadOperation) -> float:
-        """Reads, checks and copies out the segments of one operation. Returns the seconds spent on checks and
-        decryption.
-        """
-        if self._pool is None or not any(map(self._pool.is_for, operation.targets)):
-            return self._run(operation, None)
-        with self._pool.slot() as slot:
-            return self._run(operation, slot)
+    def close(self) -> None:
+        """Closes the files of operations that have not finished."""
+        for file in self._files.values():
+            file.close()
 
-    def _run(self, operation: ReadOperation, slot: Slot | None) -> float:
-        memories = self._memories(operation, slot)
-        verifying = self._read(operation, memories)
-        for segment, memory in zip(operation.segments, memories, strict=True):
-            if segment.item.nonce_and_macs:
-                verifying += _timed(self._decrypt, segment, memory)
-        starts = itertools.accumulate((aligned(s.scratch_bytes) for s in operation.segments), initial=0)
-        in_scratch = [
-            of for of in zip(operation.segments, memories, starts, strict=False) if of[0].target_offset is None
-        ]
-        for index, run in itertools.groupby(in_scratch, key=lambda of: _device_of_small(of[0], slot)):
-            of_device = list(run)
-            if slot is None or index is None or len(of_device) == 1 or not _scatter_sent(of_device, slot):
-                for segment, memory, _ in of_device:
-                    scatter(segment, memory, slot)
-        return verifying
+    def run(self, operation: ReadOperation) -> int:
+        """Reads, checks and copies out the segments of one operation. Returns the number of bytes."""
+        began, segments = time.perf_counter(), operation.segments
+        pool = self._pool
+        if pool is not None and not any(map(pool.is_for, operation.targets)):
+            pool = None
+        slots: AbstractContextManager[torch.Tensor | None] = nullcontext() if pool is None else pool.slot()
+        with torch.inference_mode(self._is_inference), slots as slot:
+            starts = list(itertools.accumulate((aligned(segment.scratch_bytes) for segment in segments), initial=0))
+            memories = self._memories(segments, starts, slot)
+            verifying = self._read(operation, memories)
+            for segment, memory in zip(segments, memories, strict=True):
+                if segment.item.nonce_and_macs:
+                    verifying += _timed(self._decrypt, segment, memory)
+            in_scratch = [of for of in zip(segments, memories, starts, strict=False) if of[0].target_offset is None]
+            if slot is not None and pool is not None:
+                _scatter_slot(in_scratch, slot, pool)
+            else:
+                for segment, memory, _ in in_scratch:
+                    scatter(segment, memory)
+        self._note(Span("read file", began, time.perf_counter(), operation.file, operation.nbytes, verifying))
+        with self._counting:
+            self._done += operation.nbytes
+            self._progress(self._done, self._total)
+        return operation.nbytes
 
-    # --- the memory that segments are read into -----------------------------------------------------------------
-
-    def _memories(self, operation: ReadOperation, slot: Slot | None) -> list[memoryview]:
+    def _memories(
+        self, segments: Sequence[Segment], starts: Sequence[int], slot: torch.Tensor | None
+    ) -> list[memoryview]:
         """Returns the memory to read each segment into: its target's, or a part of the slot or of this thread's scratch
-        buffer.
+        buffer, at the segment's offset among ``starts``.
         """
-        sizes = [segment.nbytes for segment in operation.segments if segment.target_offset is None]
-        scratch = iter(self._scratch_views(sizes, slot) if sizes else ())
-        own = iter(memories_of([s.targets[0].tensor for s in operation.segments if s.target_offset is not None]))
+        scratch = memoryview(b"")
+        if starts[-1]:
+            buffer = getattr(self._scratch, "buffer", None) if slot is None else slot
+            if buffer is None or buffer.numel() < starts[-1]:
+                assert slot is None, "slots are of the size of the largest operation"
+                self._scratch.buffer = buffer = torch.empty(starts[-1], dtype=torch.uint8, device="cpu")
+            scratch = buffer.numpy().data
+        in_place = iter(memories_of([s.targets[0].tensor for s in segments if s.target_offset is not None]))
         return [
-            next(scratch) if offset is None else next(own)[offset : offset + stop - start]
-            for _, start, stop, _, offset in operation.segments
+            scratch[at : at + stop - start] if offset is None else next(in_place)[offset : offset + stop - start]
+            for (_, start, stop, _, offset), at in zip(segments, starts, strict=False)
         ]
-
-    def _scratch_views(self, sizes: Sequence[int], slot: Slot | None) -> list[memoryview]:
-        starts = list(itertools.accumulate((aligned(size) for size in sizes), initial=0))
-        buffer = getattr(self._scratch, "buffer", None) if slot is None else slot.memory
-        if buffer is None or buffer.numel() < starts[-1]:
-            assert slot is None, "slots are of the size of the largest operation"
-            self._scratch.buffer = buffer = torch.empty(starts[-1], dtype=torch.uint8, device="cpu")
-        view = buffer.numpy().data
-        return [view[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
     # --- reading and checking -----------------------------------------------------------------------------------
 
@@ -255,7 +210,7 @@ class _Executor:
         """Reads segments into their memory, and compares their digests. Returns the seconds of comparing."""
         verifying = 0.0
         try:
-            file = self._files.open(operation.file)
+            file = self._open(operation.file)
             if not self._page_cache and not any(target.shared for target in operation.targets):
                 file = file.once(operation.offset, operation.nbytes)
             for batch in operation.batches(self._slice_bytes):
@@ -265,8 +220,11 @@ class _Executor:
                     continue
                 file.read_into(with_gaps(segments, into), segments[0].offset)
                 if self._verify:
-                    verifying += _timed(self._compare_all, segments, into)
-            self._files.finish_operation(operation.file)
+                    verifying += _timed(self._compare, segments, into)
+            with self._opening:
+                self._operations_left[operation.file] -= 1
+                if not self._operations_left[operation.file]:
+                    self._files.pop(operation.file).close()
         except CheckpointError:
             raise
         except Exception as error:
@@ -279,11 +237,18 @@ class _Executor:
             ) from self._storage.cause(error)
         return verifying
 
-    def _compare_all(self, segments: Sequence[Segment], memories: Sequence[memoryview]) -> None:
-        if all_match([segment.item for segment in segments], memories):
-            return
-        for segment, memory in zip(segments, memories, strict=True):
-            self._compare(segment, memory)
+    def _open(self, name: str) -> RangeReader:
+        """Returns the open file of a name."""
+        with self._opening:
+            if name not in self._files and name in self._in_memory:
+                self._files[name] = MemoryReader(self._in_memory[name])
+            if name not in self._files:
+                try:
+                    self._files[name] = self._storage.open(name)
+                except OSError as error:
+                    message = f"cannot open {self._storage.path}/{name}: {error}{_advice(error)}"
+                    raise ReadError(self._storage.scrub(message)) from self._storage.cause(error)
+            return self._files[name]
 
     def _read_slices(self, file: RangeReader, segment: Segment, memory: memoryview) -> float:
         check = DigestCheck(segment.item, segment.start, memory.nbytes) if self._verify else None
@@ -296,19 +261,22 @@ class _Executor:
             if check is not None:
                 verifying += _timed(check.update, data)
         if check is not None and not check.matches():
-            self._compare(segment, memory)
+            self._compare([segment], [memory])
         return verifying
 
-    def _compare(self, segment: Segment, data: memoryview) -> None:
-        try:
-            check_digests(segment.item, segment.start, data)
-        except ChecksumMismatch as mismatch:
-            advice = "" if segment.item.nonce_and_macs else ", or pass verify=False to read it as it is"
-            raise self._mismatch(segment, f"{mismatch}", advice) from None
+    def _compare(self, segments: Sequence[Segment], memories: Sequence[memoryview]) -> None:
+        if all_match([segment.item for segment in segments], memories):
+            return
+        for segment, memory in zip(segments, memories, strict=True):
+            try:
+                check_digests(segment.item, segment.start, memory)
+            except ChecksumMismatch as mismatch:
+                advice = "" if segment.item.nonce_and_macs else ", or pass verify=False to read it as it is"
+                raise self._mismatch(segment, f"{mismatch}", advice) from None
 
     def _decrypt(self, segment: Segment, data: memoryview) -> None:
         """Decrypts whole blocks in place. A block's MAC reveals damage, as a digest would, and also tampering."""
-        assert self._cipher is not None, "the reader looks for a key first"
+        assert self._cipher is not None, "the reader checks for a key first"
         step = segment.item.block
         for number, start in enumerate(range(0, data.nbytes, step), segment.start // step):
             if not self._cipher.decrypt(data[start : start + step], segment.item.nonce_and_macs, number):
@@ -358,25 +326,25 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 """A tensor, and the source of its elements."""
 
 
-def scatter(segment: Segment, data: memoryview | torch.Tensor, slot: Slot | None = None) -> None:
+def scatter(segment: Segment, data: memoryview | torch.Tensor, pool: PinnedPool | None = None) -> None:
     """Copies parts of a segment to its targets.
 
-    ``data`` holds the segment's bytes: a uint8 tensor on any device, or host memory. ``slot`` is the slot that holds
-    them if some targets are on a GPU: copies to these are queued.
+    ``data`` holds the segment's bytes: a uint8 tensor on any device, or host memory. ``pool`` is the pool of the slot
+    that holds them if some targets are on a GPU: copies to these are queued.
     """
     for target in segment.targets:
-        is_queued = slot is not None and slot.pool.is_for(target)
+        queue = pool if pool is not None and pool.is_for(target) else None
         if target.has_stored_layout:
             pairs = _run(target, segment, data)
-        elif slot is not None and is_queued:
+        elif queue is not None:
             # Only contiguous runs cross the bus. The device selects rows, converts them, and writes to any strides.
             content = data if isinstance(data, torch.Tensor) else torch.frombuffer(data, dtype=torch.uint8)
-            pairs = _parts(target, segment, slot.send(content, target.tensor))
+            pairs = _parts(target, segment, queue.send(content, target.tensor))
         else:
             pairs = _parts(target, segment, data)
         for into, out in pairs:
-            if slot is not None and is_queued:
-                slot.copy([into], [out])
+            if queue is not None:
+                queue.copy([into], [out])
             else:
                 into.copy_(out)
 
@@ -384,33 +352,43 @@ def scatter(segment: Segment, data: memoryview | torch.Tensor, slot: Slot | None
 # Sending a tensor takes 60 to 100 microseconds under the GIL; the bus moves this many bytes in 20 microseconds.
 _SMALL_BYTES = 1 << 20
 
-
-def _device_of_small(segment: Segment, slot: Slot | None) -> int | None:
-    """Returns the device of all targets of a small segment; None unless the segment is small and has such a device."""
-    if slot is None:
-        return None
-    indices = {slot.pool.device.index_of(target.tensor) for target in segment.targets}
-    return indices.pop() if segment.nbytes <= _SMALL_BYTES and len(indices) == 1 else None
+_InSlot = tuple[Segment, memoryview, int]
+"""A segment in a slot, its bytes, and their offset in the slot."""
 
 
-def _scatter_sent(segments: Sequence[tuple[Segment, memoryview, int]], slot: Slot) -> bool:
-    """Scatters adjacent segments of a slot, each from its offset in the slot, to targets on one device.
+def _scatter_slot(parts: Iterable[_InSlot], slot: torch.Tensor, pool: PinnedPool) -> None:
+    """Scatters the segments of a slot. Adjacent small segments for one device cross the bus together."""
+
+    def device_of_small(part: _InSlot) -> int | None:
+        segment = part[0]
+        indices = {pool.device.index_of(target.tensor) for target in segment.targets}
+        return indices.pop() if segment.nbytes <= _SMALL_BYTES and len(indices) == 1 else None
+
+    for index, group in itertools.groupby(parts, key=device_of_small):
+        of_device = list(group)
+        if index is None or len(of_device) == 1 or not _scatter_together(of_device, slot, pool):
+            for segment, memory, _ in of_device:
+                scatter(segment, memory, pool)
+
+
+def _scatter_together(parts: Sequence[_InSlot], slot: torch.Tensor, pool: PinnedPool) -> bool:
+    """Scatters adjacent segments of a slot to targets on one device.
 
     One copy moves the segments over the bus, and one call per element size scatters them on the device. If the device
     has no memory for that, returns False.
     """
-    (first, _, begin), *_, (_, memory, last) = segments
+    (first, _, begin), *_, (_, memory, last) = parts
     try:
-        sent = slot.send(slot.memory[begin : last + memory.nbytes], first.targets[0].tensor)
+        sent = pool.send(slot[begin : last + memory.nbytes], first.targets[0].tensor)
     except torch.OutOfMemoryError:
         return False
     as_units: dict[torch.dtype, torch.Tensor] = {}
     fused: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
-    for segment, memory, start in segments:
+    for segment, memory, start in parts:
         for target in segment.targets:
             if not target.has_stored_layout:
                 for into, out in _parts(target, segment, sent[start - begin : start - begin + memory.nbytes]):
-                    slot.copy([into], [out])
+                    pool.copy([into], [out])
             elif (found := _shared_run(target, segment)) is not None:
                 into, offset, nbytes = found
                 unit = unit_of(into.dtype)  # integers: the fused kernel for half precision changes NaNs
@@ -422,7 +400,7 @@ def _scatter_sent(segments: Sequence[tuple[Segment, memoryview, int]], slot: Slo
                 targets.append(into if into.dtype is unit else into.view(unit))
                 sources.append(as_units[unit].as_strided((nbytes // unit.itemsize,), (1,), at))
     for targets, sources in fused.values():
-        slot.copy(targets, sources)
+        pool.copy(targets, sources)
     return True
 
 
@@ -502,19 +480,17 @@ _WAITING_FACTOR = 4
 _FROM_DISK = 0.5
 _RUSAGE_THREAD = getattr(resource, "RUSAGE_THREAD", None)
 
-
-class Usage(NamedTuple):
-    """A thread's use of the CPU since an arbitrary time."""
-
-    wall_seconds: float  # passed since that time
-    cpu_seconds: float  # on a core
-    disk_bytes: int  # read by the kernel for the thread; some network filesystems do not count
+Usage = tuple[float, float, int]
+"""Seconds of wall-clock time, a thread's seconds on a core, and the bytes that the kernel read from disks for it."""
 
 
 def thread_usage() -> Usage:
-    """Returns the usage of the calling thread."""
+    """Returns the usage of the calling thread, counted from arbitrary moments.
+
+    Some network filesystems do not count bytes.
+    """
     blocks = 0 if _RUSAGE_THREAD is None else resource.getrusage(_RUSAGE_THREAD).ru_inblock
-    return Usage(time.perf_counter(), time.thread_time(), blocks * 512)
+    return time.perf_counter(), time.thread_time(), blocks * 512
 
 
 def run_all(
@@ -545,10 +521,12 @@ def run_all(
                     return
                 nbytes += run(operation)
                 finished += 1
-                # Measuring takes time: a thread does it after its 1st, 2nd, 4th, 8th operation, and so on.
-                can_grow = remaining and len(workers) < max_threads
-                if can_grow and not finished & (finished - 1) and _waits_for_storage(began, usage(), nbytes):
-                    start()  # noqa: F821  (deleted when no thread runs any more)
+                # Measuring takes time: a thread does it after its 1st, 2nd, 4th, 8th operation, and so on. It counts
+                # the thread's total time, because a single operation may take long merely due to preemption.
+                if remaining and len(workers) < max_threads and not finished & (finished - 1):
+                    wall, busy, from_disk = (now - before for now, before in zip(usage(), began, strict=True))
+                    if wall > _WAITING_FACTOR * busy or from_disk > _FROM_DISK * nbytes:
+                        start()  # noqa: F821  (deleted when no thread runs any more)
         except BaseException:
             remaining.clear()
             raise
@@ -570,18 +548,4 @@ def run_all(
                 remaining.clear()
                 raise
     finally:
-        del (
-            work,
-            start,
-        )  # a reference cycle, which would hold the targets until the next garbage collection
-
-
-def _waits_for_storage(began: Usage, now: Usage, nbytes: int) -> bool:
-    """Returns whether a thread spent most of its time waiting for the ``nbytes`` bytes that it has read.
-
-    Counts the thread's total time, because a single operation may take long merely due to preemption.
-    """
-    wall = now.wall_seconds - began.wall_seconds
-    busy = now.cpu_seconds - began.cpu_seconds
-    from_disk = now.disk_bytes - began.disk_bytes
-    return wall > _WAITING_FACTOR * busy or from_disk > _FROM_DISK * nbytes
+        del work, start  # a reference cycle, which would hold the targets until the next garbage collection

@@ -5,7 +5,7 @@ So a state is planned, read and verified like a checkpoint on storage: for any n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch.distributed.checkpoint.metadata import (
@@ -14,16 +14,15 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.futures import Future
 
-from .._formats.own import Index
-from .._index.container import IndexFile, read_head
+from .._formats.own import decode
 from .._index.locations import RankLocations
 from .._index.schema import ItemKey, item_key
 from .._index.write import encode
 from .._runtime.forks import Descriptor
-from .._runtime.gc_pause import collector_paused
+from .._runtime.interpreter import collector_paused
 from .._runtime.threads import cores
 from .._saving.write_plan import resolve
 from .._staging.shared_memory import SharedBuffer
@@ -40,7 +39,7 @@ from .._tensor_file.names import (
 )
 from ..errors import WriteError
 from ..reader import TensorizerStorageReader
-from .protocol import Extent, Hold, StateContent, StateHead
+from .protocol import Extent, StateHead, StatePart
 from .replicas import RemotePart
 
 _READER_OPTIONS = ("verify", "allow_pickle", "thread_count", "on_progress", "on_report")
@@ -54,41 +53,41 @@ class StateCheckpoint(Storage):
 
     Args:
         path: The checkpoint's name in messages.
-        states: The states of the ranks, each with its buffer on this host or another host. `close` closes the buffers.
-            If several states have an item, it is loaded from the last of them: pass the loading rank's state last.
+        parts: The parts of the ranks, each with its buffer on this host or another host. `close` closes the buffers.
+            If several parts have an item, it is loaded from the last of them: pass the loading rank's part last.
 
     Attributes:
         save_id: The id of the save.
-        is_whole: Whether the states of all ranks are included.
+        is_whole: Whether the parts of all ranks are included.
         holders: The holder of each rank's part, for messages.
 
     Raises:
         CheckpointError: an item cannot be described; the error names its key.
     """
 
-    def __init__(self, path: str, states: Sequence[tuple[StateContent, Descriptor | RemotePart]]) -> None:
+    def __init__(self, path: str, parts: Sequence[tuple[StatePart, Descriptor | RemotePart]]) -> None:
+        head = parts[0][0].head
         self.holders: dict[int, str] = {}
-        self.save_id = states[0][0].state.head.id
-        self.is_whole = len(states) == states[0][0].state.head.world_size
+        self.save_id = head.id
+        self.is_whole = len(parts) == head.world_size
         self.path = self.location = path
-        is_remote = any(isinstance(buffer, RemotePart) for _, buffer in states)
+        is_remote = any(isinstance(buffer, RemotePart) for _, buffer in parts)
         threads = max(cores(), _STREAMS) if is_remote else cores()
         self.reads = ReadTuning(max_threads=threads, min_threads=threads, slice_bytes=_SLICE)
         self._files: dict[str, memoryview] = {}
         self._buffers = {
-            _names(content.state.head)[0]: buffer
-            if isinstance(buffer, RemotePart)
-            else _Buffer(buffer, content.state.nbytes)
-            for content, buffer in states
+            _names(part.head)[0]: buffer if isinstance(buffer, RemotePart) else _Buffer(buffer, part.nbytes)
+            for part, buffer in parts
         }
-        indexes = [_index(content.state) for content, _ in states]
-        meta = StorageMeta(save_id=self.save_id)
-        metadata = Metadata({}, planner_data=_merged(indexes), storage_meta=meta)
+        indexes = [decode(part.description, f"the description of rank {part.head.rank}") for part, _ in parts]
+        paths: dict[str, Any] | None = None  # of keys, merged as torch's planner does; None if a planner has other data
+        if all(isinstance(index.planner_data, dict) for index in indexes):
+            paths = {key: path for index in reversed(indexes) for key, path in index.planner_data.items()}
+        metadata = Metadata({}, planner_data=paths, storage_meta=StorageMeta(save_id=head.id))
         for index in indexes:
             _add_entries(index.state_dict_metadata, metadata.state_dict_metadata)
-        parts = [self._add(content, index) for (content, _), index in zip(states, indexes, strict=True)]
-        record = states[0][0].state.head.record
-        self._files[metadata_file_name()] = memoryview(encode(metadata, parts, record=record))
+        locations = [self._add(part, index) for (part, _), index in zip(parts, indexes, strict=True)]
+        self._files[metadata_file_name()] = memoryview(encode(metadata, locations, record=head.record))
 
     def part_in(self, words: str) -> int | None:
         """Returns the rank whose file an error message names, or None."""
@@ -102,20 +101,19 @@ class StateCheckpoint(Storage):
         for buffer in self._buffers.values():
             buffer.release()
 
-    def _add(self, content: StateContent, index: Metadata) -> RankLocations:
-        """Adds a rank's state. Returns the locations of its items."""
-        state, head = content.state, content.state.head
-        names = _names(head)
-        self._files[names[1]] = memoryview(state.inline)
+    def _add(self, part: StatePart, index: Metadata) -> RankLocations:
+        """Adds a rank's part. Returns the locations of its items."""
+        names = _names(part.head)
+        self._files[names[1]] = memoryview(part.inline)
         digests = {
             (names[extent.is_inline], extent.offset, extent.nbytes): digests
-            for extent, digests in zip(state.extents, content.digests, strict=True)
+            for extent, digests in zip(part.extents, part.digests, strict=True)
         }
         locations = {
             key: item._replace(digests=digests[item.file, item.offset, item.length]) if item.file else item
             for key, item in index.storage_data["items"].items()
         }
-        return RankLocations.of(head.rank, locations, {names[0]: state.nbytes, names[1]: len(state.inline)})
+        return RankLocations.of(part.head.rank, locations, {names[0]: part.nbytes, names[1]: len(part.inline)})
 
     def open(self, name: str) -> RangeReader:
         return self._buffers.get(name) or MemoryReader(self._files[name])
@@ -198,7 +196,7 @@ def _names(head: StateHead) -> list[str]:
 
 
 @collector_paused()
-def hold_request(
+def state_part(
     head: StateHead,
     plan: SavePlan,
     planner: SavePlanner,
@@ -206,68 +204,38 @@ def hold_request(
     seconds: float,
     *,
     digests_follow: bool = False,
-) -> Hold:
+) -> StatePart:
     """Describes a staged state dict for a keeper. ``plan`` has all items that this rank could write.
 
     Raises `CheckpointError`, with the key, if an item cannot be saved.
     """
-    wanted = SavePlan(list(plan.items))
-    items, extents, inline = [], list[Extent](), bytearray()
-    resolved = resolve(wanted, planner, lambda tensor: buffer.locate(tensor) is not None)
-    for planned, item in zip(wanted.items, resolved, strict=True):
-        extent = None
-        if item.has_bytes:
-            offset = buffer.locate(item.tensor)
-            extent = Extent(offset is None, len(inline) if offset is None else offset, item.tensor.nbytes)
-            extents.append(extent)
-            if offset is None:
-                inline += host_bytes(item.tensor)
-        items.append((planned, location_of(head, item.name, item.kind, item.dtype, extent)))
-    description = description_of(head, items, plan.planner_data, buffer.nbytes, len(inline))
-    return Hold(head, buffer.nbytes, tuple(extents), description, bytes(inline), seconds, digests_follow)
-
-
-def description_of(
-    head: StateHead,
-    items: Iterable[tuple[WriteItem, StoredItem]],
-    planner_data: object,
-    nbytes: int,
-    inline_nbytes: int,
-) -> bytes:
-    """Describes a state of ``nbytes`` bytes in the buffer, and ``inline_nbytes`` bytes outside it.
-
-    ``items`` are those of the plan, each with its `location_of`. Raises `CheckpointError`, with the key, if an item
-    cannot be described.
-    """
-    names = _names(head)
+    wanted, names = SavePlan(list(plan.items)), _names(head)
     entries: dict[str, Any] = {}
     locations: dict[ItemKey, StoredItem] = {}
-    for planned, location in items:
+    extents, inline = list[Extent](), bytearray()
+    resolved = resolve(wanted, planner, buffer)
+    for planned, item in zip(wanted.items, resolved, strict=True):
+        location = StoredItem.empty(item.dtype, item.kind)
+        if item.has_bytes:
+            offset, nbytes = buffer.locate(item.tensor), item.tensor.nbytes
+            extents.append(Extent(offset is None, len(inline) if offset is None else offset, nbytes))
+            if offset is None:
+                inline += host_bytes(item.tensor)
+            is_inline, start, _ = extents[-1]
+            count = -(-nbytes // block_size(nbytes))
+            digests = bytes(8 * (count + (count > 1)))
+            location = StoredItem(names[is_inline], item.name, start, nbytes, item.dtype, item.kind, digests)
         data = planned.tensor_data
         entry = (
             BytesStorageMetadata() if data is None else TensorStorageMetadata(data.properties, data.size, [data.chunk])
         )
         _add_entries({planned.index.fqn: entry}, entries)
         locations[item_key(planned.index)] = location
-    paths = planner_data if isinstance(planner_data, dict) else None
-    part = RankLocations.of(head.rank, locations, {names[0]: nbytes, names[1]: inline_nbytes})
-    return encode(Metadata(entries, planner_data=paths, storage_meta=StorageMeta(save_id=head.id)), [part])
-
-
-def location_of(head: StateHead, name: str, kind: str, dtype: str, extent: Extent | None) -> StoredItem:
-    """Returns the location of an item in the files of a state. ``extent`` is None if the item has no bytes."""
-    if extent is None:
-        return StoredItem.empty(dtype, kind)
-    is_inline, offset, nbytes = extent
-    count = -(-nbytes // block_size(nbytes))
-    digests = bytes(8 * (count + (count > 1)))
-    return StoredItem(data_file_name(head.rank, int(is_inline), head.id), name, offset, nbytes, dtype, kind, digests)
-
-
-def _index(state: Hold) -> Metadata:
-    """Decodes the description. Raises `MetadataError` if it is invalid."""
-    path = f"the description of rank {state.head.rank}"
-    return Index(IndexFile(path, read_head(state.description, path), state.description)).stored_metadata()
+    paths = plan.planner_data if isinstance(plan.planner_data, dict) else None
+    metadata = Metadata(entries, planner_data=paths, storage_meta=StorageMeta(save_id=head.id))
+    files = {names[0]: buffer.nbytes, names[1]: len(inline)}
+    description = encode(metadata, [RankLocations.of(head.rank, locations, files)])
+    return StatePart(head, buffer.nbytes, tuple(extents), description, bytes(inline), seconds, digests_follow)
 
 
 def _add_entries(entries: Mapping[str, Any], known: dict[str, Any]) -> None:
@@ -276,10 +244,3 @@ def _add_entries(entries: Mapping[str, Any], known: dict[str, Any]) -> None:
         tensor = known.setdefault(key, entry)
         if tensor is not entry and isinstance(entry, TensorStorageMetadata):
             tensor.chunks += [chunk for chunk in entry.chunks if chunk not in tensor.chunks]
-
-
-def _merged(indexes: Sequence[Metadata]) -> Any:
-    """Merges the ranks' paths of keys, as torch's planner does. Returns None if a planner has other data."""
-    if not all(isinstance(index.planner_data, dict) for index in indexes):
-        return None
-    return {key: path for index in reversed(indexes) for key, path in index.planner_data.items()}

@@ -1,14 +1,15 @@
-"""Two clients of a keeper: `KeeperProcess` of its trainer, and `KeeperConnection` of a successor of that trainer."""
+"""Clients of a keeper: `KeeperProcess` of its trainer, and `KeeperConnection` of a successor of that trainer."""
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from .._runtime.channel import Channel, Done, Failed
 from .._runtime.child import END_SECONDS, ChildProcess
@@ -18,31 +19,28 @@ from ..errors import CheckpointError, ReadError, WriteError
 from .protocol import (
     Answer,
     ClaimRequest,
-    Copy,
     CopyStatus,
     Forget,
     Found,
     GetPart,
-    Hold,
-    OpenToPeers,
     Plain,
     Request,
-    StateContent,
+    StatePart,
     WrittenDigests,
 )
 from .runtime_directory import connect, remove, runtime_directory, socket_path, sockets_of
-from .wire import Address
 
 if TYPE_CHECKING:
     from .._staging.shared_memory import SharedBuffer
 
+_T = TypeVar("_T")
 
 _ANSWER_SECONDS = 60.0  # a keeper answers in a millisecond if it gets a core
 _DIGEST_SECONDS = 660.0  # slightly longer than the keeper itself waits for digests
 
 
 class KeeperProcess(ChildProcess):
-    """Keeper process, and the staging buffers whose states it holds. It starts immediately, and outlives this process.
+    """Keeper process, and the staging buffers whose states it holds. The process outlives this one.
 
     A keeper that does not answer is killed, because its buffers are about to be overwritten. This frees the buffers.
 
@@ -50,7 +48,7 @@ class KeeperProcess(ChildProcess):
         job: The name of the job in the names of sockets.
         run: The run of the job.
         seconds: How long the keeper waits for a successor if this process leaves no state. States have their own time
-            (`Hold`).
+            (`StatePart`).
         timeout: Seconds after which an unresponsive keeper is killed, a minute at most.
 
     Attributes:
@@ -69,21 +67,23 @@ class KeeperProcess(ChildProcess):
         except OSError as error:
             raise WriteError(f"states cannot be held in memory: {error.strerror or error}") from error
 
-    def hold(self, state: Hold, buffer: SharedBuffer) -> None:
-        """Hands a state to the keeper. Saves do not reuse the buffer until the state is forgotten or lost.
+    def hold(self, part: StatePart, buffer: SharedBuffer) -> None:
+        """Sends a state to the keeper. Saves do not reuse the buffer until the state is forgotten or lost.
 
         Raises `WriteError` if the keeper refuses this state, or has ended, which loses all its states.
         """
-        state_id = state.head.id
+        state_id = part.head.id
         self.held[state_id], buffer.is_kept = buffer, True
         try:
-            self._ask(state, [buffer.fd])
+            self.ask(part, Done, [buffer.fd])
         except BaseException as error:
             if not isinstance(error, WriteError):  # the keeper may have received the state
                 self._lose()
             self._release([state_id])
             raise
-        self._send_digests(state_id)
+        written = self._written
+        if written[0] == state_id:
+            self._send_digests(*written)
 
     def written(self, state_id: str, known: Mapping[tuple[int, int], bytes]) -> None:
         """Sends the digests of a state that a save has written. `hold` of the state may follow later.
@@ -92,7 +92,7 @@ class KeeperProcess(ChildProcess):
         """
         self._written = state_id, known
         if state_id in self.held:
-            self._send_digests(state_id)
+            self._send_digests(state_id, known)
 
     def forget(self, ids: Collection[str], *, but_copied: bool = False) -> None:
         """Makes the keeper forget states, and frees their buffers, even on failure.
@@ -104,34 +104,15 @@ class KeeperProcess(ChildProcess):
         if not forgotten:
             return
         try:
-            answer = self._ask(Forget(tuple(forgotten), but_copied))
+            over = self.ask(Forget(tuple(forgotten), but_copied), tuple)
         except BaseException:
             self._lose()
             raise
-        self._release(answer if isinstance(answer, tuple) else forgotten)
-
-    def open_to_peers(self, host: str, secret: bytes, *, anew: bool = False) -> Address:
-        """Opens this keeper to other hosts, at an address of this host. Raises `WriteError`. Idempotent.
-
-        ``anew``: the keeper gets another address with this secret, and closes connections to its previous address.
-        """
-        answer = self._ask(OpenToPeers(host, secret, anew))
-        assert isinstance(answer, Address)
-        return answer
-
-    def copy(self, state_id: str, to: Address, rate: float, confirmed: str) -> None:
-        """Begins to copy a state to a keeper on another host (`Copy`). Raises `WriteError`."""
-        self._ask(Copy(state_id, to, rate, confirmed))
-
-    def drop_copies(self) -> None:
-        """Makes the keeper on the other host forget its copies of this rank's states. Raises `WriteError`."""
-        self._ask(Plain.DROP_COPIES)
+        self._release(over)
 
     def copy_status(self) -> CopyStatus:
         """Returns the status of the last copy. Raises `WriteError`."""
-        answer = self._ask(Plain.COPY_STATUS)
-        assert isinstance(answer, CopyStatus)
-        return answer
+        return self.ask(Plain.COPY_STATUS, CopyStatus)
 
     def end(self, deadline: Deadline = NEVER) -> None:
         """Ends the keeper, and frees its memory. Kills the keeper if it does not end in time. Idempotent.
@@ -176,19 +157,15 @@ class KeeperProcess(ChildProcess):
             if (buffer := self.held.pop(state_id, None)) is not None:
                 buffer.is_kept = False
 
-    def _send_digests(self, state_id: str) -> None:
-        """Sends the keeper the digests of a state if they are known. They may be sent twice."""
-        written, known = self._written
-        if written == state_id:
+    def _send_digests(self, state_id: str, known: Mapping[tuple[int, int], bytes]) -> None:
+        """Sends the digests of a state, perhaps twice. On an error, which is not raised, the keeper computes them."""
+        in_background(functools.partial(self.ask, WrittenDigests(state_id, known), Done), name="digests", daemon=True)
 
-            def send() -> None:
-                with suppress(WriteError):  # a busy keeper computes the digests itself
-                    self._ask(WrittenDigests(state_id, known))
+    def ask(self, request: Request, kind: type[_T], fds: Sequence[int] = ()) -> _T:
+        """Sends a request. Returns the answer, which is a ``kind``.
 
-            in_background(send, name="digests", daemon=True)
-
-    def _ask(self, request: Request, fds: Sequence[int] = ()) -> Answer:
-        """Sends a request. Raises `WriteError` if the keeper refuses or has ended."""
+        Raises `WriteError` if the keeper refuses or has ended.
+        """
         timeout = min(self.timeout, _ANSWER_SECONDS)
         if not self._lock.acquire(timeout=timeout):  # a signal handler may have interrupted the lock's holder
             raise WriteError(f"the keeper (pid {self.pid}) is busy")
@@ -203,6 +180,7 @@ class KeeperProcess(ChildProcess):
             self._lock.release()
         if isinstance(answer, Failed):
             raise WriteError(f"the keeper (pid {self.pid}) refuses: {answer.message}")
+        assert isinstance(answer, kind)
         return answer
 
 
@@ -222,7 +200,7 @@ class KeeperConnection:
             self._channel.close()
             raise
 
-    def look(self, timeout: float) -> None:
+    def wait_listed(self, timeout: float) -> None:
         """Waits for the keeper's first list of states. Raises `TimeoutError` on timeout.
 
         Any other exception means that the keeper has ended, or is of another version.
@@ -230,10 +208,9 @@ class KeeperConnection:
         self.found = _found(self._channel.answer(timeout)[0])
 
     def claim(self, run: str) -> bool:
-        """Reserves the keeper for this run of a job, while this connection is open. Returns whether it agrees."""
-        answer, _ = self._ask(ClaimRequest(run))
-        is_claimed = isinstance(answer, Done)
-        if is_claimed:  # its trainer may have handed over a last state in the meantime
+        """Reserves the keeper for this run while this connection is open. Returns whether the keeper agrees."""
+        is_claimed = isinstance(self._ask(ClaimRequest(run))[0], Done)
+        if is_claimed:  # its trainer may have sent a last state in the meantime
             self.found = _found(self._ask(Plain.LIST)[0])
         return is_claimed
 
@@ -242,11 +219,11 @@ class KeeperConnection:
         with suppress(CheckpointError):
             self._ask(Forget(tuple(head.id for head in self.found.heads if head.id != state_id)))
 
-    def part(self, state_id: str, rank: int) -> tuple[StateContent, Descriptor]:
+    def part(self, state_id: str, rank: int) -> tuple[StatePart, Descriptor]:
         """Returns a rank's part of a state, and its buffer. Raises `ReadError` if the keeper no longer holds it."""
         answer, fds = self._ask(GetPart(state_id, rank), _DIGEST_SECONDS)
-        if not isinstance(answer, StateContent):
-            why = answer.message if isinstance(answer, Failed) else "it gave no answer"
+        if not isinstance(answer, StatePart):
+            why = answer.message if isinstance(answer, Failed) else "it sent another answer"
             raise ReadError(f"a keeper (of the trainer {self.found.trainer}) does not have the state: {why}")
         return answer, Descriptor(fds[0])
 
@@ -268,7 +245,9 @@ class KeeperConnection:
 
 
 def connect_to_keepers(job: str, timeout: float) -> tuple[list[KeeperConnection], list[Path]]:
-    """Connects to all keepers of a job on this machine, including this run's. ``timeout`` is for all answers together.
+    """Connects to all keepers of a job on this machine, including those of this run.
+
+    ``timeout`` is for all answers together.
 
     Returns the connections, and the sockets of the keepers that do not answer because they are stopped.
     """
@@ -288,7 +267,7 @@ def connect_to_keepers(job: str, timeout: float) -> tuple[list[KeeperConnection]
     deadline = Deadline(timeout)
     for path, keeper in asked.items():
         try:
-            keeper.look(deadline.within(timeout))
+            keeper.wait_listed(deadline.within(timeout))
         except Exception as error:
             keeper.close()
             if isinstance(error, TimeoutError):
@@ -300,5 +279,5 @@ def connect_to_keepers(job: str, timeout: float) -> tuple[list[KeeperConnection]
 
 def _found(answer: Answer) -> Found:
     if not isinstance(answer, Found):
-        raise ReadError("a keeper of another version cannot be understood")
+        raise ReadError("a keeper runs an incompatible version")
     return answer

@@ -1,10 +1,10 @@
-"""Copies of states on other hosts, so that the loss of a host does not lose them.
+"""Copies of states on other hosts, from which a job resumes after the loss of a host.
 
 The keepers make the copies. The trainers decide together, in the reduction at the beginning of each step: if no copy is
 in progress, all ranks copy the newest state. A copy counts once the states of all ranks are copied.
 
 Each rank sends its host and the address of its keeper to all others. Every rank computes the partners from these values
-alone, so that all ranks compute the same.
+alone, so that the results are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
+from .._runtime.channel import Done
 from .._runtime.memory_limit import available_memory
 from .._runtime.torch_compat import store_host
 from .._runtime.validation import check_count, check_type
@@ -34,6 +35,7 @@ from .._storage.local import boot_id
 from .._tensor_file.encryption import require_libsodium
 from ..errors import CheckpointError, WriteError
 from .client import KeeperProcess
+from .protocol import Copy, OpenToPeers, Plain
 from .replicas import RESERVE
 from .wire import SECRET_BYTES, Address
 
@@ -173,7 +175,7 @@ class PeerCopies:
         self._rate = (options.rate or 0.0) / ranks_of_host[peers[rank].host]
         if self._agreement.is_first:
             logger.info(
-                "states are copied between %d hosts; this one's to the host of rank %d",
+                "states are copied between %d hosts, those of this host to the host of rank %d",
                 len(ranks_of_host),
                 self._partner_of[0],
             )
@@ -199,7 +201,7 @@ class PeerCopies:
         if not self.is_on:
             return
         if vote.copies_end:
-            self._end(self._ends or "another rank's are not")
+            self._end(self._ends or "another rank has stopped copying its states")
         elif self.ordered and not vote.copy_runs:
             if not vote.copy_failed:
                 self.confirmed = self.ordered
@@ -218,7 +220,7 @@ class PeerCopies:
         """Begins to copy a state that the keeper holds. The other ranks learn of a failure at the next step."""
         assert self._partner is not None
         try:
-            keeper.copy(state_id, self._partner, self._rate, self.confirmed)
+            keeper.ask(Copy(state_id, self._partner, self._rate, self.confirmed), Done)
         except WriteError as error:
             logger.info("a state is not copied to another host: %s", str(error))
         else:
@@ -229,9 +231,9 @@ class PeerCopies:
         self.confirmed = ""
         if self._begun and keeper is not None and keeper.is_ours:
             try:
-                keeper.drop_copies()
+                keeper.ask(Plain.DROP_COPIES, Done)
             except WriteError as error:
-                logger.warning("the copies of states on another host may not be removed: %s", str(error))
+                logger.warning("copies of states on another host could not be removed: %s", str(error))
         self._begun = ""
 
     def vote(self, keeper: KeeperProcess | None) -> MemoryVote:
@@ -290,7 +292,11 @@ def introduce(options: CopyOptions, keeper: KeeperProcess | None, towards: str =
         if options.interface is not None:
             address = address_of(options.interface)
         else:
-            address = address_towards(towards or _coordinator())
+            towards = towards or os.environ.get("MASTER_ADDR", "")
+            if not towards:
+                group = dist.group.WORLD  # its store is on the coordinator's host
+                towards = (store_host(group) if group is not None else None) or socket.gethostname()
+            address = address_towards(towards)
         peer = peer._replace(address=address)
         if is_local(address):
             raise OSError(f"{address} is a loopback address. Pass interface=")
@@ -299,7 +305,8 @@ def introduce(options: CopyOptions, keeper: KeeperProcess | None, towards: str =
     if keeper is None:
         return peer._replace(problem="it has no keeper")
     try:
-        return peer._replace(keeper=keeper.open_to_peers(address, secrets.token_bytes(SECRET_BYTES)))
+        request = OpenToPeers(address, secrets.token_bytes(SECRET_BYTES))
+        return peer._replace(keeper=keeper.ask(request, Address))
     except CheckpointError as error:
         return peer._replace(problem=str(error))
 
@@ -406,11 +413,3 @@ def address_of(interface: str) -> str:
 def is_local(address: str) -> bool:
     """Returns whether an address is empty or a loopback address, which other hosts cannot use."""
     return not address or ipaddress.ip_address(address).is_loopback
-
-
-def _coordinator() -> str:
-    """Returns the name or address of the host of the ranks' store."""
-    if address := os.environ.get("MASTER_ADDR"):
-        return address
-    group = dist.group.WORLD
-    return (store_host(group) if group is not None else None) or socket.gethostname()

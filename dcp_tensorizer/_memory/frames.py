@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .._runtime.gc_pause import collector_paused
+from .._runtime.interpreter import collector_paused
 from .._tensor_file.encryption import require_libsodium
 from ..errors import WriteError
 

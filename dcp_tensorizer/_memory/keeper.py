@@ -1,11 +1,11 @@
-"""The keeper: a process beside each trainer, which outlives it and holds its newest states in memory.
+"""The keeper: a process beside each trainer, which outlives the trainer and holds its newest states in memory.
 
-It holds the descriptors of the trainer's staging buffers, not copies. When the trainer is gone, the keeper waits some
+The keeper holds the descriptors of the staging buffers, not copies. When the trainer is gone, the keeper waits some
 seconds for a successor, and then ends. It neither reads nor writes storage.
 
-It also holds the digests of the states, by which a successor verifies the loaded bytes. If a save writes a state, the
-writer process computes the digests. The keeper computes those of all other states, and of states that were not yet
-written when the trainer died.
+The keeper also holds the digests of the states, by which a successor verifies the loaded bytes. If a save writes a
+state, the writer process computes the digests. The keeper computes the digests of all other states,
+and of states that were not written yet when the trainer died.
 
 While the trainer lives, nothing waits for digests and copies. So their threads have low priorities, and so does the
 session of a keeper that copies: if both need a core, training gets ten times as much of it. A successor does wait, so
@@ -23,11 +23,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from .._runtime.channel import Channel, Done, Failed, Ready
-from .._runtime.child import at_end_of, begin, lower_priority, set_session_priority
+from .._runtime.child import at_end_of, begin
 from .._runtime.forks import free_in_child
 from .._storage.local_io import read_into
 from .._tensor_file.digests import Digester
@@ -42,15 +43,14 @@ from .protocol import (
     Forget,
     Found,
     GetPart,
-    Hold,
     OpenToPeers,
     Plain,
     Request,
-    StateContent,
     StateHead,
+    StatePart,
     WrittenDigests,
 )
-from .replicas import NICENESS_OF_COPIES, NotCopied, ReplicaServer, Throttle, copy_part, drop_copies
+from .replicas import NICENESS_OF_COPIES, NotCopied, ReplicaServer, Throttle, copy_part, drop_copies, lower_priority
 from .runtime_directory import is_own_peer, listen, remove, touch
 from .wire import Address
 
@@ -58,34 +58,35 @@ _NICENESS = 10  # below the writer process: the thread that computes digests, an
 _SLICE = 1 << 20  # small enough to be hashed while it is in the processor's cache
 _TOUCH_SECONDS = 6 * 3600.0  # systemd removes files from /tmp after 10 days; a connection does not update their times
 _NEEDED = "its memory was needed"
+_SESSION_SECONDS = 0.05  # between two attempts to set the session's priority
 _NONE: Mapping[tuple[int, int], bytes] = MappingProxyType({})
 _DIGEST_SECONDS = 600.0  # enough at the lowest priority, beside a job that needs all cores
 
 
-class _State:
-    """A state, whose buffer is read as a file.
+class _HeldPart:
+    """A rank's part of a state, whose buffer is read as a file.
 
     Mapping would take as long, and unmapping takes 25 ms for each GiB, during which training waits.
     """
 
-    def __init__(self, state: Hold, fd: int, *, is_replica: bool = False) -> None:
-        if os.fstat(fd).st_size < state.nbytes:
-            raise ValueError(f"the buffer is smaller than the announced {state.nbytes:,} bytes")
-        self.state = state
+    def __init__(self, part: StatePart, fd: int, *, is_replica: bool = False) -> None:
+        if os.fstat(fd).st_size < part.nbytes:
+            raise ValueError(f"the buffer is smaller than the announced {part.nbytes:,} bytes")
+        self.part = part
         self.fd = fd
         self.is_replica = is_replica
         self.is_forgotten = self.is_digested = False
         self.digests: Future[tuple[bytes, ...]] = Future()
 
     def take_digests(self, known: Mapping[tuple[int, int], bytes] = _NONE) -> None:
-        """Computes the digests that are not ``known``. Stops if the state is forgotten."""
+        """Computes the digests that are not ``known``. Stops if the part is forgotten."""
         read = memoryview(bytearray(_SLICE))
         try:
-            digests = tuple(self._digests(extent, read, known) for extent in self.state.extents)
+            digests = tuple(self._digests(extent, read, known) for extent in self.part.extents)
         except (OSError, EOFError, CancelledError):
             self.digests.cancel()
             return
-        with suppress(InvalidStateError):  # the state has just been forgotten
+        with suppress(InvalidStateError):  # the part has just been forgotten
             self.digests.set_result(digests)
 
     def _digests(self, extent: Extent, read: memoryview, known: Mapping[tuple[int, int], bytes]) -> bytes:
@@ -94,7 +95,7 @@ class _State:
         digester = Digester(block_size(extent.nbytes))
         stop = extent.offset + extent.nbytes
         if extent.is_inline:
-            digester.update(memoryview(self.state.inline)[extent.offset : stop])
+            digester.update(memoryview(self.part.inline)[extent.offset : stop])
             return digester.digests()
         for start in range(extent.offset, stop, _SLICE):
             if self.is_forgotten:
@@ -105,7 +106,7 @@ class _State:
         return digester.digests()
 
     def forget(self) -> None:
-        """Withdraws the state, and stops the computation of its digests."""
+        """Withdraws the part, and stops the computation of its digests."""
         self.is_forgotten = True
         self.digests.cancel()
 
@@ -117,7 +118,7 @@ class _State:
 class Keeper:
     """Holder of states, which answers the trainer, its successors, and the keepers of other hosts.
 
-    It waits for a successor for the longest ``Hold.seconds`` of its states; without states, for ``seconds``.
+    It waits for a successor for the longest ``StatePart.seconds`` of its states; without states, for ``seconds``.
     ``set_priority`` sets the niceness of its session, which is higher while it copies beside its trainer.
     """
 
@@ -128,11 +129,11 @@ class Keeper:
         self._trainer = trainer
         self._seconds = seconds
         self._set_priority = set_priority
-        self._held: dict[tuple[str, int], _State] = {}  # by id and rank: the trainer's own parts, and replicas
+        self._held: dict[tuple[str, int], _HeldPart] = {}  # by id and rank: the trainer's own parts, and replicas
         self._claimed_by = ""  # the last run of a job that has claimed this keeper
         self._server: ReplicaServer | None = None
         self._copy = CopyStatus()
-        self._copying: _State | None = None  # the state of the current or last copy
+        self._copying: _HeldPart | None = None  # the part of the current or last copy
         self._copied: tuple[Address, StateHead] | None = None  # the keeper with the copies, and the last copied state
         self._claims: dict[object, str] = {}  # the run of a job that has claimed this keeper, by its connection
         self.is_orphaned = self._is_over = False
@@ -150,7 +151,7 @@ class Keeper:
         finally:
             with self._changed:
                 if self._claims.pop(channel, None) is not None:
-                    self._wait_anew()
+                    self._restart_timeout()
             if is_trainer:
                 self.orphan()
             channel.close()
@@ -161,7 +162,7 @@ class Keeper:
             if not self.is_orphaned:
                 self.is_orphaned = True
                 self._set_priority(0)
-                self._wait_anew()
+                self._restart_timeout()
                 for held in reversed(list(self._held.values())):  # a successor wants the newest state
                     self._digest(held)
 
@@ -175,10 +176,10 @@ class Keeper:
                 if not self._changed.wait(min(left, _TOUCH_SECONDS)):
                     touch(path)
 
-    def _wait_anew(self) -> None:
+    def _restart_timeout(self) -> None:
         """Restarts the timeout for successors. While a successor has claimed the keeper, there is no timeout."""
         if self.is_orphaned:
-            seconds = max((held.state.seconds for held in self._held.values()), default=self._seconds)
+            seconds = max((held.part.seconds for held in self._held.values()), default=self._seconds)
             self._deadline = None if self._claims else time.monotonic() + seconds
             self._changed.notify_all()
 
@@ -186,7 +187,7 @@ class Keeper:
         self, request: Request, fds: list[int], channel: Channel, *, is_trainer: bool
     ) -> tuple[Answer, list[int]]:
         match request:
-            case Hold():
+            case StatePart():
                 return self._hold(request, fds[0]), []
             case WrittenDigests(number, known):
                 with self._changed:
@@ -195,11 +196,8 @@ class Keeper:
                 return Done(), []
             case Forget(ids, but_copied):
                 return self._forget(ids, is_trainer=is_trainer, but_copied=but_copied), []
-            case OpenToPeers(host, secret, anew):
-                if anew and self._server is not None:
-                    self._server.close()
-                    self._server = None
-                return self._open_to_peers(host, secret), []
+            case OpenToPeers():
+                return self._open_to_peers(request), []
             case Copy():
                 return self._begin_copy(request), []
             case Plain.COPY_STATUS:
@@ -208,7 +206,7 @@ class Keeper:
                 return self._drop_copies(), []
             case Plain.LIST:
                 with self._changed:
-                    heads = tuple(held.state.head for held in self._held.values())
+                    heads = tuple(held.part.head for held in self._held.values())
                     address = None if self._server is None else self._server.address
                     return Found(self._job, self._trainer, self.is_orphaned, heads, address), []
             case ClaimRequest(job):
@@ -221,26 +219,26 @@ class Keeper:
                     self._changed.notify_all()
                 return Done(), []
 
-    def _hold(self, state: Hold, fd: int) -> Answer:
+    def _hold(self, part: StatePart, fd: int) -> Answer:
         try:
-            held = _State(state, fd)
+            held = _HeldPart(part, fd)
         except (OSError, ValueError) as error:
             os.close(fd)
             return Failed(f"the staging buffer cannot be read: {error}")
         with self._changed:
-            self._held[state.head.id, state.head.rank] = held
-            self._wait_anew()
-            if self.is_orphaned or not state.digests_follow:
+            self._held[part.head.id, part.head.rank] = held
+            self._restart_timeout()
+            if self.is_orphaned or not part.digests_follow:
                 self._digest(held)
         return Done()
 
-    def _digest(self, held: _State, known: Mapping[tuple[int, int], bytes] = _NONE) -> None:
+    def _digest(self, held: _HeldPart, known: Mapping[tuple[int, int], bytes] = _NONE) -> None:
         """Begins to compute the digests. Idempotent."""
         if not held.is_digested:
             held.is_digested = True
             self._digesting.submit(held.take_digests, known)
 
-    def _own(self, state_id: str) -> _State | None:
+    def _own(self, state_id: str) -> _HeldPart | None:
         """Returns the trainer's own part of a state, or None."""
         of_state = (held for (other, _), held in self._held.items() if other == state_id)
         return next((held for held in of_state if not held.is_replica), None)
@@ -258,7 +256,7 @@ class Keeper:
                 self._copy = CopyStatus(copied, problem=_NEEDED, is_given_up=True)
             keys = [key for key, held in self._held.items() if key[0] in over and not (is_trainer and held.is_replica)]
             forgotten = [self._held.pop(key) for key in keys]
-            self._wait_anew()
+            self._restart_timeout()
         for held in forgotten:
             held.forget()
             self._digesting.submit(held.close)
@@ -269,39 +267,42 @@ class Keeper:
             if not self.is_orphaned or any(other != job for other in self._claims.values()):
                 return Failed("its trainer lives, or another job has claimed it")
             self._claims[channel] = self._claimed_by = job
-            self._wait_anew()
+            self._restart_timeout()
             return Done()
 
     def _give_part(self, state_id: str, rank: int) -> tuple[Answer, list[int]]:
         try:
-            content = self.content(state_id, rank, _DIGEST_SECONDS)
+            part = self.digested_part(state_id, rank, _DIGEST_SECONDS)
         except TimeoutError:
             return Failed(f"its digests were not computed within {_DIGEST_SECONDS:g} s"), []
         with self._changed:
             held = self._held.get((state_id, rank))
-            if content is None or held is None or held.is_forgotten:
+            if part is None or held is None or held.is_forgotten:
                 return Failed("it is no longer held"), []
-            return content, [held.fd]
+            return part, [held.fd]
 
     # --- replicas ---------------------------------------------------------------------------------------------------
 
-    def _open_to_peers(self, host: str, secret: bytes) -> Answer:
+    def _open_to_peers(self, request: OpenToPeers) -> Answer:
+        if request.anew and self._server is not None:
+            self._server.close()
+            self._server = None
         if self._seconds:  # a keeper with 0 seconds serves peers that wait for a live state
             self._set_priority(_NICENESS)
         try:
-            self._server = self._server or ReplicaServer(self, host, secret)
+            self._server = self._server or ReplicaServer(self, request.host, request.secret)
         except (OSError, WriteError) as error:
-            return Failed(f"it cannot be reached from other hosts at {host}: {error}")
+            return Failed(f"it cannot be reached from other hosts at {request.host}: {error}")
         return self._server.address
 
     def _begin_copy(self, request: Copy) -> Answer:
         with self._changed:
             held, before = self._own(request.id), self._copying
             if held is None or (self._copy.is_running and not (before is not None and before.is_forgotten)):
-                return Failed("it is not held" if held is None else "another state is being copied")
+                return Failed("the state is not held" if held is None else "another state is being copied")
             self._digest(held)  # not left to a save, which may take long to send them
             fd = os.dup(held.fd)
-            self._copied = request.to, held.state.head
+            self._copied = request.to, held.part.head
             self._copy, self._copying = CopyStatus(request.id, is_running=True), held
         threading.Thread(target=self._run_copy, args=(request, held, fd), name="copy", daemon=True).start()
         return Done()
@@ -315,14 +316,13 @@ class Keeper:
                 return Failed(f"the keeper at {copied[0]!r} cannot be reached: {error}")
         return Done()
 
-    def _run_copy(self, request: Copy, held: _State, fd: int) -> None:
+    def _run_copy(self, request: Copy, held: _HeldPart, fd: int) -> None:
         status = CopyStatus(request.id)
         lower_priority(NICENESS_OF_COPIES)
         try:
             digests = held.digests.result(_DIGEST_SECONDS)
-            throttle = Throttle(request.rate)
-            content = StateContent(held.state, digests)
-            copy_part(request.to, content, fd, request.confirmed, throttle, lambda: not held.is_forgotten)
+            part, throttle = replace(held.part, digests=digests), Throttle(request.rate)
+            copy_part(request.to, part, fd, request.confirmed, throttle, lambda: not held.is_forgotten)
         except NotCopied as error:
             status = CopyStatus(
                 request.id,
@@ -344,14 +344,14 @@ class Keeper:
         """Returns why this keeper accepts no more copies, or an empty string if it accepts them."""
         return f"a later run of this job ({self._claimed_by}) has claimed this keeper" if self._claimed_by else ""
 
-    def add_replica(self, content: StateContent, fd: int) -> None:
+    def add_replica(self, part: StatePart, fd: int) -> None:
         """Adds a complete replica with its buffer."""
-        held = _State(content.state, fd, is_replica=True)
+        held = _HeldPart(part, fd, is_replica=True)
         held.is_digested = True
-        held.digests.set_result(content.digests)
+        held.digests.set_result(part.digests)
         with self._changed:
-            self._held[content.state.head.id, content.state.head.rank] = held
-            self._wait_anew()
+            self._held[part.head.id, part.head.rank] = held
+            self._restart_timeout()
 
     def drop_replicas(self, head: StateHead, confirmed: str) -> list[tuple[int, int]]:
         """Forgets the replicas of a rank and run, except the ``confirmed`` replica.
@@ -362,20 +362,23 @@ class Keeper:
             keys = [
                 (state_id, rank)
                 for (state_id, rank), held in self._held.items()
-                if held.is_replica and rank == head.rank and held.state.head.job == head.job and state_id != confirmed
+                if held.is_replica and rank == head.rank and held.part.head.job == head.job and state_id != confirmed
             ]
             dropped = [self._held.pop(key) for key in keys]
-        return [(held.fd, held.state.nbytes) for held in dropped]
+        return [(held.fd, held.part.nbytes) for held in dropped]
 
-    def content(self, state_id: str, rank: int, seconds: float) -> StateContent | None:
-        """Returns a part of a state, or None if it is not held. Raises `TimeoutError` if its digests take too long."""
+    def digested_part(self, state_id: str, rank: int, seconds: float) -> StatePart | None:
+        """Returns a part with its digests, or None if it is not held.
+
+        Raises `TimeoutError` if the digests are not computed within ``seconds``.
+        """
         with self._changed:
             held = self._held.get((state_id, rank))
             if held is None:
                 return None
             self._digest(held)
         try:
-            return StateContent(held.state, held.digests.result(seconds))
+            return replace(held.part, digests=held.digests.result(seconds))
         except CancelledError:
             return None
         except FutureTimeout:
@@ -397,6 +400,25 @@ def _accept(listener: socket.socket, keeper: Keeper) -> None:
             connection.close()
 
 
+def _set_session_priority(niceness: int, is_wanted: Callable[[], bool]) -> None:
+    """Sets the priority of this process's session, to 0 or lower, in a background thread.
+
+    This has an effect if the kernel schedules by session (autogroup): then each session gets an equal share of the CPU,
+    and the niceness of a process counts only within its session. The thread gives up once ``is_wanted`` returns False.
+    """
+
+    def work() -> None:
+        with suppress(OSError):
+            while is_wanted():
+                try:
+                    Path("/proc/self/autogroup").write_text(str(niceness))
+                    return
+                except BlockingIOError:  # the kernel allows ten writes a second, of all processes of all users together
+                    time.sleep(_SESSION_SECONDS)
+
+    threading.Thread(target=work, name="priority", daemon=True).start()
+
+
 def main(arguments: Sequence[str]) -> None:
     """Runs a keeper.
 
@@ -406,7 +428,7 @@ def main(arguments: Sequence[str]) -> None:
     channel, pidfd, (trainer, run, seconds, path) = begin(arguments, 0)
 
     def set_priority(niceness: int) -> None:
-        set_session_priority(niceness, lambda: niceness == 0 or not keeper.is_orphaned)
+        _set_session_priority(niceness, lambda: niceness == 0 or not keeper.is_orphaned)
 
     keeper = Keeper(run, int(trainer), float(seconds), set_priority)
     listener = listen(Path(path))

@@ -59,8 +59,12 @@ class StateHead(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
-    """Request of the trainer to hold a state, with the descriptor of its staging buffer."""
+class StatePart:
+    """A rank's part of a state in memory.
+
+    The trainer sends it with the descriptor of its staging buffer, and without digests: the keeper holds it. The keeper
+    sends it with the digests, to a successor with the buffer, and as the record of a replica without it.
+    """
 
     head: StateHead
     nbytes: int  # the size of the buffer
@@ -69,6 +73,7 @@ class Hold:
     inline: bytes  # the bytes that are not in the buffer
     seconds: float  # how long the state is held when the trainer is gone
     digests_follow: bool = False  # a save writes the state, and then sends the digests
+    digests: tuple[bytes, ...] = ()  # of each extent, as in `StoredItem`
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,22 +149,14 @@ class GetPart:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class StateContent:
-    """Part of a state, with the descriptor of its buffer. Each extent has ``digests``, as in `StoredItem`."""
-
-    state: Hold
-    digests: tuple[bytes, ...]
-
-
 class Plain(Enum):
-    """Requests without content."""
+    """Requests without arguments."""
 
     LIST = auto()  # list the states: from any process
-    COPY_STATUS = auto()  # give the status of the last copy: from the trainer
+    COPY_STATUS = auto()  # return the status of the last copy: from the trainer
     DROP_COPIES = auto()  # make the keeper on the other host forget its copies of this rank's states: from the trainer
     END = auto()  # end, because the states are no longer needed: from the trainer or a successor
 
 
-Request = Hold | WrittenDigests | Forget | OpenToPeers | Copy | ClaimRequest | GetPart | Plain
-Answer = Done | Failed | Found | StateContent | CopyStatus | Address | tuple[str, ...]
+Request = StatePart | WrittenDigests | Forget | OpenToPeers | Copy | ClaimRequest | GetPart | Plain
+Answer = Done | Failed | Found | StatePart | CopyStatus | Address | tuple[str, ...]

@@ -32,14 +32,13 @@ import msgspec
 import xxhash
 from msgspec import Meta, Struct
 
-from .._runtime.child import lower_priority
 from .._runtime.forks import Descriptor, anonymous_file, free_in_child
 from .._runtime.memory_limit import available_memory
 from .._runtime.threads import cores
 from .._storage.base import RangeReader
 from .._storage.local_io import read_into
 from ..errors import ReadError, describe
-from .protocol import StateContent, StateHead
+from .protocol import StateHead, StatePart
 from .wire import MAX_BYTES, Address, Wire, WireError, listen_on
 
 if TYPE_CHECKING:
@@ -63,6 +62,12 @@ _ASK_SECONDS = 0.02  # the pause between two requests for a part that is not off
 
 _Count = Annotated[int, Meta(ge=0, le=2**50)]
 _Id = Annotated[str, Meta(max_length=64)]
+
+
+def lower_priority(niceness: int) -> None:
+    """Lowers the priority of the calling thread, and of the threads that it starts later."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 class ReplicaOffer(Struct, tag="offer", array_like=True):
@@ -121,26 +126,20 @@ class NotCopied(Exception):
         self.is_claimed, self.is_full = is_claimed, is_full
 
 
-def encoded(content: StateContent) -> bytes:
-    """Encodes the record of a part: everything except its buffer."""
-    return msgspec.msgpack.encode(content)
-
-
-def decoded(record: bytes | memoryview) -> StateContent:
+def decoded(record: bytes | memoryview) -> StatePart:
     """Decodes the record of a part. Raises `WireError` if it is invalid."""
     try:
-        content = msgspec.msgpack.decode(record, type=StateContent)
+        part = msgspec.msgpack.decode(record, type=StatePart)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise WireError(f"the record cannot be decoded: {error}") from None
-    state = content.state
-    ends = (len(state.inline) if extent.is_inline else state.nbytes for extent in state.extents)
+    ends = (len(part.inline) if extent.is_inline else part.nbytes for extent in part.extents)
     is_inside = all(
         extent.offset >= 0 and extent.nbytes >= 0 and extent.offset + extent.nbytes <= end
-        for extent, end in zip(state.extents, ends, strict=True)
+        for extent, end in zip(part.extents, ends, strict=True)
     )
-    if not is_inside or len(content.digests) != len(state.extents) or state.nbytes < 0:
+    if not is_inside or len(part.digests) != len(part.extents) or part.nbytes < 0:
         raise WireError("the record describes more bytes than there are")
-    return content
+    return part
 
 
 # --- the side that holds replicas -------------------------------------------------------------------------------------
@@ -170,7 +169,9 @@ class _Incoming:
                 raise WireError("the copy is over")
             self._writers += 1
         try:
-            _write(self.fd, data, start)
+            while data:
+                count = os.pwrite(self.fd, data, start)
+                data, start = data[count:], start + count
             self._missing[block.number] = 0
         finally:
             with self._lock:
@@ -207,7 +208,7 @@ class ReplicaServer:
         self.address = Address(host, self._listener.getsockname()[1], secret)
         self._copies: dict[str, _Incoming] = {}
         self._allocating = free_in_child(threading.Lock())  # one at a time, so that each sees the memory of the others
-        self._room = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self._connections: set[socket.socket] = set()
         threading.Thread(target=self._accept, name="peers", daemon=True).start()
 
@@ -227,7 +228,7 @@ class ReplicaServer:
                     return
                 time.sleep(0.1)  # out of file descriptors
                 continue
-            if not self._room.acquire(blocking=False):
+            if not self._slots.acquire(blocking=False):
                 connection.close()
                 continue
             threading.Thread(target=self._serve, args=(connection,), name="peer", daemon=True).start()
@@ -241,16 +242,16 @@ class ReplicaServer:
             with closing(Wire(connection, self.address.secret, is_server=True)) as wire:
                 reader = _PartReader(self._keeper)
                 copy: _Incoming | None = None
-                room = memoryview(b"")
+                received = memoryview(b"")
                 while True:
                     match wire.receive(ReplicaOffer | Block | Record | Read):
                         case ReplicaOffer() as offer:
                             lower_priority(NICENESS_OF_COPIES)  # nothing waits for a copy
-                            room = memoryview(bytearray(BLOCK))
+                            received = memoryview(bytearray(BLOCK))
                             copy, answer = self._offered(offer, own)
                             wire.send(answer)
                         case Block() as block if copy is not None:
-                            data = room[: block.nbytes]
+                            data = received[: block.nbytes]
                             wire.receive_bytes(data)
                             copy.put(block, data)
                             if block.is_last:
@@ -271,7 +272,7 @@ class ReplicaServer:
                 copy.abandon()
             self._connections.discard(connection)
             connection.close()
-            self._room.release()
+            self._slots.release()
 
     # --- taking replicas --------------------------------------------------------------------------------------------
 
@@ -320,15 +321,15 @@ class ReplicaServer:
         wire.receive_bytes(record)
         if xxhash.xxh3_128_digest(record) != digest:
             raise WireError("the record was changed in transit")
-        content = decoded(record)
-        if content.state.head != copy.offer.head or content.state.nbytes != copy.offer.nbytes:
-            raise WireError("the record of another state")
+        part = decoded(record)
+        if part.head != copy.offer.head or part.nbytes != copy.offer.nbytes:
+            raise WireError("the record is of another state")
         if why := self._keeper.refusal():
             return ReplicaAnswer(refusal=why, is_claimed=True)
         fd = copy.complete()
         own.clear()
         self._copies.pop(copy.name, None)
-        self._keeper.add_replica(content, fd)
+        self._keeper.add_replica(part, fd)
         return ReplicaAnswer()
 
     # --- giving parts -----------------------------------------------------------------------------------------------
@@ -336,14 +337,14 @@ class ReplicaServer:
     def _give_record(self, wire: Wire, wanted: Read) -> None:
         while True:
             try:
-                content = self._keeper.content(wanted.id, wanted.rank, _WAIT_SECONDS)
+                part = self._keeper.digested_part(wanted.id, wanted.rank, _WAIT_SECONDS)
             except (TimeoutError, FutureTimeout):
                 wire.send(ReplicaAnswer(takes_longer=True))
                 continue
-            if content is None:
+            if part is None:
                 wire.send(ReplicaAnswer(refusal="it is not held"))
                 return
-            record = encoded(content)
+            record = msgspec.msgpack.encode(part)
             wire.send(ReplicaAnswer(len(record)))
             wire.send_bytes(memoryview(record))
             return
@@ -404,12 +405,6 @@ def allocated(nbytes: int, beside: int = 0) -> int:
     return fd
 
 
-def _write(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        count = os.pwrite(fd, data, offset)
-        data, offset = data[count:], offset + count
-
-
 # --- the side that copies ---------------------------------------------------------------------------------------------
 
 
@@ -435,7 +430,7 @@ class Throttle:
 
 def copy_part(
     address: Address,
-    content: StateContent,
+    part: StatePart,
     fd: int,
     confirmed: str,
     throttle: Throttle,
@@ -449,7 +444,7 @@ def copy_part(
     ``confirmed`` is as in a `ReplicaOffer`. ``streams`` is the number of connections; None: up to 4, one for each core.
     Raises `NotCopied` if the copy was refused or is no longer wanted, or the other end is gone.
     """
-    nbytes, record = content.state.nbytes, encoded(content)
+    nbytes, record = part.nbytes, msgspec.msgpack.encode(part)
     count = max(1, min(streams or min(_STREAMS, cores()), -(-nbytes // BLOCK)))
     numbers = iter(range(-(-nbytes // BLOCK)))
     taking = free_in_child(threading.Lock())
@@ -459,12 +454,12 @@ def copy_part(
             return next(numbers, None)
 
     def send_blocks(wire: Wire) -> None:
-        room = memoryview(bytearray(BLOCK))
+        memory = memoryview(bytearray(BLOCK))
         number = next_block()
         if number is None:
             return
         while number is not None:
-            data = room[: min(BLOCK, nbytes - number * BLOCK)]
+            data = memory[: min(BLOCK, nbytes - number * BLOCK)]
             throttle.wait(data.nbytes)
             read_into(fd, [data], number * BLOCK)
             if not is_wanted():
@@ -484,7 +479,7 @@ def copy_part(
         with closing(address.connect(lower_effort=True)) as wire, ThreadPoolExecutor(count) as pool:
             if not is_wanted():  # the offer would end the copy of a newer state
                 raise NotCopied("its memory was needed")
-            offer = ReplicaOffer(content.state.head, nbytes, len(record), confirmed)
+            offer = ReplicaOffer(part.head, nbytes, len(record), confirmed)
             wire.send(offer)
             joining = msgspec.structs.replace(offer, copy=_answer(wire).copy)
             others = [pool.submit(join, joining) for _ in range(count - 1)]
@@ -528,12 +523,12 @@ class RemotePart(RangeReader):
     def __init__(self, address: Address, state_id: str, rank: int) -> None:
         self._address, self._id, self._rank = address, state_id, rank
         self._idle: list[Wire] = []
-        self._bringing: set[Wire] = set()
+        self._busy: set[Wire] = set()
         self._is_over = False
         self._lock = free_in_child(threading.Lock())
         self.nbytes = 0
 
-    def record(self, seconds: float = 0.0) -> StateContent:
+    def record(self, seconds: float = 0.0) -> StatePart:
         """Reads the record of the part. Raises `ReadError` if the part is not offered within ``seconds``."""
         deadline = time.monotonic() + seconds
         try:
@@ -560,11 +555,11 @@ class RemotePart(RangeReader):
                 wire.close()
                 raise
         except OSError as error:
-            raise ReadError(f"the keeper at {self._address!r} does not give the state: {describe(error)}") from error
-        self._give_back(wire)
-        if (part.state.head.id, part.state.head.rank) != (self._id, self._rank):
+            raise ReadError(f"the keeper at {self._address!r} does not send the state: {describe(error)}") from error
+        self._return(wire)
+        if (part.head.id, part.head.rank) != (self._id, self._rank):
             raise ReadError(f"the keeper at {self._address!r} sent a different state than requested")
-        self.nbytes = part.state.nbytes
+        self.nbytes = part.nbytes
         return part
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
@@ -587,16 +582,16 @@ class RemotePart(RangeReader):
             wire.close()
             raise
         with self._lock:
-            self._bringing.add(wire)
-        return _Arriving(wire, offset, nbytes, self._give_back)
+            self._busy.add(wire)
+        return _Arriving(wire, offset, nbytes, self._return)
 
     def _idle_wire(self) -> Wire | None:
         with self._lock:
             return self._idle.pop() if self._idle else None
 
-    def _give_back(self, wire: Wire) -> None:
+    def _return(self, wire: Wire) -> None:
         with self._lock:
-            self._bringing.discard(wire)
+            self._busy.discard(wire)
             if not self._is_over:
                 self._idle.append(wire)
                 return
@@ -606,8 +601,8 @@ class RemotePart(RangeReader):
         """Closes all connections. No reads may follow."""
         with self._lock:
             self._is_over = True
-            wires = [*self._idle, *self._bringing]
-            self._idle, self._bringing = [], set()
+            wires = [*self._idle, *self._busy]
+            self._idle, self._busy = [], set()
         for wire in wires:
             wire.close()
 
@@ -615,8 +610,8 @@ class RemotePart(RangeReader):
 class _Arriving(RangeReader):
     """Range of a part whose bytes are arriving. One thread reads it sequentially."""
 
-    def __init__(self, wire: Wire, offset: int, nbytes: int, give_back: Callable[[Wire], None]) -> None:
-        self._wire, self._offset, self._left, self._give_back = wire, offset, nbytes, give_back
+    def __init__(self, wire: Wire, offset: int, nbytes: int, done: Callable[[Wire], None]) -> None:
+        self._wire, self._offset, self._left, self._done = wire, offset, nbytes, done
         self._rest = memoryview(b"")  # the rest of the last frame, for the next buffer
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
@@ -629,7 +624,7 @@ class _Arriving(RangeReader):
             self._wire.close()
             raise
         if not self._left and not self._rest:
-            self._give_back(self._wire)
+            self._done(self._wire)
 
     def _fill(self, target: memoryview) -> None:
         while target:

@@ -40,7 +40,10 @@ def runtime_directory() -> Path:
 def job_name(location: str) -> str:
     """Returns the name of a job in the names of its sockets. ``location`` is its folder: an absolute path or a URL."""
     # The name includes the boot's id: machines may share the directory's disk, but a socket works only on one machine.
-    named = f"{_boot()} {location}".encode("utf-8", "surrogatepass")
+    boot = socket.gethostname()
+    with suppress(OSError):
+        boot = boot_id()
+    named = f"{boot} {location}".encode("utf-8", "surrogatepass")
     return hashlib.blake2b(named, digest_size=8).hexdigest()
 
 
@@ -51,12 +54,6 @@ def identity(folder: str | os.PathLike[str]) -> tuple[int, int] | None:
             status = os.stat(folder)
             return status.st_dev, status.st_ino
     return None
-
-
-def _boot() -> str:
-    with suppress(OSError):
-        return boot_id()
-    return socket.gethostname()
 
 
 def socket_path(directory: Path, job: str) -> Path:
@@ -77,9 +74,8 @@ def listen(path: Path) -> socket.socket:
             with _short_name(path.parent) as folder:
                 listener.bind(f"{folder}/.{path.name}")
                 listener.listen(_BACKLOG)
-                os.rename(
-                    f"{folder}/.{path.name}", f"{folder}/{path.name}"
-                )  # so that it cannot be found before it listens
+                # Renamed, so that no successor finds a socket that does not listen yet.
+                os.rename(f"{folder}/.{path.name}", f"{folder}/{path.name}")
         except FileNotFoundError:
             listener.close()
             if attempt + 1 == _ATTEMPTS:

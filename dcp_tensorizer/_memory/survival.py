@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from itertools import chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from .._index.schema import SaveRecord
 from .._runtime.forks import Descriptor
@@ -31,10 +31,10 @@ from .._staging.staged_save import StagedStateDict
 from .._storage.base import Storage
 from ..errors import ReadError, WriteError, describe
 from ..planner import SavePlanner
-from .checkpoint import StateCheckpoint, hold_request
+from .checkpoint import StateCheckpoint, state_part
 from .client import KeeperConnection, KeeperProcess, connect_to_keepers
 from .copies import CopyOptions, MemoryVote, PeerCopies, this_host
-from .protocol import Found, StateContent, StateHead
+from .protocol import Found, StateHead, StatePart
 from .replicas import RemotePart
 from .runtime_directory import identity, job_name
 from .wire import Address
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_ROOM = 1.05  # free memory needed for a buffer, as a multiple of its size, with the allocations around it
+_MARGIN = 1.05  # free memory needed for a buffer, as a multiple of its size, with the allocations around it
 _DEATH_SECONDS = 5.0  # the time in which a keeper notices that its trainer is gone
 _CLAIM_SECONDS = 0.05  # the pause between two claims
-_LOOK_SECONDS = 30.0  # after it, the run of a keeper that does not answer counts as alive, and this run is refused
+_ANSWER_SECONDS = 30.0  # after it, the run of a keeper that does not answer counts as alive, and this run is refused
 
 OnStaged = Callable[[StagedStateDict], object]
 
@@ -127,7 +127,7 @@ class Survival:
         """
         if self._stage is not _Stage.READY:
             return
-        found, silent = connect_to_keepers(self._job_name, _LOOK_SECONDS)
+        found, silent = connect_to_keepers(self._job_name, _ANSWER_SECONDS)
         for keeper in found:
             if keeper.found.job == self.run:  # the keeper of another rank of this run
                 keeper.close()
@@ -183,7 +183,7 @@ class Survival:
         elif error is not None:
             logger.warning("a state is not held in memory: %s", describe(error))
         if self._stage is _Stage.ON:
-            self._look_for_room()
+            self._check_memory()
         has_failed = self._newest is not None and self._newest not in self._held
         return has_failed, self._stage is _Stage.ENDING
 
@@ -197,6 +197,9 @@ class Survival:
         """Forgets the states that are no longer needed after a vote.
 
         ``vote`` is the joint vote of all ranks. ``is_busy``: on this rank, the last save still runs.
+
+        The last state that was copied from all ranks stays until a newer one is copied: if a host is lost, the other
+        ranks need their own parts of the copied state. A state that is being copied stays until saves need its buffer.
         """
         if self._stage is _Stage.OFF:
             return
@@ -209,25 +212,21 @@ class Survival:
             self._stop_holding("another rank has stopped holding them")
             self._stage, self.holds = _Stage.OFF, False
             self.end()
-        elif newest is not None and vote.has_failed:
+            return
+        if newest is None:
+            return
+        if vote.has_failed:
             self._forget_all_but([number for number in self._held if number != newest])
-        elif newest is not None:
-            self._forget_for(newest, is_busy=is_busy)
-
-    def _forget_for(self, newest: str, *, is_busy: bool) -> None:
-        """Forgets the states that are not needed in addition to the newest one, which all ranks have.
-
-        The last state that was copied from all ranks stays until a newer one is copied: if a host is lost, the other
-        ranks need their own parts of the copied state. A state that is being copied stays until saves need its buffer.
-        """
-        saves, copied = self._saver.engine.saves, self.copies.ordered
+            return
+        # All ranks have the newest state.
+        saves, confirmed = self._saver.engine.saves, self.copies.confirmed
         nbytes = self._held[newest].nbytes if newest in self._held else 0
-        staying = {newest, self.copies.confirmed, copied} & self._held.keys()
+        staying = {newest, confirmed, self.copies.ordered} & self._held.keys()
         in_use = {*staying, *([self._written] if is_busy else [])}
-        self._forget_all_but([newest, self.copies.confirmed], but_copied=len(in_use) < self._most_buffers)
+        self._forget_all_but([newest, confirmed], but_copied=len(in_use) < self._most_buffers)
         if self.copies.is_on and len(self._held) > 1:
             saves.reclaim()
-            if why := _lack_of_room(saves, nbytes):
+            if why := _lack_of_memory(saves, nbytes):
                 self.copies.give_up(why)
                 self._forget_all_but([newest])
         asks_again = self.copies.check_memory(nbytes, max(0, self._most_buffers - len(in_use)))
@@ -268,7 +267,7 @@ class Survival:
                 self._written = number
                 if self._keeper is not None:
                     staged.staged_save.on_written = functools.partial(self._keeper.written, number)
-            self._holding = in_background(lambda: self._hold(head, staged, is_copied=is_copied), name="hold")
+            self._holding = in_background(functools.partial(self._hold, head, staged, is_copied=is_copied), name="hold")
 
         return hold
 
@@ -283,31 +282,33 @@ class Survival:
         if self._stage is _Stage.OFF:
             return None
         there = identity(self._folder.location)
-        offers = self._agreement.gathered(_Offer(self.predecessors.found, there, this_host()))
-        memory = AllMemory([offer.keepers for offer in offers])
+        offers = self._agreement.gathered((self.predecessors.found, there, this_host()))
+        memory = AllMemory([keepers for keepers, _, _ in offers])
         reached = memory.states()
         if not reached:
-            if any(offer.heads for offer in offers):
+            if memory.parts:
                 logger.warning(
-                    "%s: no state in memory is there for all ranks, perhaps because a machine was replaced%s: this run "
-                    "resumes from storage, which may be some steps older",
+                    "%s: no state in memory can be loaded by all ranks, perhaps because a machine was replaced%s. This "
+                    "run resumes from storage, which may be some steps older",
                     self._folder.path,
-                    _parts_of_newest(offers),
+                    memory.parts_of_newest(),
                 )
             return None
-        head = max(reached, key=lambda h: (h.step, h.number, h.id))
-        own = [(part.folder, offer.folder) for offer in offers for part in offer.own(head)]
-        is_other = any(then not in (None, now) for then, now in own)
-
-        def refusal() -> str:
-            if own:
-                return outdated(head, tip, None if is_other else head.folder, ids, lost)
-            # The hosts that held it are gone. Other hosts have other device numbers, but the same inode.
+        head = max(reached, key=_order)
+        own = [  # only the host that held a part first can compare the folder of the part with its own
+            (part.folder, folder)
+            for keepers, folder, host in offers
+            for keeper in keepers
+            for part in keeper.heads
+            if part.id == head.id and part.host in ("", host)
+        ]
+        if own:
+            is_same = all(then in (None, now) for then, now in own)
+        else:  # these hosts are gone. Other hosts have other device numbers, but the same inode.
             is_same = head.folder is not None and there is not None and head.folder[1] == there[1]
-            return outdated(head, tip, head.folder if is_same else None, ids, lost)
-
+        refusal = functools.partial(outdated, head, tip, head.folder if is_same else None, ids, lost)
         if words := self._agreement.decided(refusal):
-            logger.warning("%s: step %d is in memory, and %s", self._folder.path, head.step, words)
+            logger.warning("%s: the state of step %d in memory is not used: %s", self._folder.path, head.step, words)
             return None
         return head, memory
 
@@ -357,8 +358,8 @@ class Survival:
             planner = SavePlanner(enable_plan_caching=False)
             planner.set_up_planner(dict(staged))  # `dict` does not call `items`, which ties the state to a save
             plan, digests_follow = planner.create_local_plan(), staged_save.on_written is not None
-            message = hold_request(head, plan, planner, buffer, self._seconds, digests_follow=digests_follow)
-            self._keeper.hold(message, buffer)
+            part = state_part(head, plan, planner, buffer, self._seconds, digests_follow=digests_follow)
+            self._keeper.hold(part, buffer)
         except BaseException:
             if staged_save.buffer is not None:
                 staged_save.buffer.is_kept = False
@@ -366,14 +367,14 @@ class Survival:
         if is_copied:
             self.copies.start(self._keeper, head.id)
 
-    def _look_for_room(self) -> None:
+    def _check_memory(self) -> None:
         """Frees states if memory is too short to stage the next one as well."""
         if len(self._held) > 1:  # the older state is about to be forgotten
             return
         saves = self._saver.engine.saves
         saves.reclaim()
         nbytes = max([self.predecessors.nbytes, *(buffer.nbytes for buffer in self._held.values())])
-        why = _lack_of_room(saves, nbytes) if nbytes else ""
+        why = _lack_of_memory(saves, nbytes) if nbytes else ""
         if not why:
             return
         if self._held:
@@ -398,12 +399,12 @@ class Survival:
             self._stop_holding(str(error))
 
 
-def _lack_of_room(saves: StagedSaves, nbytes: int) -> str:
+def _lack_of_memory(saves: StagedSaves, nbytes: int) -> str:
     """Returns why another staging buffer of this size does not fit into memory, or an empty string if it fits."""
     if saves.has_buffer(nbytes):
         return ""
     available = available_memory()
-    if available is None or available > _ROOM * nbytes:
+    if available is None or available > _MARGIN * nbytes:
         return ""
     return f"another staging buffer takes {nbytes:,} bytes, and {available:,} bytes of memory are available"
 
@@ -417,9 +418,6 @@ class Predecessors:
     def __init__(self, keepers: Sequence[KeeperConnection] = ()) -> None:
         self.nbytes = 0
         self._keepers = list(keepers)
-
-    def __bool__(self) -> bool:
-        return bool(self._keepers)
 
     def claim(self, run: str) -> str:
         """Reserves the keepers for a run of the job.
@@ -469,7 +467,7 @@ class Predecessors:
         here = {keeper.found.address for keeper in self._keepers}
         for other, addresses in elsewhere.items():
             holders.setdefault(other, []).extend(address for address in addresses if address not in here)
-        parts: list[tuple[StateContent, Descriptor | RemotePart]] = []
+        parts: list[tuple[StatePart, Descriptor | RemotePart]] = []
         used: dict[int, str] = {}
         try:
             for other in sorted(holders, key=lambda other: (other == rank, other)):
@@ -487,7 +485,7 @@ class Predecessors:
             raise ReadError(f"{path} cannot be read: {describe(error)}") from error
         checkpoint.holders = used
         last = parts[-1][1]
-        self.nbytes = parts[-1][0].state.nbytes if isinstance(last, Descriptor) else 0
+        self.nbytes = parts[-1][0].nbytes if isinstance(last, Descriptor) else 0
         return checkpoint
 
     def forget_all_but(self, state_id: str) -> None:
@@ -517,7 +515,7 @@ def _name_of(holder: KeeperConnection | Address) -> str:
 
 def _part_of(
     holders: Sequence[KeeperConnection | Address], state_id: str, rank: int
-) -> tuple[KeeperConnection | Address, tuple[StateContent, Descriptor | RemotePart]]:
+) -> tuple[KeeperConnection | Address, tuple[StatePart, Descriptor | RemotePart]]:
     """Gets a part from the first holder that still has it. Raises `ReadError` if no holder has it."""
     failure = ReadError(f"no undamaged copy of rank {rank}'s part is left")
     for holder in holders:
@@ -528,20 +526,29 @@ def _part_of(
             return holder, (remote.record(), remote)
         except ReadError as error:
             failure = error
-            logger.warning("rank %d's part is not taken from %s: %s", rank, _name_of(holder), str(error))
+            logger.warning("rank %d's part could not be read from %s: %s", rank, _name_of(holder), str(error))
     raise failure
 
 
+def _order(head: StateHead) -> tuple[int, int, str]:
+    """Returns a key that sorts states, the newest last."""
+    return head.step, head.number, head.id
+
+
 class AllMemory:
-    """States in the memory of all hosts of the job. ``found`` has, for each rank, the keepers on its host."""
+    """States in the memory of all hosts of the job.
+
+    ``found`` has, for each rank, the keepers on its host. ``parts`` are the heads of the parts of each state, by the
+    state's id and the parts' ranks.
+    """
 
     def __init__(self, found: Sequence[Sequence[Found]]) -> None:
         self._found = found
-        self._parts: dict[str, dict[int, StateHead]] = {}
+        self.parts: dict[str, dict[int, StateHead]] = {}
         self._holders: dict[str, dict[int, list[Address]]] = {}
         for keeper in chain.from_iterable(found):
             for head in keeper.heads:
-                self._parts.setdefault(head.id, {}).setdefault(head.rank, head)
+                self.parts.setdefault(head.id, {}).setdefault(head.rank, head)
                 if keeper.address is not None:
                     holders = self._holders.setdefault(head.id, {}).setdefault(head.rank, [])
                     holders += [keeper.address] * (keeper.address not in holders)
@@ -552,7 +559,7 @@ class AllMemory:
         A keeper without an address serves only its own host.
         """
         found = []
-        for state_id, parts in self._parts.items():
+        for state_id, parts in self.parts.items():
             head, given = parts[min(parts)], self._holders.get(state_id, {}).keys()
             here = [
                 {part.rank for keeper in keepers for part in keeper.heads if part.id == state_id}
@@ -562,6 +569,15 @@ class AllMemory:
             if len(parts) == head.world_size and is_reached:
                 found.append(head)
         return found
+
+    def parts_of_newest(self) -> str:
+        """Describes the parts of the newest state that keepers serve to other hosts. Empty without such parts."""
+        heads = [next(iter(self.parts[state_id].values())) for state_id in self._holders]
+        if not heads:
+            return ""
+        newest = max(heads, key=_order)
+        ranks = sorted(self._holders[newest.id])
+        return f" (of step {newest.step}, of {newest.world_size} ranks only the parts of {ranks})"
 
     def holders(self, head: StateHead, rank: int | None = None) -> dict[int, list[Address]]:
         """Returns the keepers that serve parts of a state to other hosts, by the parts' ranks.
@@ -575,32 +591,6 @@ class AllMemory:
     def _needed(self, head: StateHead, rank: int) -> set[int]:
         """Returns the parts that a rank needs: its own, or all parts if the number of ranks has changed."""
         return {rank} if head.world_size == len(self._found) else set(range(head.world_size))
-
-
-class _Offer(NamedTuple):
-    """States in the memory of a rank's host."""
-
-    keepers: list[Found]
-    folder: tuple[int, int] | None  # the identity of the job's folder there
-    host: str
-
-    @property
-    def heads(self) -> list[StateHead]:
-        return [head for keeper in self.keepers for head in keeper.heads]
-
-    def own(self, head: StateHead) -> list[StateHead]:
-        """Returns the parts of a state that this host held first. Only this host can compare their folder."""
-        return [part for part in self.heads if part.id == head.id and part.host in ("", self.host)]
-
-
-def _parts_of_newest(offers: Sequence[_Offer]) -> str:
-    """Describes which parts of the newest state other hosts can still read. Returns an empty string without parts."""
-    heads = [head for offer in offers for keeper in offer.keepers if keeper.address for head in keeper.heads]
-    if not heads:
-        return ""
-    newest = max(heads, key=lambda head: (head.step, head.number, head.id))
-    ranks = sorted({head.rank for head in heads if head.id == newest.id})
-    return f" (of step {newest.step}, of {newest.world_size} ranks only the parts of {ranks})"
 
 
 def outdated(
@@ -620,13 +610,13 @@ def outdated(
     if record.parent is not None:
         parent = next((one for one in (record.parent, *head.line) if one not in lost), None)
     if head.folder not in (None, folder):
-        return "the job's folder is another one now: it is not used"
+        return "the job's folder is another one now"
     if tip is None:
-        return "" if parent is None else "the checkpoint that it resumes from is gone: it is not used"
+        return "" if parent is None else "the checkpoint that it resumes from is gone"
     if head.left == tip.save_id and (record.parent is None or record.parent in ids):
         return ""  # the job has gone back to a step before the tip, and no run has saved since
     is_newer = head.parent_step is None or tip.number > head.parent_step
     is_of_run = tip.record is not None and tip.record.job == head.job and tip.branch == record.branch
     if parent != tip.save_id and not (is_newer and is_of_run):
-        return f"another job has saved step {tip.number} since, or removed checkpoints: it is not used"
-    return "" if record.step >= tip.number else f"step {tip.number} is on storage: it is not used"
+        return f"another job has saved step {tip.number} since, or removed checkpoints"
+    return "" if record.step >= tip.number else f"step {tip.number} is on storage"

@@ -31,7 +31,7 @@ MAX_BYTES = 1 << 20
 """Maximum size of a frame of raw bytes, which is read, encrypted and sent while it is in the cache of a core."""
 SECRET_BYTES = 32
 
-_MAGIC = b"DCPTZR3"  # ends with the version
+_MAGIC = b"DCPTZR4"  # ends with the version
 _NONCE = 32
 _PROOF = 32
 _HEADER = struct.Struct("<BI")
@@ -67,7 +67,10 @@ class Wire:
             raise
         self._handshake = None
         self._sealing, self._opening = FrameCipher(mine, cipher), FrameCipher(theirs, cipher)
-        _set_timeout(sock, seconds)
+        sock.settimeout(None)  # with Python's own timeouts, each call would poll before it reads
+        timeout = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
 
     def _shake_hands(self, secret: bytes, *, is_server: bool) -> tuple[bytes, bytes, FrameCipherKind]:
         """Proves to each end that the other knows the secret. Returns the keys to send and to receive, and the cipher.
@@ -144,7 +147,7 @@ class Wire:
     # --- frames -----------------------------------------------------------------------------------------------------
 
     def _send(self, kind: int, content: memoryview | bytes) -> None:
-        frame = self._room("_out", _HEADER.size + len(content) + FRAME_MAC_BYTES)
+        frame = self._buffer("_out", _HEADER.size + len(content) + FRAME_MAC_BYTES)
         _HEADER.pack_into(frame, 0, kind, len(content))
         self._sealing.seal(content, frame[_HEADER.size :], bytes(frame[: _HEADER.size]))
         try:
@@ -159,12 +162,12 @@ class Wire:
         return int(nbytes)
 
     def _open(self, kind: int, nbytes: int, target: memoryview) -> None:
-        sealed = self._room("_in", nbytes + FRAME_MAC_BYTES)
+        sealed = self._buffer("_in", nbytes + FRAME_MAC_BYTES)
         self._fill(sealed)
         if not self._opening.open(sealed, target, _HEADER.pack(kind, nbytes)):
             raise WireError("a frame was changed in transit")
 
-    def _room(self, name: str, nbytes: int) -> memoryview:
+    def _buffer(self, name: str, nbytes: int) -> memoryview:
         """Returns this connection's buffer for one direction, which all frames reuse."""
         if len(buffer := getattr(self, name)) < nbytes:
             buffer = bytearray(nbytes)
@@ -197,14 +200,6 @@ class Wire:
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
-
-
-def _set_timeout(sock: socket.socket, seconds: float) -> None:
-    """Sets the kernel's timeout. With Python's own timeouts, each call would poll before it reads."""
-    sock.settimeout(None)
-    timeout = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
 
 
 def _derived(secret: bytes, purpose: bytes, nonces: bytes) -> bytes:

@@ -5,11 +5,13 @@ Coordinator: the plans of all ranks -> `plan_model` -> `ModelPlan` -> `rank_layo
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -79,29 +81,19 @@ class ModelOptions:
         return self.dtype if self.dtype is not None and dtype.is_floating_point and dtype != PAIRS else dtype
 
 
-class _Chunk(NamedTuple):
-    """A part of a tensor, and the rank that holds it."""
-
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-    rank: int
-
-
-class _Saved(NamedTuple):
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: list[_Chunk]
+_Chunk = tuple[Region, int]
+"""A part of a tensor, and the rank that holds it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
-    """A tensor of the model."""
+    """A tensor of the state dict, or of the files."""
 
-    key: str  # in the files
-    dtype: torch.dtype  # as written
+    key: str
+    dtype: torch.dtype  # of a tensor of the files: as written
     shape: tuple[int, ...]
-    boxes: tuple[Box, ...]  # of the tensors in the state dict that it is made of
-    chunks: tuple[_Chunk, ...]
+    chunks: Sequence[_Chunk]
+    boxes: tuple[Box, ...] = ()  # for the files: of the tensors in the state dict that it is made of
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +119,8 @@ def plan_model(
     each tied tensor to the name of the tensor that it is tied to. Raises `WriteError`, naming keys, if the format
     cannot hold the model, or two tensors would have the same name.
     """
-    tensors: dict[str, _Saved] = {}
+    tensors: dict[str, ModelTensor] = {}
+    chunks: dict[str, list[_Chunk]] = defaultdict(list)
     objects: dict[str, None] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
@@ -135,58 +128,56 @@ def plan_model(
             if item.type == WriteItemType.BYTE_IO or data is None:
                 objects[item.index.fqn] = None
                 continue
-            known = tensors.setdefault(item.index.fqn, _Saved(data.properties.dtype, tuple(data.size), []))
-            known.chunks.append(_Chunk(tuple(data.chunk.offsets), tuple(data.chunk.sizes), rank))
+            fqn = item.index.fqn
+            chunks[fqn].append((Region(tuple(data.chunk.offsets), tuple(data.chunk.sizes)), rank))
+            if fqn not in tensors:
+                tensors[fqn] = ModelTensor(fqn, data.properties.dtype, tuple(data.size), chunks[fqn])
     if objects:
         raise WriteError(
-            f"{path}: {listed(list(objects))} {'is' if len(objects) == 1 else 'are'} not of tensors, which "
-            f"safetensors cannot hold. Leave {'it' if len(objects) == 1 else 'them'} out of the state dict."
+            f"{path}: {listed(list(objects))} {'is not a tensor' if len(objects) == 1 else 'are not tensors'}, and "
+            f"safetensors holds only tensors. Leave {'it' if len(objects) == 1 else 'them'} out of the state dict."
         )
     dropped = _dropped(ties, tensors)
     kept = sorted((fqn for fqn in tensors if fqn not in dropped), key=lambda fqn: order.get(fqn, len(order)))
     found = []
-    layouts: dict[int, ChunkLayout] = {}
+    layouts: dict[str, ChunkLayout] = {}
     for key, placed in _placed({fqn: tensors[fqn].shape for fqn in kept}, options.rename, path).items():
         sources = [tensors[box.source] for box in placed.boxes]
         dtypes = {options.stored_dtype(source.dtype) for source in sources}
         if len(dtypes) > 1:
             raise WriteError(
-                f"{path}: {placed.boxes[0].source!r} and others become {key!r}, and "
-                f"differ in their dtypes. Convert them to one dtype."
+                f"{path}: {placed.boxes[0].source!r} and others become {key!r}, but have several dtypes. Convert them "
+                f"to one dtype."
             )
         (stored,) = dtypes
         if (fault := fault_of(key, stored, placed.shape)) is not None:
             raise WriteError(f"{path}: {placed.boxes[0].source!r} {fault}")
         pairs = zip(placed.boxes, sources, strict=True)
-        chunks = [chunk for box, source in pairs for chunk in _carried(box, source, layouts)]
-        found.append(ModelTensor(key, stored, placed.shape, tuple(placed.boxes), tuple(chunks)))
+        carried = tuple(chunk for box, source in pairs for chunk in _carried(box, source, layouts))
+        found.append(ModelTensor(key, stored, placed.shape, carried, tuple(placed.boxes)))
     files = tuple(lay_out(of_file) for of_file in shards(found, options.max_shard_bytes))
     return ModelPlan(files, dropped, len(plans))
 
 
-def _carried(box: Box, saved: _Saved, layouts: dict[int, ChunkLayout]) -> list[_Chunk]:
-    """Returns the chunks of a saved tensor in a box, with their offsets in the file's tensor.
+def _carried(box: Box, source: ModelTensor, layouts: dict[str, ChunkLayout]) -> Sequence[_Chunk]:
+    """Returns the chunks of a source tensor in a box, with their offsets in the file's tensor.
 
-    ``layouts`` caches the layout of each saved tensor by its `id`, because every box of the tensor needs the layout.
+    ``layouts`` caches the layouts of source tensors by key, because every box of a tensor needs its layout.
     """
     if box.is_same:
-        return saved.chunks
-    if (layout := layouts.get(id(saved))) is None:
-        pairs = [(chunk.offset, chunk.size) for chunk in saved.chunks]
-        layout = layouts[id(saved)] = ChunkLayout.of(saved.shape, pairs)
-    found = []
-    for number in layout.touched_by(box.there):
-        chunk = saved.chunks[number]
-        if (region := box.carry(Region(chunk.offset, chunk.size))) is not None:
-            found.append(_Chunk(*region, chunk.rank))
-    return found
+        return source.chunks
+    if (layout := layouts.get(source.key)) is None:
+        layout = layouts[source.key] = ChunkLayout.of(source.shape, [region for region, _ in source.chunks])
+    touched = (source.chunks[number] for number in layout.touched_by(box.there))
+    carried = ((box.carry(region), rank) for region, rank in touched)
+    return [(region, rank) for region, rank in carried if region is not None]
 
 
 def _dropped(ties: Sequence[Mapping[str, str]], tensors: Mapping[str, object]) -> frozenset[str]:
     """Returns the names of tensors that are tied to others, and are not written.
 
-    Ranks that hold elements of such a tensor check that it is tied on that rank. For each dropped name, a name that it
-    is tied to stays, even if ranks list the names in different orders.
+    Each rank that holds elements of such a tensor checks that the tensor is tied on that rank. For each dropped name, a
+    name that it is tied to is written, even if ranks list the names in different orders.
     """
     dropped: dict[str, str] = {}
     for fqn, first in (tie for of_rank in ties for tie in of_rank.items()):
@@ -211,11 +202,11 @@ def _placed(shapes: Mapping[str, tuple[int, ...]], rules: Rules, path: str) -> d
         raise WriteError(f"{path}: {error}") from None
     if renaming.unused:
         unused = listed(list(map(str, renaming.unused)))
-        raise WriteError(f"{path}: no tensor matches {unused}, which rename= has. Remove these rules.")
+        raise WriteError(f"{path}: no tensor matches these rules of rename=: {unused}. Remove them.")
     if wrong is not None:
         raise WriteError(
-            f"{path}: {wrong[0]!r} would be {wrong[1]!r}, and a load with the same rename= would take that for "
-            f"{wrong[2]!r}: make rename= reversible: every new name must map back to one key"
+            f"{path}: {wrong[0]!r} would become {wrong[1]!r}, which a load with the same rename= would map back to "
+            f"{wrong[2]!r}. Make rename= reversible: every new name must map back to one key."
         )
     return placed
 
@@ -223,20 +214,6 @@ def _placed(shapes: Mapping[str, tuple[int, ...]], rules: Rules, path: str) -> d
 # --- the layout for the ranks -----------------------------------------------------------------------------------------
 #
 # Names are sent as hashes, and shardings as rules, so that the layout is small for any number of ranks.
-
-
-class ChunkOwners(NamedTuple):
-    """A sharding: the chunks of tensors of one shape, and the rank of each chunk."""
-
-    chunks: Layout
-    ranks: list[Run]
-
-
-class TensorPlace(NamedTuple):
-    """The location of a tensor of the state dict, or of a part of it, inside a larger or reshaped tensor of a file."""
-
-    shape: tuple[int, ...]  # of the tensor in the file
-    box: Box  # without the name of its source
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -256,10 +233,10 @@ class RankLayout:
     start: Integers  # column: offset in the file
     dtype: Integers  # column: index into ``dtypes``
     dtypes: tuple[torch.dtype, ...]
-    owner: Integers  # column: index into ``owners``; -1 if the tensor has no elements, or is not written
-    owners: tuple[ChunkOwners, ...]  # the shardings; empty if no block of a file has a single writer
-    place: Integers  # column: index into ``places``; -1 if the file has the tensor unchanged
-    places: tuple[TensorPlace, ...]
+    sharding: Integers  # column: index into ``shardings``; -1 if the tensor has no elements, or is not written
+    shardings: tuple[tuple[Layout, list[Run]], ...]  # chunks and their ranks; empty if no block has a single writer
+    box: Integers  # column: index into ``boxes``; -1 if the file has the tensor unchanged
+    boxes: tuple[tuple[tuple[int, ...], Box], ...]  # the shape of the file's tensor, and a box in it without a name
 
     @property
     def nbytes(self) -> int:
@@ -288,35 +265,31 @@ class RankLayout:
 
 def rank_layout(plan: ModelPlan, files: Sequence[SharedFilePart], save_id: str) -> RankLayout:
     """Returns the layout for the ranks. The files must have been begun."""
-    with_owners = plan.ranks > 1 and any(part.granule > 1 for part in files)
-    owners: dict[object, int] = {}
-    rows: list[ChunkOwners] = []
+    has_owners = plan.ranks > 1 and any(part.granule > 1 for part in files)
+    numbers: dict[object, int] = {}  # of shardings
+    shardings: list[tuple[Layout, list[Run]]] = []
     dtypes: dict[torch.dtype, int] = {}
-    places: dict[TensorPlace, int] = {}
+    boxes: dict[tuple[tuple[int, ...], Box], int] = {}
     hashes, columns = [], []
     for number, layout in enumerate(plan.files):
         for tensor, start in zip(layout.tensors, layout.starts, strict=True):
-            owner = -1
-            if with_owners and 0 not in tensor.shape:
-                sharding = tensor.shape, tensor.chunks
-                if (known := owners.get(sharding)) is None:
-                    known = owners[sharding] = len(rows)
-                    chunks = ChunkLayout.of(tensor.shape, [(begin, size) for begin, size, _ in tensor.chunks])
-                    rows.append(ChunkOwners(chunks.to_row(), runs_of(np.array([rank for *_, rank in tensor.chunks]))))
-                owner = known
+            sharding = -1
+            if has_owners and 0 not in tensor.shape:
+                sharding = numbers.setdefault((tensor.shape, tensor.chunks), len(shardings))
+                if sharding == len(shardings):
+                    chunks = ChunkLayout.of(tensor.shape, [region for region, _ in tensor.chunks])
+                    shardings.append((chunks.to_row(), runs_of(np.array([rank for _, rank in tensor.chunks]))))
             dtype = dtypes.setdefault(tensor.dtype, len(dtypes))
             for box in tensor.boxes:
-                where = -1
-                if not box.is_same:
-                    where = places.setdefault(TensorPlace(tensor.shape, box._replace(source="")), len(places))
+                in_file = -1 if box.is_same else boxes.setdefault((tensor.shape, box._replace(source="")), len(boxes))
                 hashes.append(_hash(box.source))
-                columns.append((number, start, dtype, owner, where))
+                columns.append((number, start, dtype, sharding, in_file))
     for fqn in plan.dropped:
         hashes.append(_hash(fqn))
         columns.append((-1, 0, 0, -1, -1))
     sorted_hashes = np.array(hashes, dtype=np.uint64)
     order = np.argsort(sorted_hashes, kind="stable")
-    file, start, dtype_column, owner_column, place_column = np.array(columns, dtype=np.int64).reshape(-1, 5)[order].T
+    file, start, dtype_column, sharding_column, box_column = np.array(columns, dtype=np.int64).reshape(-1, 5)[order].T
     return RankLayout(
         save_id,
         plan.ranks,
@@ -327,10 +300,10 @@ def rank_layout(plan: ModelPlan, files: Sequence[SharedFilePart], save_id: str) 
         start,
         dtype_column,
         tuple(dtypes),
-        owner_column,
-        tuple(rows),
-        place_column,
-        tuple(places),
+        sharding_column,
+        tuple(shardings),
+        box_column,
+        tuple(boxes),
     )
 
 
@@ -338,50 +311,39 @@ def _hash(fqn: str) -> int:
     return xxhash.xxh3_64_intdigest(fqn.encode("utf-8", "surrogatepass"))
 
 
-class GranuleOwners:
-    """The assignment of the blocks of files to the ranks that write them.
+def granule_owners(layout: RankLayout, blocks: Iterable[tuple[int, int]]) -> Integers:
+    """Returns the rank that writes each block, given by the number of its file and its number in the file.
 
-    Every rank computes the same assignment without communication: the ranks that hold bytes of a block's first tensor
-    take turns from block to block. The coordinator writes the blocks that begin in the header.
+    Every rank computes the same without communication: the ranks that hold bytes of a block's first tensor take turns
+    from block to block. The coordinator writes the blocks that begin in the header.
     """
+    rows = np.flatnonzero(layout.sharding >= 0)
+    of_file = []  # the rows of each file in the order of their offsets, and these
+    for number in range(len(layout.files)):
+        here = rows[layout.file[rows] == number]
+        here = here[np.argsort(layout.start[here], kind="stable")]
+        of_file.append((here, layout.start[here]))
+    decoded: dict[int, tuple[ChunkLayout, Integers]] = {}
 
-    def __init__(self, layout: RankLayout) -> None:
-        self._layout = layout
-        rows = np.flatnonzero(layout.owner >= 0)
-        self._of_file: list[tuple[Integers, Integers]] = []
-        for number in range(len(layout.files)):
-            here = rows[layout.file[rows] == number]
-            here = here[np.argsort(layout.start[here], kind="stable")]
-            self._of_file.append((here, layout.start[here]))
-        self._shardings: dict[int, tuple[ChunkLayout, Integers]] = {}
-        self._known: dict[tuple[int, int], int] = {}
-
-    def owner(self, file: int, granule: int) -> int:
-        """Returns the rank that writes the block number ``granule`` of a file."""
-        if (known := self._known.get((file, granule))) is None:
-            known = self._known[file, granule] = self._find(file, granule)
-        return known
-
-    def _find(self, file: int, granule: int) -> int:
-        layout = self._layout
+    @functools.cache
+    def owner(file: int, granule: int) -> int:
         size = layout.files[file].granule
         begin, end = granule * size, min((granule + 1) * size, layout.files[file].file.nbytes)
         if begin < layout.headers[file]:
             return 0
-        rows, starts = self._of_file[file]
+        here, starts = of_file[file]
         position = int(np.searchsorted(starts, begin, side="right")) - 1
-        row = int(rows[position])  # other rows with this start are of the same tensor of the file, or have no elements
-        number = int(layout.owner[row])
-        if number not in self._shardings:
-            sharding = layout.owners[number]
-            self._shardings[number] = ChunkLayout.from_row(sharding.chunks), expand(sharding.ranks)
-        chunks, ranks = self._shardings[number]
+        row = here[position]  # other rows with this start are of the same tensor, or have no elements
+        sharding = int(layout.sharding[row])
+        if sharding not in decoded:
+            chunks_row, ranks_row = layout.shardings[sharding]
+            decoded[sharding] = ChunkLayout.from_row(chunks_row), expand(ranks_row)
+        chunks, ranks = decoded[sharding]
         itemsize = layout.dtypes[int(layout.dtype[row])].itemsize
-        count: int = math.prod(chunks.shape)
         first = (begin - int(starts[position])) // itemsize
-        stop = min(count, max(first + 1, (end - int(starts[position])) // itemsize))
-        holders: set[int] = set()
-        for region in regions_of_range(first, stop, chunks.shape):
-            holders.update(ranks[chunks.touched_by(region)].tolist())
-        candidates = sorted(holders)
-        return int(candidates[granule % len(candidates)])
+        stop = min(math.prod(chunks.shape), max(first + 1, (end - int(starts[position])) // itemsize))
+        regions = regions_of_range(first, stop, chunks.shape)
+        holders = sorted({rank for region in regions for rank in ranks[chunks.touched_by(region)].tolist()})
+        return int(holders[granule % len(holders)])
+
+    return np.array([owner(*block) for block in blocks], dtype=np.int64)

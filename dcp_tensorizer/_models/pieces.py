@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -21,7 +21,7 @@ from .._writer_process.options import SaveOptions
 from .._writer_process.protocol import SharedWriteRequest, TensorSource, WriteDone
 from .._writer_process.shared_job import Fill, Pieces, SharedFilePart, SharedWriteJob
 from ..errors import WriteError
-from .layout import GranuleOwners, RankLayout
+from .layout import RankLayout, granule_owners
 
 _WINDOW = 64 << 20  # bytes of the files per rank in one exchange
 _FIELDS = 3  # sent with each piece: file, offset, bytes
@@ -30,57 +30,29 @@ _CONVERTED = 4  # converted tensors to cache: threads read tensors in the order 
 _T = TypeVar("_T")
 
 
-class TensorPart(NamedTuple):
-    """A part of a tensor of the model, and the source of its bytes."""
-
-    file: int
-    start: int
-    """The offset of the whole tensor in the file."""
-    itemsize: int
-    shape: tuple[int, ...]
-    """The shape of the whole tensor."""
-    region: Region
-    source: int
-    chunk: tuple[tuple[int, ...], Region] | None = None
-    """The shape of the source, and the part's region in it; None if the part is the whole source."""
-
-
-def part_of_row(
-    layout: RankLayout, row: int, shape: tuple[int, ...], chunk: Region, source: int
-) -> Iterator[TensorPart]:
-    """Yields the part of a file's tensor that a source contains; nothing if the two have no elements in common.
+def pieces_of(layout: RankLayout, row: int, shape: tuple[int, ...], chunk: Region, source: int) -> Pieces:
+    """Returns the pieces of a file's tensor that a source contains: no pieces if the two have no common elements.
 
     The source is a chunk of a tensor of the state dict with ``shape``; ``row`` is one of that tensor's rows in the
     layout.
     """
-    file, start = int(layout.file[row]), int(layout.start[row])
     itemsize = layout.dtypes[int(layout.dtype[row])].itemsize
-    if (number := int(layout.place[row])) < 0:
-        yield TensorPart(file, start, itemsize, shape, chunk, source)
-        return
-    place = layout.places[number]
-    here, there = place.box.carry(chunk), chunk.intersect(place.box.there)
-    if here is not None and there is not None:
-        yield TensorPart(file, start, itemsize, place.shape, here, source, (chunk.size, there.within(chunk)))
-
-
-def pieces_of(parts: Sequence[TensorPart]) -> Pieces:
-    """Returns the pieces of the files that hold parts of tensors."""
-    found = []
-    for part in parts:
-        offsets, nbytes = runs_of_region(part.shape, *part.region, part.itemsize)
-        if part.chunk is None:
-            starts = np.arange(len(offsets), dtype=np.int64) * nbytes
-        else:
-            shape, region = part.chunk
-            starts, of_run = runs_of_region(shape, *region, part.itemsize)
-            # Both run lengths are products of the same last sizes, so the smaller one divides the larger one.
-            offsets, starts = _cut(offsets, nbytes, min(nbytes, of_run)), _cut(starts, of_run, min(nbytes, of_run))
-            nbytes = min(nbytes, of_run)
-        count = len(offsets)
-        columns = np.full(count, part.file), offsets + part.start, np.full(count, nbytes), np.full(count, part.source)
-        found.append(Pieces(*columns, starts))
-    return Pieces.joined(found)
+    if (number := int(layout.box[row])) < 0:
+        offsets, nbytes = runs_of_region(shape, *chunk, itemsize)
+        starts = np.arange(len(offsets), dtype=np.int64) * nbytes
+    else:
+        shape, box = layout.boxes[number]
+        here, there = box.carry(chunk), chunk.intersect(box.there)
+        if here is None or there is None:
+            return Pieces.joined([])
+        offsets, in_file = runs_of_region(shape, *here, itemsize)
+        starts, in_source = runs_of_region(chunk.size, *there.within(chunk), itemsize)
+        # Both run lengths are products of the same last sizes, so the smaller one divides the larger one.
+        nbytes = min(in_file, in_source)
+        offsets, starts = _cut(offsets, in_file, nbytes), _cut(starts, in_source, nbytes)
+    count = len(offsets)
+    file, offsets = np.full(count, layout.file[row]), offsets + layout.start[row]
+    return Pieces(file, offsets, np.full(count, nbytes), np.full(count, source), starts)
 
 
 def _cut(firsts: Integers, nbytes: int, size: int) -> Integers:
@@ -225,8 +197,8 @@ class RankGroup:
             return collective()
         except RuntimeError as error:
             raise WriteError(
-                f"{self._path}: rank {self.rank} of {self.size} could not exchange its data: another rank has ended, "
-                f"or saves another state: {error}"
+                f"{self._path}: rank {self.rank} of {self.size} could not exchange data. Another rank has ended, or "
+                f"saves another state: {error}"
             ) from error
 
 
@@ -239,12 +211,11 @@ class PieceExchange:
     def __init__(self, shared: Pieces, layout: RankLayout, group: RankGroup, fill: Fill) -> None:
         self._group = group
         self._fill = fill
-        owners = GranuleOwners(layout)
         sizes = np.array([part.granule for part in layout.files], dtype=np.int64)
         bases = np.cumsum([0, *(part.file.nbytes for part in layout.files)])[:-1]
         granule = shared.offset // sizes[shared.file] if len(shared) else shared.offset
         pairs = zip(shared.file.tolist(), granule.tolist(), strict=True)
-        self._owner = np.array([owners.owner(*pair) for pair in pairs], dtype=np.int64)
+        self._owner = granule_owners(layout, pairs)
         # By the start of the block, so that a block is in one window.
         begins = bases[shared.file] + granule * sizes[shared.file] if len(shared) else shared.offset
         self._window = begins // (_WINDOW * layout.ranks)

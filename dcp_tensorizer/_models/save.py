@@ -40,10 +40,10 @@ from .._saving.commit import (
     remove_records,
     remove_uploads,
 )
-from .._saving.report import SaveCallbacks
+from .._saving.report import Reports
 from .._saving.save import Save, SaveDescription
 from .._saving.saver import Saver
-from .._saving.write_plan import Item, plan_with
+from .._saving.write_plan import Item, plan_with, resolve
 from .._staging.staged_save import StagedSave, StagedStateDict
 from .._storage.base import Refused, SharedFile, Storage, temporary_file_name
 from .._storage.open import NOT_SHARED
@@ -59,9 +59,7 @@ from .pieces import (
     PieceExchange,
     RankGroup,
     SharedFiles,
-    TensorPart,
     fill_of,
-    part_of_row,
     pieces_of,
     round_count,
     split,
@@ -156,7 +154,6 @@ class ModelSave(Save):
         for result in (result for of_rank in results for result in of_rank):
             for number, of_file in result.storage_data.items():
                 parts.setdefault(number, {}).update(of_file)
-        self._begin_commit(metadata)
         return self._in_time(lambda: self._commit_files(plan, parts))
 
     def _committed(self) -> None:
@@ -178,42 +175,39 @@ class ModelSave(Save):
     def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Writes this rank's part of the files: see `Save.write`."""
         self._lap("plan")
-        with self.whole_or_nothing():
-            job = self._run_job(plan, planner)
-        self._end_write(job.items, job.done)
-        return [WriteResult(MetadataIndex(f"rank {self.rank}"), job.done.nbytes, job.done.parts)]
-
-    def _run_job(self, plan: SavePlan, planner: SavePlanner) -> _RankJob:
-        layout = plan.storage_data
-        if not isinstance(layout, RankLayout):
-            raise WriteError(
-                f"{self.path}: the plan has no layout. Use a planner that does not change the plans' storage_data."
-            )
-        self.id = layout.save_id
-        ranks = RankGroup(group_of_save() if layout.ranks > 1 else None, self.path)
-        if ranks.size != layout.ranks:
-            raise WriteError(
-                f"{self.path}: {layout.ranks} ranks have planned the save, and its process group has {ranks.size}. "
-                f"Pass the same process_group on all ranks."
-            )
-        job = _RankJob(self, layout)
-        with ExitStack() as shown:
-            progress = self._saver.callbacks.progress
-            others_failed = job.run(
+        with self.whole_or_nothing(), ExitStack() as shown:
+            layout = plan.storage_data
+            if not isinstance(layout, RankLayout):
+                raise WriteError(
+                    f"{self.path}: the plan has no layout. Use a planner that does not change the plans' storage_data."
+                )
+            self.id = layout.save_id
+            ranks = RankGroup(group_of_save() if layout.ranks > 1 else None, self.path)
+            if ranks.size != layout.ranks:
+                raise WriteError(
+                    f"{self.path}: {layout.ranks} ranks have planned the save, but its process group has {ranks.size} "
+                    f"ranks. Pass the same process_group on all ranks."
+                )
+            job = _RankJob(self, layout)
+            progress = self._saver.reports.progress
+            has_failed = job.run(
                 plan,
                 planner,
                 ranks,
-                lambda own: shown.enter_context(progress(self.path, lambda: int(own.nbytes.sum()))),
+                lambda pieces: shown.enter_context(progress(self.path, lambda: int(pieces.nbytes.sum()))),
             )
-            if (job.error is not None or others_failed) and self.commits:
+            if has_failed and self.commits:
                 self._drop_files()
             if job.error is not None:
                 raise job.error
-        return job
+        self._end_write(job.items, job.done)
+        return [WriteResult(MetadataIndex(f"rank {self.rank}"), job.done.nbytes, job.done.parts)]
 
     def items_of(self, plan: SavePlan, planner: SavePlanner, layout: RankLayout) -> list[Item]:
         """Returns the items that this rank writes; raises `WriteError`, naming the key, if one cannot be written."""
-        items = self._resolved(plan, planner)
+        staged = self._staged
+        buffer, omitted = (None, frozenset[str]()) if staged is None else (staged.buffer, staged.omitted)
+        items = resolve(plan, planner, buffer, omitted)
         try:
             rows = layout.find([item.fqn for item in items])
         except KeyError as error:
@@ -223,14 +217,14 @@ class ModelSave(Save):
             ) from None
         if untied := layout.dropped(self._untied):
             raise WriteError(
-                f"{listed(untied)} {'is' if len(untied) == 1 else 'are'} tied to another tensor on some rank, and not "
-                f"on rank {self.rank}. Tie it on all ranks, or on none."
+                f"{listed(untied)} {'is' if len(untied) == 1 else 'are'} tied to another tensor on some rank, but not "
+                f"on rank {self.rank}. Tie the tensors on all ranks, or on none."
             )
         for item in items:
             if item.kind != "tensor":
                 raise WriteError(
-                    f"{item.fqn!r} is a tensor subclass, which safetensors cannot hold. Save the tensors that it is "
-                    f"made of, or leave it out of the state dict."
+                    f"{item.fqn!r} is a tensor subclass, which safetensors cannot hold. Save its inner tensors, or "
+                    f"leave it out of the state dict."
                 )
         return [
             item for item, of_item in zip(items, rows, strict=True) if layout.file[of_item[0]] >= 0 and item.has_bytes
@@ -291,12 +285,12 @@ class ModelSave(Save):
         storage, count = self.storage, len(plan.files)
         if self._is_adapter and count > 1:
             raise WriteError(
-                f"{storage.path}: PEFT loads an adapter of one file, and this one has {count}. Raise max_shard_bytes."
+                f"{storage.path}: PEFT loads adapters of one file, but this one has {count}. Raise max_shard_bytes."
             )
         if self._has_single and (count > 1 or self._index_before is not None):
             raise WriteError(
-                f"{storage.path} holds {self._single}, which readers prefer to the index of several files, and this "
-                f"model has {count}. Save to another path."
+                f"{storage.path} holds {self._single}, which readers prefer to an index, but this model needs an index "
+                f"of {count} files. Save to another path."
             )
         # A model that is being published must stay unchanged while the next save replaces it.
         has_readers = self.model.publish is not None and self.model.overwrite
@@ -407,7 +401,8 @@ class ModelSave(Save):
         others = self._others
         replaced = self._left - names
         if not is_lone:
-            replaced |= _named_files(self._index_before) - names
+            with suppress(ValueError):  # the index is unreadable
+                replaced |= files_named(self._index_before) - names
             storage.mark(self.id, *replaced)
             self._dead += put_replaced(storage, replaced - self._left)
             self._index = index_of({file.name: of.tensors for file, of in zip(self._begun, plan.files, strict=True)})
@@ -415,7 +410,7 @@ class ModelSave(Save):
                 self._check_commit()
                 # Another save may have removed these files as a dead save's. If so, that save's index is in place.
                 if not storage.put_if(INDEX, self._index_before, self._index, sync=sync, save_id=self.id):
-                    raise Refused(f"{storage.path}: another save has put a model there just now. Save to another path.")
+                    raise Refused(f"{storage.path}: another save has just put a model there. Save to another path.")
             except (Refused, ReadError):
                 storage.unmark(self.id, *replaced)
                 raise
@@ -452,12 +447,12 @@ class ModelSave(Save):
                     if path.is_dir() and (not file.is_file() or _WEIGHTS.search(file.name)):
                         continue
                     if file.name.endswith((".safetensors", ".safetensors.index.json")):
-                        raise Refused(f"files= has {file}, which would be taken for a part of the model. Leave it out.")
+                        raise Refused(f"files= has {file}, which readers would take for weights. Leave it out.")
                     found[file.name] = file.read_bytes()
                     if file.name == _CONFIG and self.model.dtype is not None:
                         found[_CONFIG] = _with_dtype(found[_CONFIG], dtype_name(self.model.dtype))
             except OSError as error:
-                raise Refused(f"{given}, which files= has, cannot be read: {error}. Fix or remove it.") from error
+                raise Refused(f"files= has {given}, which cannot be read: {error}. Fix it, or leave it out.") from error
         return found
 
     def remove(self, names: Iterable[str]) -> None:
@@ -507,11 +502,11 @@ class ModelSaver(Saver):
         self,
         options: SaveOptions,
         model: ModelOptions,
-        callbacks: SaveCallbacks,
+        reports: Reports,
         *,
         closed: bool = False,
     ) -> None:
-        super().__init__(options, callbacks, closed=closed)
+        super().__init__(options, reports, closed=closed)
         self.kind = ModelSave
         self.model = model
         if model.dtype is not None:
@@ -597,18 +592,18 @@ class _RankJob:
         self._sources = list(self.items)
         shapes = {item_key(item.index): item for item in plan.items}
         rows = layout.find([item.fqn for item in self.items])
-        parts: list[TensorPart] = []
+        found: list[Pieces] = []
         for source, (item, of_item) in enumerate(zip(self.items, rows, strict=True)):
             data = shapes[item.key].tensor_data
             assert data is not None
             self._dtypes.append(layout.dtypes[int(layout.dtype[of_item[0]])])
             chunk = Region(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-            parts += (part for row in of_item for part in part_of_row(layout, row, tuple(data.size), chunk, source))
+            found += (pieces_of(layout, row, tuple(data.size), chunk, source) for row in of_item)
         for number, header in enumerate(self._save.headers()):
-            whole = Region((0,), (len(header),))
-            parts.append(TensorPart(number, 0, 1, whole.size, whole, len(self._sources)))
+            columns = number, 0, len(header), len(self._sources), 0
+            found.append(Pieces(*(np.array([column], dtype=np.int64) for column in columns)))
             self._add(f"header {number}", header)
-        return pieces_of(parts)
+        return Pieces.joined(found)
 
     def _add(self, name: str, content: torch.Tensor) -> None:
         """Adds a source of bytes that is no item of the state dict."""
@@ -684,10 +679,3 @@ def _run_all(operations: deque[Callable[[], None]] | None) -> None:
         except IndexError:
             return
         operation()
-
-
-def _named_files(index: bytes | None) -> set[str]:
-    """Returns the files that an index lists. If the index is unreadable or lists other directories, an empty set."""
-    with suppress(ValueError):
-        return files_named(index)
-    return set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,14 +17,13 @@ from .._saving.writer_client import WriterClient
 from .._storage.base import Storage
 from .._storage.lease import LeaseRecord
 from .._writer_process.options import SaveOptions
-from .._writer_process.protocol import PublishRequest
 from ..errors import WriteError, describe
 
 logger = logging.getLogger("dcp_tensorizer")
 
 
 class NotPublished(WriteError):
-    """A model is saved, but could not be published. The save of a later model may raise this error."""
+    """The error of a model that is saved, but could not be published. The save of a later model may raise it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +47,7 @@ class SavedModel:
 
 
 class VersionsOfWriter:
-    """The publisher of one writer's models, one after the other. Of several waiting models, publishes only the newest.
+    """The publisher of one writer's models, one after the other. Of several waiting models, it publishes the newest.
 
     A model is compared with the last published model, if the files of that one still exist. The files of a replaced
     model stay until publishing no longer needs them.
@@ -147,35 +145,30 @@ class VersionsOfWriter:
             self._release()
 
     def _publish(self, model: SavedModel, previous: SavedModel | None) -> PublishedVersion:
-        if previous is not None and not self._is_there(previous):
-            previous = None
-        publication = Publication(
+        timeout = self._write.limits.timeout
+        if previous is not None:
+            storage, names = previous.storage, sorted(previous.files)
+            try:
+                if not in_time(lambda: any(storage.head(name) is not None for name in names[:1]), timeout):
+                    previous = None
+            except Hung:
+                raise WriteError(
+                    f"{storage.path} has not answered for {timeout:g} s: its disk or its server hangs. Check the "
+                    f"storage."
+                ) from None
+        request = Publication(
             model.storage.location,
-            os.fspath(self._options.path),
+            self._options,
             None if previous is None else previous.storage.location,
             model.step,
-            self._options.max_deltas,
-            self._options.keep_latest,
             self._write.storage_options,
             model.index,
             None if previous is None else previous.index,
+            self._own,
         )
-        request = PublishRequest(publication, self._own)
-        version, self._own = self._client.publish(
-            request, self._write.limits.timeout, model.context, lambda: self._is_closed
-        )
+        version, self._own = self._client.publish(request, timeout, model.context, lambda: self._is_closed)
         logger.info("%s: published as version %d of %s", model.storage.path, version.version, version.path)
         return version
-
-    def _is_there(self, model: SavedModel) -> bool:
-        """Returns whether the files of a model still exist. Raises `WriteError` if the storage hangs."""
-        storage, timeout = model.storage, self._write.limits.timeout
-        try:
-            return in_time(lambda: any(storage.head(name) is not None for name in sorted(model.files)[:1]), timeout)
-        except Hung:
-            raise WriteError(
-                f"{storage.path} has not answered for {timeout:g} s: its disk or its server hangs. Check the storage."
-            ) from None
 
     def _needed(self) -> list[SavedModel]:
         return [model for model in (self._waiting, self._running, self._published) if model is not None]

@@ -114,8 +114,8 @@ class Columns:
         for key, of_chunk, hint in zip(table.key_numbers.tolist(), map(tuple, numbers), hints.tolist(), strict=True):
             chunk = chunks.get(of_chunk)
             if chunk is None:
-                kind, spec, dims, *places = of_chunk
-                start, size = tuple(places[:dims]), tuple(places[width : width + dims])
+                kind, spec, dims, *bounds = of_chunk
+                start, size = tuple(bounds[:dims]), tuple(bounds[width : width + dims])
                 chunk = chunks[of_chunk] = (
                     _OBJECT if kind == _BYTE_IO else PlannedChunk(kind, table.specs[spec], start, size)
                 )
@@ -287,28 +287,20 @@ def rows_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Iterator[
     """
     chunks: dict[Any, PlannedChunk] = {}
     for key, value in state_dict.items():
-        likeness = _likeness(value)
-        chunk = None if likeness is None else chunks.get(likeness)
+        # Equal for tensors whose items differ only in their keys; None if the items depend on more than this.
+        alike: Any = None
+        if type(value) in _PLAIN and PART_NAMES.isdisjoint(value.__dict__):
+            alike = value.shape, _properties(TensorProperties.create_from_tensor(value))
+        elif (local := plain_local(value)) is not None and (layout := layout_of(value)) is not None:
+            alike = layout, _properties(TensorProperties.create_from_tensor(local))
+        chunk = None if alike is None else chunks.get(alike)
         if chunk is not None and type(key) is str:
             yield Row(key, chunk, -1)
             continue
         rows = list(map(row_of, write_items(key, value, is_coordinator=is_coordinator)))
-        if likeness is not None and len(rows) == 1 and rows[0].hint == -1:
-            chunks[likeness] = rows[0].chunk
+        if alike is not None and len(rows) == 1 and rows[0].hint == -1:
+            chunks[alike] = rows[0].chunk
         yield from rows
-
-
-def _likeness(value: Any) -> Any:
-    """Returns a value that is equal for tensors whose items, as made by torch, differ only in their keys.
-
-    If the plan of a tensor depends on more than its class, shape and placements, returns None.
-    """
-    if type(value) in _PLAIN and PART_NAMES.isdisjoint(value.__dict__):
-        return value.shape, _properties(TensorProperties.create_from_tensor(value))
-    local, layout = plain_local(value), layout_of(value)
-    if local is None or layout is None:
-        return None
-    return layout, _properties(TensorProperties.create_from_tensor(local))
 
 
 # --- columns as bytes, which DCP carries from rank to rank ------------------------------------------------------------
@@ -323,30 +315,38 @@ class EncodedColumns:
 
     digest: bytes  # of the contents
     table: bytes  # the `Table`; equal bytes on ranks with equal tables
-    places: bytes  # the other columns
+    chunks: bytes  # the other columns
     may_refer: bool = False  # the rank retains the columns, and understands an answer that refers to them
 
     def decode_table(self, tables: dict[bytes, Table]) -> Table:
         """Decodes the table, unless it is in ``tables``, to which it is added."""
         table = tables.get(self.table)
         if table is None:
-            table = tables[self.table] = _unpack_table(self.table)
+            keys, numbers, specs, packed = unpack(self.table)
+            key_numbers, kinds, spec_numbers = map(unpack_integers, numbers)
+            made, data = [spec_of(*spec) for spec in specs], with_keys(packed, keys)
+            table = tables[self.table] = Table(keys, key_numbers, kinds, spec_numbers, made, data)
         return table
 
     def decode(self, tables: dict[bytes, Table]) -> Columns:
         """Returns the columns. ``tables`` is as in `decode_table`."""
         table = self.decode_table(tables)
-        width, *packed = unpack(self.places)
+        width, *packed = unpack(self.chunks)
         dims, starts, sizes = map(unpack_integers, packed)
         return Columns(table, dims, starts.reshape(len(dims), width), sizes.reshape(len(dims), width))
 
 
 def encode(columns: Columns, *, may_refer: bool = False) -> EncodedColumns:
     """Encodes columns as bytes. Equal columns have equal digests."""
-    table, places = _pack_table(columns.table), _pack_places(columns)
-    digest = hashlib.blake2b(table, digest_size=16)
-    digest.update(places)
-    return EncodedColumns(digest.digest(), table, places, may_refer)
+    table = columns.table
+    numbers = [pack_integers(column) for column in (table.key_numbers, table.kinds, table.spec_numbers)]
+    specs = [(spec.shape, TensorProperties(*spec.properties)) for spec in table.specs]  # can pickle memory formats
+    shared = pack((table.keys, numbers, specs, pack_paths(table.planner_data, table.keys)))
+    packed = [pack_integers(column) for column in (columns.dims, columns.starts, columns.sizes)]
+    chunks = pack((columns.starts.shape[1], *packed))
+    digest = hashlib.blake2b(shared, digest_size=16)
+    digest.update(chunks)
+    return EncodedColumns(digest.digest(), shared, chunks, may_refer)
 
 
 def pack(content: object) -> bytes:
@@ -369,20 +369,3 @@ def pack_integers(numbers: Integers) -> tuple[str, bytes]:
 def unpack_integers(packed: tuple[str, bytes]) -> Integers:
     """Unpacks what `pack_integers` packed."""
     return np.frombuffer(packed[1], packed[0]).astype(np.int64)
-
-
-def _pack_table(table: Table) -> bytes:
-    numbers = [pack_integers(column) for column in (table.key_numbers, table.kinds, table.spec_numbers)]
-    specs = [(spec.shape, TensorProperties(*spec.properties)) for spec in table.specs]  # can pickle memory formats
-    return pack((table.keys, numbers, specs, pack_paths(table.planner_data, table.keys)))
-
-
-def _unpack_table(data: bytes) -> Table:
-    keys, numbers, specs, packed = unpack(data)
-    key_numbers, kinds, spec_numbers = map(unpack_integers, numbers)
-    return Table(keys, key_numbers, kinds, spec_numbers, [spec_of(*spec) for spec in specs], with_keys(packed, keys))
-
-
-def _pack_places(columns: Columns) -> bytes:
-    numbers = [pack_integers(column) for column in (columns.dims, columns.starts, columns.sizes)]
-    return pack((columns.starts.shape[1], *numbers))

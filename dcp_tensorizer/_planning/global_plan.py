@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from .._index.entries import StateRules
 from .._index.layouts import ChunkLayout
 from .._index.schema import Layout, encode_rows
-from .._runtime.gc_pause import collector_paused
+from .._runtime.interpreter import collector_paused
 from .._tensor_file.regions import Integers, overlapping_pair
 from ..errors import WriteError
 from .columns import (
@@ -83,9 +83,9 @@ def make_global_plan(plans: Sequence[Columns], *, to_lowest_rank: bool, merges_p
     Raises `WriteError`, naming the keys and the problems, if they do not.
     """
     merged = merge(plans, to_lowest_rank=to_lowest_rank)
-    rows = np.split(merged.kept, np.cumsum([len(plan) for plan in plans])[:-1])
-    hints = np.split(merged.hint, np.cumsum([len(plan) for plan in plans])[:-1])
-    choices = [choose(kept, hint[kept]) for kept, hint in zip(rows, hints, strict=True)]
+    ends = np.cumsum([len(plan) for plan in plans])[:-1]
+    rows, hints = np.split(merged.is_written, ends), np.split(merged.hint, ends)
+    choices = [choose(is_written, hint[is_written]) for is_written, hint in zip(rows, hints, strict=True)]
     with collector_paused():
         planner_data = merge_paths(plan.table.data for plan in plans) if merges_paths else None
         return GlobalPlan(choices, _rules(merged, is_complete=len(plans) > 1), planner_data)
@@ -106,15 +106,15 @@ def _rules(merged: Merged, *, is_complete: bool) -> StateRules:
             numbers.append((-1, -1))
             continue
         shape, fields = table.specs[spec]
-        places = columns.dims[rows], columns.starts[rows], columns.sizes[rows]
-        pattern = (shape, *[column.tobytes() for column in places])
+        chunks = columns.dims[rows], columns.starts[rows], columns.sizes[rows]
+        pattern = (shape, *[column.tobytes() for column in chunks])
         if pattern not in layouts:
-            problem = _problem(shape, *places, is_complete=is_complete)
+            problem = _problem(shape, *chunks, is_complete=is_complete)
             if problem is not None:
                 problems.append((table.keys[key], problem[0], merged.rank[rows[problem[1]]].tolist()))
                 continue
             layouts[pattern] = len(made)
-            made.append(ChunkLayout.of_rows(shape, *(column[:, : len(shape)] for column in places[1:])))
+            made.append(ChunkLayout.of_rows(shape, *(column[:, : len(shape)] for column in chunks[1:])))
         numbers.append((properties.setdefault(fields, len(properties)), layouts[pattern]))
     if problems:
         raise WriteError(_shown(problems))
@@ -137,18 +137,19 @@ def _problem(
         ((starts < 0) | (sizes < 0) | (sizes > np.array(shape) - np.maximum(starts, 0))).any(axis=1)
     )
     if len(beyond):
-        return f"a part lies outside its shape {shape}: {_place(starts, sizes, beyond[0])}", [int(beyond[0])]
+        return f"a part lies outside its shape {shape}: {_shown_chunk(starts, sizes, beyond[0])}", [int(beyond[0])]
     pair = overlapping_pair(starts, starts + sizes)
     if pair is not None:
         one, other = sorted(pair)
-        return f"two parts overlap: {_place(starts, sizes, one)}, and {_place(starts, sizes, other)}", [one, other]
+        parts = [_shown_chunk(starts, sizes, row) for row in (one, other)]
+        return f"two parts overlap: {parts[0]}, and {parts[1]}", [one, other]
     elements, held = int(np.prod(shape)), int(sizes.prod(axis=1).sum())
     if is_complete and held != elements:
         return f"its parts hold {held:,} of its {elements:,} elements: a rank's part is missing", []
     return None
 
 
-def _place(starts: Integers, sizes: Integers, row: int) -> str:
+def _shown_chunk(starts: Integers, sizes: Integers, row: int) -> str:
     return f"{tuple(sizes[row].tolist())} at {tuple(starts[row].tolist())}"
 
 
@@ -177,12 +178,12 @@ class Merged:
 
     columns: Columns
     rank: Integers  # of each item
-    kept: np.ndarray  # whether its rank writes it
+    is_written: np.ndarray  # by its rank
     hint: Integers  # the number of its chunk in its tensor; -1: none
 
     def by_key(self) -> Iterator[tuple[int, Integers]]:
-        """Returns the written items, key by key, in the order of each key's first item."""
-        keys, rows = self.columns.table.key_numbers, np.flatnonzero(self.kept)
+        """Yields each key with the rows of its written items, in the order of each key's first item."""
+        keys, rows = self.columns.table.key_numbers, np.flatnonzero(self.is_written)
         rows = rows[np.argsort(keys[rows], kind="stable")]
         parts = np.split(rows, np.flatnonzero(np.diff(keys[rows])) + 1) if len(rows) else []
         for part in sorted(parts, key=lambda part: int(part[0])):
@@ -208,16 +209,18 @@ def merge(plans: Sequence[Columns], *, to_lowest_rank: bool) -> Merged:
     spec = np.concatenate([numbers[id(plan.table)][1][plan.table.spec_numbers] for plan in plans])
     kind = np.concatenate([plan.table.kinds for plan in plans])
     dims = np.concatenate([plan.dims for plan in plans])
-    starts, sizes = (np.concatenate([_widened(getattr(p, name), width) for p in plans]) for name in ("starts", "sizes"))
+    unused = [((0, 0), (0, width - plan.starts.shape[1])) for plan in plans]
+    starts = np.concatenate([np.pad(plan.starts, added) for plan, added in zip(plans, unused, strict=True)])
+    sizes = np.concatenate([np.pad(plan.sizes, added) for plan, added in zip(plans, unused, strict=True)])
     rank = np.repeat(np.arange(len(plans)), [len(plan) for plan in plans])
     groups = _group([*starts.T[::-1], dims, key])
     _check_alike(list(keys), list(specs), key, spec, groups, rank)
     # An item's weight when torch balances plans: the bytes of its whole tensor.
     weights = np.array([*((math.prod(s.shape) * s.properties[0].itemsize) or 1 for s in specs), 1])
-    kept = _writers(groups, rank, weights[spec], to_lowest_rank, len(plans))
+    is_written = _writers(groups, rank, weights[spec], to_lowest_rank, len(plans))
     table = Table(list(keys), key, kind, spec, list(specs), None)
-    hint = _hints(table.keys, np.where(kept, key, -1), kind)
-    return Merged(Columns(table, dims, starts, sizes), rank, kept, hint)
+    hint = _hints(table.keys, np.where(is_written, key, -1), kind)
+    return Merged(Columns(table, dims, starts, sizes), rank, is_written, hint)
 
 
 def _check_alike(
@@ -243,7 +246,7 @@ def _check_alike(
             held = (f"{texts[number]} on {_ranks(rank[like[value[like] == number]])}" for number in numbers)
             raise WriteError(
                 f"{keys[int(key[wrong[0]])]!r} cannot be saved: the ranks do not agree on its {field}: "
-                f"{', '.join(held)}. Give each rank's tensor a key of its own, for example by DataParallelState."
+                f"{', '.join(held)}. Give each rank's tensor a separate key, for example by DataParallelState."
             )
 
 
@@ -258,10 +261,6 @@ def _numbers(values: list[_Value], known: dict[_Value, int]) -> list[int]:
     """Returns the number of each value, which for new values is the next one. Most values are in ``known``."""
     numbers = list(map(known.get, values))
     return [known.setdefault(v, len(known)) if n is None else n for v, n in zip(values, numbers, strict=True)]
-
-
-def _widened(rows: Integers, width: int) -> Integers:
-    return np.pad(rows, ((0, 0), (0, width - rows.shape[1])))
 
 
 def _group(columns: list[Integers]) -> Integers:
@@ -287,7 +286,7 @@ def _writers(groups: Integers, rank: Integers, weight: Integers, to_lowest_rank:
     order = np.argsort(groups, kind="stable")
     bounds = np.flatnonzero(np.diff(groups[order], prepend=-1))
     ends = np.append(bounds[1:], len(order))
-    kept = np.ones(len(groups), dtype=bool)
+    is_written = np.ones(len(groups), dtype=bool)
     loads = [0] * ranks
     weights = weight[order[ends - 1]].tolist() if len(order) else []  # of the group's last item, as in torch
     lone = rank[order[bounds]] == rank[order[ends - 1]] if len(order) else np.zeros(0, dtype=bool)
@@ -302,9 +301,9 @@ def _writers(groups: Integers, rank: Integers, weight: Integers, to_lowest_rank:
         candidates = set(holders.tolist())
         chosen = min(candidates) if to_lowest_rank else min(candidates, key=loads.__getitem__)
         loads[chosen] += weights[number]
-        kept[rows] = holders == chosen
+        is_written[rows] = holders == chosen
         begin = number + 1
-    return kept
+    return is_written
 
 
 def _hints(keys: list[str], key: Integers, kind: Integers) -> Integers:
@@ -362,7 +361,9 @@ class RuleMetadata(Metadata):
 
     @functools.cached_property
     def _rules(self) -> StateRules:
-        return _unpack_rules(*unpack(self.__dict__["_content"][0]))
+        keys, rows, properties, layouts = unpack(self.__dict__["_content"][0])
+        made = [ChunkLayout.from_row(row) for row in _decode_layouts(layouts)]
+        return StateRules(keys, unpack_integers(rows).reshape(-1, 2), properties, made)
 
     @functools.cached_property
     def state_dict_metadata(self) -> dict[str, Any]:  # type: ignore[override]
@@ -398,22 +399,22 @@ class RuleMetadata(Metadata):
         return metadata
 
     def _packed(self) -> tuple[bytes, bytes]:
+        """Returns the rules and the planner's data as bytes. Raises `Unsupported` for entries that are not torch's."""
         untouched = not {"state_dict_metadata", "planner_data"} & self.__dict__.keys()
         if untouched:
             content: tuple[bytes, bytes] = self.__dict__["_content"]
             return content
-        rules = self.rules or _rules_of(self.state_dict_metadata)
-        return _pack_rules(rules), pack(pack_paths(self.planner_data, rules.keys))
-
-
-def _rules_of(described: Any) -> StateRules:
-    """Returns the rules of entries. Raises `Unsupported` for entries that are not torch's own."""
-    if not all(map(_is_torchs, described.values())):
-        raise Unsupported
-    try:
-        return StateRules.of(described)
-    except WriteError as error:
-        raise Unsupported from error
+        rules = self.rules
+        if rules is None:
+            if not all(map(_is_torchs, self.state_dict_metadata.values())):
+                raise Unsupported
+            try:
+                rules = StateRules.of(self.state_dict_metadata)
+            except WriteError as error:
+                raise Unsupported from error
+        layouts = encode_rows([layout.to_row() for layout in rules.layouts])
+        packed = pack((rules.keys, pack_integers(rules.rows), rules.properties, layouts))
+        return packed, pack(pack_paths(self.planner_data, rules.keys))
 
 
 def _is_torchs(entry: Any) -> bool:
@@ -423,16 +424,6 @@ def _is_torchs(entry: Any) -> bool:
         and type(entry.chunks) is list
         and all(type(chunk) is ChunkStorageMetadata for chunk in entry.chunks)
     )
-
-
-def _pack_rules(rules: StateRules) -> bytes:
-    layouts = encode_rows([layout.to_row() for layout in rules.layouts])
-    return pack((rules.keys, pack_integers(rules.rows), rules.properties, layouts))
-
-
-def _unpack_rules(keys: list[Any], rows: Any, properties: list[TensorProperties], layouts: bytes) -> StateRules:
-    made = [ChunkLayout.from_row(row) for row in _decode_layouts(layouts)]
-    return StateRules(keys, unpack_integers(rows).reshape(-1, 2), properties, made)
 
 
 # --- ranks that disagree on tensors that are not sharded, with planners that do not check it themselves ---------------

@@ -47,25 +47,23 @@ class Reference(NamedTuple):
 
 
 class WrittenItems(NamedTuple):
-    """The items of a plan that are written: their number, a bit for each item of the plan, and packed hints."""
+    """The items of a plan that its rank writes.
 
-    items: int
-    kept: bytes
-    hints: bytes
-
-
-class AssignedItems(NamedTuple):
-    """The coordinator's answer to a rank that knows the items: which of them the rank writes."""
-
-    reference: Reference
-    choice: WrittenItems
-
-
-def choose(kept: Any, hints: Integers) -> WrittenItems:
-    """Returns the choice of the items for which ``kept`` is true. ``hints`` are the hints of the chosen items (-1:
-    none).
+    If the rank still has its columns, the coordinator sends only this as the answer to the rank's plan.
     """
-    return WrittenItems(len(hints), np.packbits(kept).tobytes(), pack(pack_integers(hints)))
+
+    items: int  # their number
+    mask: bytes  # a bit for each item of the plan
+    hints: bytes  # packed
+    reference: Reference | None = None  # in an answer: to the columns that the rank has sent
+
+
+def choose(is_written: np.ndarray, hints: Integers) -> WrittenItems:
+    """Returns the choice of the items for which ``is_written`` is true. ``hints`` are those of the chosen items.
+
+    A hint of -1 stands for none.
+    """
+    return WrittenItems(len(hints), np.packbits(is_written).tobytes(), pack(pack_integers(hints)))
 
 
 class Items(MutableSequence[WriteItem]):
@@ -117,18 +115,18 @@ class Items(MutableSequence[WriteItem]):
         """The columns of the chosen items, and their hints."""
         if self.choice is None:
             return self.columns, np.full(len(self.columns), -1)
-        kept = np.unpackbits(np.frombuffer(self.choice.kept, np.uint8), count=len(self.columns))
-        return self.columns.select(np.flatnonzero(kept)), unpack_integers(unpack(self.choice.hints))
+        is_written = np.unpackbits(np.frombuffer(self.choice.mask, np.uint8), count=len(self.columns))
+        return self.columns.select(np.flatnonzero(is_written)), unpack_integers(unpack(self.choice.hints))
 
     def not_chosen(self) -> frozenset[str]:
         """Returns the keys of tensors without a chosen item; empty if unknown."""
         if self.choice is None or self.is_changed:
             return frozenset()
         table = self.columns.table
-        kept = np.unpackbits(np.frombuffer(self.choice.kept, np.uint8), count=len(self.columns)).astype(bool)
+        is_written = np.unpackbits(np.frombuffer(self.choice.mask, np.uint8), count=len(self.columns)).astype(bool)
         # Not `np.setdiff1d`, which imports modules: a child forked during the import could never import them.
         tensors = set(table.key_numbers[table.spec_numbers >= 0].tolist())
-        return frozenset(table.keys[number] for number in tensors.difference(table.key_numbers[kept].tolist()))
+        return frozenset(table.keys[number] for number in tensors.difference(table.key_numbers[is_written].tolist()))
 
     def rows(self) -> Iterator[Row] | None:
         """Returns the items as rows; None if they were changed."""
@@ -225,7 +223,7 @@ class CompactPlan(SavePlan):
 
     def __reduce__(self) -> tuple[Any, ...]:
         items = self.items
-        if isinstance(items, (Reference, AssignedItems)):
+        if isinstance(items, (Reference, WrittenItems)):
             return CompactPlan.of, (items, self.storage_data)
         try:
             if not self.usable:
@@ -251,10 +249,8 @@ class CompactPlan(SavePlan):
         source = items.source
         is_theirs = "planner_data" not in self.__dict__ or self.planner_data is items.table.planner_data
         if items.coordinator is not None and isinstance(source, EncodedColumns) and source.may_refer and is_theirs:
-            return CompactPlan.of, (
-                AssignedItems(Reference(items.coordinator, source.digest), choice),
-                self.storage_data,
-            )
+            reference = Reference(items.coordinator, source.digest)
+            return CompactPlan.of, (choice._replace(reference=reference), self.storage_data)
         return self._whole(*items.chosen)
 
     def _whole(self, columns: Columns, hints: Integers) -> tuple[Any, ...]:
@@ -310,10 +306,10 @@ class History:
         self._sent, self._is_answered = (columns, digest), False
         return self._known.find(digest)
 
-    def answered(self, answer: AssignedItems) -> Columns:
+    def answered(self, reference: Reference | None) -> Columns:
         """Returns the columns that an answer refers to, and records that the coordinator knows them."""
-        assert self._sent is not None and self._sent[1] == answer.reference.digest
-        self._known.keep(answer.reference.digest, answer.reference)
+        assert self._sent is not None and reference is not None and self._sent[1] == reference.digest
+        self._known.add(reference.digest, reference)
         return self._sent[0]
 
     def end(self) -> None:
@@ -333,15 +329,15 @@ class History:
         )
 
     def find(self, key: object) -> Any:
-        """Returns the plan that was made for these contents; None if there is none."""
+        """Returns the plan that was made for these contents, or None."""
         return self._planned.find(key)
 
     def planned(self, key: object, plans: Sequence[EncodedColumns], result: Any) -> None:
         """Retains the ranks' plans, and the result."""
         for rank, plan in enumerate(plans):
             if plan.may_refer:
-                self._received[rank].keep(plan.digest, plan)
-        self._planned.keep(key, result)
+                self._received[rank].add(plan.digest, plan)
+        self._planned.add(key, result)
 
 
 class Histories:
@@ -358,8 +354,6 @@ class Histories:
 
     def of_save(self) -> History:
         """Returns the history of the group of the save on this thread."""
-        group = (
-            group_of_save() or (dist.group.WORLD if dist.is_available() else None) or Histories
-        )  # a key that is no group
+        group = group_of_save() or (dist.group.WORLD if dist.is_available() else None) or Histories  # without a group
         history = self._of_groups.get(group)
         return self._of_groups.setdefault(group, History()) if history is None else history

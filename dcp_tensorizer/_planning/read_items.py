@@ -62,7 +62,11 @@ def read_items_of(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: 
             made = known.get(layout)
             if made is None:
                 planned = create_default_local_load_plan({key: value}, metadata, strict)
-                made = [_with_one_index(item) for item in planned.items]
+                made = []
+                for item in planned.items:  # one object for both indices, if they are equal
+                    dest, source = item.dest_index, item.storage_index
+                    is_same = dest == source and dest.index == source.index
+                    made.append(replace(item, storage_index=dest) if is_same else item)
             known.update(dict.fromkeys({name, layout} - {None}, made))
         for item in made:
             items.append(_renamed(item, key))
@@ -70,7 +74,7 @@ def read_items_of(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: 
 
 
 def _layout(value: Any, stored: Any) -> _Layout | None:
-    """Returns the properties that determine the items of a value; None if others also do."""
+    """Returns the properties that determine the items of a value. If others also do, returns None."""
     if type(stored) is BytesStorageMetadata:
         return None if isinstance(value, torch.Tensor) else ()
     if type(stored) is not TensorStorageMetadata or len(stored.chunks) != 1:
@@ -82,12 +86,6 @@ def _layout(value: Any, stored: Any) -> _Layout | None:
         return stored.size, value.shape
     layout = layout_of(value)
     return None if layout is None else (stored.size, *layout)
-
-
-def _with_one_index(item: ReadItem) -> ReadItem:
-    """Returns the item with one object for both indices, if they are equal."""
-    dest, storage = item.dest_index, item.storage_index
-    return replace(item, storage_index=dest) if dest == storage and dest.index == storage.index else item
 
 
 def _renamed(item: ReadItem, key: str) -> ReadItem:
@@ -115,13 +113,12 @@ def _copy(record: _T) -> _T:
 # DCP sends the plans of all ranks to the coordinator and back. A planner may change them there, but hardly any does. So
 # the items are sent as one blob, which is decoded and sent back only if a planner accesses it.
 
-_at_home: WeakValueDictionary[str, RetainedPlan] = WeakValueDictionary()
+_retained: WeakValueDictionary[str, RetainedPlan] = WeakValueDictionary()
 """The plans that ranks of this process have made and still hold."""
 
 
 class RetainedPlan(LoadPlan):
-    """A load plan that does not send its items back. The plan that `keep` returns must be held until its copy has come
-    back.
+    """A load plan that does not send its items back. Hold the plan that `keep` returns until its copy has come back.
 
     The fields are those of `LoadPlan`. To change the items on another rank, assign ``items``, or make a new plan.
     """
@@ -137,16 +134,16 @@ class RetainedPlan(LoadPlan):
     @classmethod
     def keep(cls, plan: LoadPlan, rank: int, storage_data: Any) -> RetainedPlan:
         """Returns the plan of a rank with other ``storage_data``."""
-        kept = cls(plan.items, storage_data, plan.planner_data)
-        kept._token, kept._rank = uuid.uuid4().hex, rank
-        _at_home[kept._token] = kept
-        return kept
+        retained = cls(plan.items, storage_data, plan.planner_data)
+        retained._token, retained._rank = uuid.uuid4().hex, rank
+        _retained[retained._token] = retained
+        return retained
 
     @property
     def items(self) -> list[ReadItem]:
         if self._items is None:
             self._items = pickle.loads(zlib.decompress(self._packed))
-        if _at_home.get(self._token) is not self:
+        if _retained.get(self._token) is not self:
             self._token = ""  # the caller may change the items, so they are sent from now on
         return self._items
 
@@ -164,7 +161,7 @@ class RetainedPlan(LoadPlan):
         if not self._token:
             return RetainedPlan, (self.items, *data)
         if self._items is None:
-            return _back, (self._token, *data)
+            return _returned, (self._token, *data)
         return _sent, (self._token, self._rank, zlib.compress(pickle.dumps(self._items), 1), *data)
 
 
@@ -175,6 +172,6 @@ def _sent(token: str, rank: int, packed: bytes, storage_data: Any, planner_data:
     return plan
 
 
-def _back(token: str, storage_data: Any, planner_data: Any) -> RetainedPlan:
+def _returned(token: str, storage_data: Any, planner_data: Any) -> RetainedPlan:
     """Rebuilds the plan on the rank that made it, with the items that the rank has held."""
-    return RetainedPlan(_at_home[token].items, storage_data, planner_data)
+    return RetainedPlan(_retained[token].items, storage_data, planner_data)

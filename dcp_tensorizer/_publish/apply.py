@@ -127,7 +127,7 @@ def _published(
 
 
 class _Directory:
-    """Updates a directory. Goes back to a lower version only if the caller named that version."""
+    """An update of a directory. It goes back to a lower version only if the caller named that version."""
 
     def __init__(
         self,
@@ -160,10 +160,21 @@ class _Directory:
             return self._apply(target)
 
     def _apply(self, target: Manifest) -> Applied:
-        current = self._current(target)
+        content = read_small(self._storage, INDEX)
+        if content is not None and b'"dcp_tensorizer"' in content:
+            current: Manifest | None = decode_manifest(content, f"{self._path}/{INDEX}")
+        elif content is not None or self._storage.head(SINGLE) is not None:
+            current = self._recognised(target)
+        else:
+            current = None
         before = None if current is None else current.version
-        if current is not None:
-            self._check_base(current)
+        if current is not None and (published := self._published.find(current.version)) is not None:
+            here = {record.origin or name: record.sha256 for name, record in current.files.items()}
+            if here != {name: record.sha256 for name, record in published.files.items()}:
+                raise StateMismatch(
+                    f"version {before} in {self._path} is not the one in {self._published.path}: it comes from another "
+                    f"directory of versions. Name that one, or an empty directory."
+                )
         if current is not None and before == self._version:
             self._clear(current)
             return Applied(self._version, before, 0, False, 0)
@@ -191,20 +202,8 @@ class _Directory:
 
     # --- the version of the directory -----------------------------------------------------------------------------
 
-    def _current(self, target: Manifest) -> Manifest | None:
-        """Finds the version of the directory. If it has no model, returns None.
-
-        Raises `StateMismatch` if its model is not a published version.
-        """
-        content = read_small(self._storage, INDEX)
-        if content is not None and b'"dcp_tensorizer"' in content:
-            return decode_manifest(content, f"{self._path}/{INDEX}")
-        if content is None and self._storage.head(SINGLE) is None:
-            return None
-        return self._recognised(target)
-
     def _recognised(self, target: Manifest) -> Manifest:
-        """Finds the version of a model by the SHA-256 of its files."""
+        """Finds the version of a model by the SHA-256 of its files. Raises `StateMismatch` if it is not published."""
         model = read_model(self._storage)
         by_digest = {FileRecord.of(self._storage, name).sha256: name for name in model.weights}
         for candidate in reversed(self._published.manifests()):
@@ -226,19 +225,6 @@ class _Directory:
             f"the model in {self._path} is not a version in {self._published.path}, so no delta fits it. "
             f"Name an empty directory, which gets version {target.version} whole."
         )
-
-    def _check_base(self, current: Manifest) -> None:
-        """Compares the directory's version with the published one of that number, if that still exists.
-
-        Raises `StateMismatch` if they differ.
-        """
-        published = self._published.find(current.version)
-        here = {record.origin or name: record.sha256 for name, record in current.files.items()}
-        if published is not None and here != {name: record.sha256 for name, record in published.files.items()}:
-            raise StateMismatch(
-                f"version {current.version} in {self._path} is not the one in {self._published.path}: it comes from "
-                f"another directory of versions. Name that one, or an empty directory."
-            )
 
     def _check_others(self, current: Manifest | None, base: Manifest) -> None:
         """Checks that no files beside the weights change, because they cannot change atomically with the weights."""
@@ -430,7 +416,7 @@ def _lock(descriptor: int) -> bool:
 
 
 class _Tensors:
-    """Updates tensors in memory."""
+    """An update of tensors in memory."""
 
     def __init__(
         self, target: MutableMapping[str, Any], published: Published, version: int, on_progress: _Progress
@@ -482,11 +468,11 @@ class _Tensors:
         """
         array = _view(self._target[tensor.key]).array
 
-        def read(start: int, block: np.ndarray) -> None:
+        def read(_: StoredBytes, start: int, block: np.ndarray) -> None:
             block[:] = array[start : start + block.size]
 
         frames: list[list[memoryview]] = []
-        for _ in changes.changed(tensor, read, frames):
+        for _ in changes.pieces(read, tensor, frames):
             pass
         self._progress(tensor.nbytes)
         return frames

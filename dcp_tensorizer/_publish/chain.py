@@ -18,10 +18,9 @@ from .._formats.weight_files import StoredBytes, WeightFile, read_weight_file
 from .._storage.base import Storage
 from ..errors import ChecksumMismatch, MetadataError
 from .delta import PIECE, DeltaDecoder, largest_delta, pieces_of
-from .model import READ_BYTES, TensorReader, reading_tensors
+from .model import READ_BYTES, Read, reading_tensors
 from .versions import FileRecord, Manifest, Published
 
-_Read = Callable[[int, np.ndarray], object]
 _DIGITS = frozenset("0123456789abcdef")
 _DIGEST_DIGITS = 32
 
@@ -41,16 +40,6 @@ class Delta:
     manifest: Manifest
     storage: Storage
     changes: Mapping[str, _Change]
-
-    def frame(self, reader: TensorReader, change: _Change, tensor: StoredBytes) -> Iterator[memoryview]:
-        """Reads a tensor's delta in pieces."""
-        stored = change.stored
-        if stored.nbytes > largest_delta(tensor.nbytes):
-            raise ValueError(f"its delta has {stored.nbytes:,} bytes, too many for a tensor of {tensor.nbytes:,} bytes")
-        for start in range(0, stored.nbytes, PIECE):
-            piece = np.empty(min(PIECE, stored.nbytes - start), dtype=np.uint8)
-            reader.read_into(piece, stored, start)
-            yield piece.data
 
 
 def read_delta(published: Published, manifest: Manifest) -> Delta:
@@ -93,34 +82,26 @@ class Chain:
         self.version = deltas[-1].manifest.version if deltas else None
 
     def digest(self, key: str) -> str | None:
-        """Returns the digest of a tensor after all deltas. If no delta changes it, None."""
+        """Returns the digest of a tensor after all deltas; None if no delta changes the tensor."""
         return next((delta.changes[key].digest for delta in reversed(self._deltas) if key in delta.changes), None)
 
     def keys(self) -> set[str]:
         """Returns the names of all changed tensors."""
         return {key for delta in self._deltas for key in delta.changes}
 
-    def pieces(self, reader: TensorReader, tensor: StoredBytes) -> Iterator[np.ndarray]:
-        """Reads a tensor of the earlier version from a file, and yields all of its bytes with the deltas applied.
-
-        Raises `ChecksumMismatch` if the result differs from the published tensor: the file belongs to another version,
-        or the file or a delta is damaged.
-        """
-        return self.changed(tensor, lambda start, block: reader.read_into(block, tensor, start))
-
-    def changed(
-        self, tensor: StoredBytes, read: _Read, frames: list[list[memoryview]] | None = None
+    def pieces(
+        self, read: Read, tensor: StoredBytes, frames: list[list[memoryview]] | None = None
     ) -> Iterator[np.ndarray]:
-        """Like `pieces`, but ``read`` fills an array with the tensor's bytes at an offset.
+        """Reads a tensor of the earlier version, and yields all of its bytes with the deltas applied.
 
-        Appends the deltas to ``frames``, in the order of the versions.
+        Appends the deltas to ``frames``, in the order of the versions. Raises `ChecksumMismatch` if the result differs
+        from the published tensor: the tensor belongs to another version, or the tensor or a delta is damaged.
         """
         changing = [(delta, delta.changes[tensor.key]) for delta in self._deltas if tensor.key in delta.changes]
-        with ExitStack() as readers:
+        with ExitStack() as files:
             decoders = []
             for delta, change in changing:
-                reader = readers.enter_context(reading_tensors(delta.storage, change.file))
-                frame = delta.frame(reader, change, tensor)
+                frame = _frame(files.enter_context(reading_tensors(delta.storage, change.file)), change.stored, tensor)
                 if frames is not None:
                     frames.append([])
                     frame = _recorded(frame, frames[-1])
@@ -129,7 +110,7 @@ class Chain:
             try:
                 for start in range(0, tensor.nbytes, READ_BYTES):
                     block = np.empty(min(READ_BYTES, tensor.nbytes - start), dtype=np.uint8)
-                    read(start, block)
+                    read(tensor, start, block)
                     for piece in pieces_of(block.data):
                         for decoder in decoders:
                             decoder.xor_into(piece)
@@ -145,6 +126,16 @@ class Chain:
                 f"{tensor.key!r} with its deltas differs from version {changing[-1][0].manifest.version}: the tensor "
                 f"is of another version or model, or the tensor or a delta is damaged"
             )
+
+
+def _frame(read: Read, stored: StoredBytes, tensor: StoredBytes) -> Iterator[memoryview]:
+    """Reads the delta of a tensor in pieces."""
+    if stored.nbytes > largest_delta(tensor.nbytes):
+        raise ValueError(f"its delta has {stored.nbytes:,} bytes, too many for a tensor of {tensor.nbytes:,} bytes")
+    for start in range(0, stored.nbytes, PIECE):
+        piece = np.empty(min(PIECE, stored.nbytes - start), dtype=np.uint8)
+        read(stored, start, piece)
+        yield piece.data
 
 
 def _recorded(pieces: Iterator[memoryview], record: list[memoryview]) -> Iterator[memoryview]:
@@ -167,9 +158,9 @@ def copied(
         write(piece)
 
     take(memoryview(file.header))
-    with reading_tensors(storage, file.name) as reader:
+    with reading_tensors(storage, file.name) as read:
         for tensor in file.tensors:
-            for piece in chain.pieces(reader, tensor):
+            for piece in chain.pieces(read, tensor):
                 take(piece.data)
     if (file.nbytes, hashed.hexdigest()) != (record.nbytes, record.sha256):
         at = "" if chain.version is None else f" at version {chain.version}"

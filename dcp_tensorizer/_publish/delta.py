@@ -51,7 +51,7 @@ def digest_of(data: bytes | memoryview) -> str:
 
 
 class DeltaEncoder:
-    """Encodes the delta of one tensor, from pieces of any size."""
+    """An encoder of the delta of one tensor, which takes pieces of any size."""
 
     def __init__(self) -> None:
         self._compressor = zstd().ZstdCompressor(level=LEVEL)
@@ -68,7 +68,7 @@ class DeltaEncoder:
             self._frame.append(compressed)
 
     def finish(self) -> tuple[bytes, str] | None:
-        """Returns the delta, one frame of zstd, and the digest of the new bytes. If they are unchanged, None."""
+        """Returns the delta, one frame of zstd, and the digest of the new bytes; None if the bytes are unchanged."""
         if not self._is_changed:
             return None
         self._frame.append(self._compressor.flush())
@@ -76,9 +76,9 @@ class DeltaEncoder:
 
 
 class DeltaDecoder:
-    """Applies a delta, one frame of zstd, to a tensor of ``nbytes`` bytes, piece by piece.
+    """A decoder that applies a delta, one frame of zstd, to a tensor of ``nbytes`` bytes, piece by piece.
 
-    Decompresses only as many bytes as requested, whatever the size in the frame's header.
+    It decompresses only as many bytes as requested, whatever the size in the frame's header.
     """
 
     def __init__(self, frame: Iterable[bytes | memoryview], nbytes: int) -> None:
@@ -111,7 +111,7 @@ class DeltaDecoder:
                 raise ValueError("other bytes follow its delta")
 
     def _next(self, most: int) -> bytes:
-        """Returns some bytes, ``most`` at most. At the end, returns none."""
+        """Returns between 1 and ``most`` bytes, or empty bytes at the end."""
         try:
             while not self._decompressor.eof:
                 data = next(self._input, b"") if self._decompressor.needs_input else b""

@@ -6,7 +6,7 @@ Reads and writes bytes, not tensors, and does not import torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from .._formats.safetensors_header import INDEX, SINGLE, encode_header, is_plain_name
 from .._formats.weight_files import StoredBytes, WeightFile, read_small, read_weight_file, read_weight_map
-from .._storage.base import RangeReader, Storage
+from .._storage.base import Storage
 from .._tensor_file.encode import FileParts
 from .._tensor_file.names import is_ours
 from ..errors import NotCommitted, ReadError
@@ -29,7 +29,7 @@ class Model:
     """The files of a model's directory."""
 
     storage: Storage
-    index: bytes | None  # the contents of the index. A model of one file needs none
+    index: bytes | None  # the contents of the index; None for a model of one file without an index
     weights: dict[str, WeightFile]  # the safetensors files, by name
     others: tuple[str, ...]  # the names of the other files: the configuration, the tokenizer and any others
 
@@ -50,9 +50,8 @@ def read_model(storage: Storage, index: bytes | None = None) -> Model:
         names = set(read_weight_map(storage, index).values())
     weights = {name: read_weight_file(storage, name) for name in sorted(names)}
     files = {file.name for file in storage.listing()[0] if not file.name.endswith(".safetensors")} - {INDEX}
-    others = sorted(
-        name for name in files if is_plain_name(name) and not is_ours(name)
-    )  # without files of a save in progress
+    # A file of this package's own belongs to a save in progress.
+    others = sorted(name for name in files if is_plain_name(name) and not is_ours(name))
     return Model(storage, index, weights, tuple(others))
 
 
@@ -67,33 +66,31 @@ def read_blocks(storage: Storage, name: str) -> Iterator[bytes]:
                 yield reader.read_range(start, min(READ_BYTES, nbytes - start))
 
 
-class TensorReader:
-    """Reads the tensors of an open file. Its errors name the file and the tensor."""
-
-    def __init__(self, storage: Storage, name: str, reader: RangeReader) -> None:
-        self._storage, self._name, self._reader = storage, name, reader
-        self.path = f"{storage.path}/{name}"
-
-    def read_into(self, block: np.ndarray, tensor: StoredBytes, start: int) -> None:
-        """Fills an array of ``uint8`` with bytes of a tensor, from ``start`` on; raises `ReadError`."""
-        try:
-            self._reader.read_into([block.data], tensor.offset + start)
-        except (OSError, EOFError) as error:
-            message = f"cannot read {tensor.key!r} in {self.path}: {error}"
-            raise ReadError(self._storage.scrub(message)) from self._storage.cause(error)
+Read = Callable[[StoredBytes, int, np.ndarray], object]
+"""Fills an array of ``uint8`` with the bytes of a tensor from an offset on."""
 
 
 @contextmanager
-def reading_tensors(storage: Storage, name: str) -> Iterator[TensorReader]:
-    """Opens a file for the block, to read its tensors; raises `ReadError`."""
+def reading_tensors(storage: Storage, name: str) -> Iterator[Read]:
+    """Opens a file for the block, and yields a function that reads its tensors.
+
+    Both raise `ReadError`, naming the file and the tensor.
+    """
+    path = f"{storage.path}/{name}"
     try:
         reader = storage.open(name)
     except OSError as error:
-        raise ReadError(storage.scrub(f"cannot open {storage.path}/{name}: {error}")) from storage.cause(error)
-    try:
-        yield TensorReader(storage, name, reader)
-    finally:
-        reader.close()
+        raise ReadError(storage.scrub(f"cannot open {path}: {error}")) from storage.cause(error)
+
+    def read(tensor: StoredBytes, start: int, block: np.ndarray) -> None:
+        try:
+            reader.read_into([block.data], tensor.offset + start)
+        except (OSError, EOFError) as error:
+            message = f"cannot read {tensor.key!r} in {path}: {error}"
+            raise ReadError(storage.scrub(message)) from storage.cause(error)
+
+    with closing(reader):
+        yield read
 
 
 @contextmanager

@@ -26,8 +26,9 @@ from .._storage.open import open_storage, path_to_write
 from ..errors import CheckpointError, ChecksumMismatch, MetadataError, listed
 from .chain import Chain, read_delta
 from .delta import PIECE, DeltaEncoder, zstd
-from .model import READ_BYTES, Model, TensorReader, header_of, read_blocks, read_model, reading_tensors, written_file
+from .model import READ_BYTES, Model, Read, header_of, read_blocks, read_model, reading_tensors, written_file
 from .versions import (
+    LEASE,
     FileRecord,
     Manifest,
     Published,
@@ -103,19 +104,17 @@ def publish(
     """
     publication = Publication(
         os.fspath(directory),
-        os.fspath(published),
+        Publish(published, max_deltas, keep_latest),
         None if previous is None else os.fspath(previous),
         step,
-        max_deltas,
-        keep_latest,
         dict(storage_options or {}),
     )
-    return publication.publish(None, on_progress)[0]
+    return publication.publish(on_progress)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Publishes each model that a `SafetensorsStorageWriter` saves, for inference servers; see `publish`.
+    """Options to publish each model that a `SafetensorsStorageWriter` saves, for inference servers; see `publish`.
 
     Attributes:
         path: The directory of versions, of this job alone.
@@ -137,42 +136,32 @@ class Publish:
         object.__setattr__(self, "path", str(path))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
 class Publication:
-    """A model to publish, with the options of `publish`. It is sent to the writer process."""
+    """A model to publish as the next version. It is also the request to a writer process to do that."""
 
     directory: str
-    published: str
+    options: Publish
     previous: str | None = None
     step: int | None = None
-    max_deltas: int = MAX_DELTAS
-    keep_latest: int | None = None
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     index: bytes | None = None
     """The model's index, which a later save may have replaced on the storage."""
     previous_index: bytes | None = None
     """The index of ``previous``, for the same reason."""
+    own: LeaseRecord | None = None
+    """The lease from the publisher's previous version, if any."""
 
-    def __post_init__(self) -> None:
-        """Checks the counts."""
-        check_count("max_deltas", self.max_deltas)
-        check_count("keep_latest", self.keep_latest, optional=True)
-
-    def publish(
-        self, own: LeaseRecord | None, on_progress: _Progress = lambda done, total: None
-    ) -> tuple[PublishedVersion, LeaseRecord]:
-        """Publishes the version. Also returns the lease of the directory, to pass as ``own`` for the next version.
-
-        For the first version of a publisher, ``own`` is None.
-        """
+    def publish(self, on_progress: _Progress = lambda done, total: None) -> tuple[PublishedVersion, LeaseRecord]:
+        """Publishes the version. Also returns the lease of the directory, which is `own` for the next version."""
         zstd()
-        folder = Published(open_storage(self.published, self.storage_options))
+        folder = Published(open_storage(self.options.path, self.storage_options))
         model = self._model(self.directory, self.index)
         previous = None if self.previous is None else self._model(self.previous, self.previous_index)
-        publisher = _Publisher(folder, folder.lease(own), model, self.step, on_progress)
+        publisher = _Publisher(folder, self.own, model, self.step, on_progress)
         with folder.storage.writing(f"publish in {folder.path}"):
-            version = publisher.publish(previous, self.max_deltas)
-            removed = () if self.keep_latest is None else folder.remove_old(self.keep_latest)
+            version = publisher.publish(previous, self.options.max_deltas)
+            removed = () if self.options.keep_latest is None else folder.remove_old(self.options.keep_latest)
         assert publisher.lease.own is not None
         return replace(version, removed=removed), publisher.lease.own
 
@@ -181,18 +170,18 @@ class Publication:
 
 
 class _Publisher:
-    """Writes one version."""
+    """The publication of one version."""
 
     def __init__(
         self,
         folder: Published,
-        lease: Lease,
+        own: LeaseRecord | None,
         model: Model,
         step: int | None,
         on_progress: _Progress,
     ) -> None:
-        self.lease = lease
-        lease.check()
+        self.lease = Lease(folder.storage, LEASE, own)
+        self.lease.check()
         self._folder, self._source, self._model, self._step = folder, model.storage, model, step
         self._newest = folder.newest()
         self._version = 1 if self._newest is None else self._newest.version + 1
@@ -303,22 +292,22 @@ class _Publisher:
         hashed, digests = hashlib.sha256(file.header), {}
         with (
             self._file(name, file.nbytes) as write,
-            reading_tensors(self._source, file.name) as reader,
+            reading_tensors(self._source, file.name) as read,
         ):
             write(memoryview(file.header))
             for tensor in file.tensors:
                 of_tensor = xxhash.xxh3_128()
-                for block in self._blocks(reader, tensor):
+                for block in self._blocks(read, tensor):
                     hashed.update(block.data)
                     of_tensor.update(block.data)
                     write(block.data)
                 digests[tensor.key] = of_tensor.hexdigest()
         return FileRecord(file.nbytes, hashed.hexdigest()), digests
 
-    def _blocks(self, reader: TensorReader, tensor: StoredBytes, nbytes: int = READ_BYTES) -> Iterator[np.ndarray]:
+    def _blocks(self, read: Read, tensor: StoredBytes, nbytes: int = READ_BYTES) -> Iterator[np.ndarray]:
         for start in range(0, tensor.nbytes, nbytes):
             block = np.empty(min(nbytes, tensor.nbytes - start), dtype=np.uint8)
-            reader.read_into(block, tensor, start)
+            read(tensor, start, block)
             self._progress(block.nbytes)
             yield block
 
@@ -368,18 +357,18 @@ class _Publisher:
         frames: dict[str, tuple[bytes, str]] = {}
         held = 0
         by_key = {tensor.key: tensor for tensor in file.tensors}
-        with reading_tensors(self._source, new.name) as reader, reading_tensors(storage, file.name) as old_reader:
+        with reading_tensors(self._source, new.name) as read, reading_tensors(storage, file.name) as read_old:
             for tensor in new.tensors:
                 encoder, of_old = DeltaEncoder(), xxhash.xxh3_128()
-                pieces = self._blocks(reader, tensor, PIECE)
-                for piece, piece_before in zip(pieces, changes.pieces(old_reader, by_key[tensor.key]), strict=True):
+                pieces = self._blocks(read, tensor, PIECE)
+                for piece, piece_before in zip(pieces, changes.pieces(read_old, by_key[tensor.key]), strict=True):
                     hashed.update(piece.data)
                     of_old.update(piece_before.data)
                     encoder.update(piece, piece_before)
                 if of_old.hexdigest() != (base.chain.digest(tensor.key) or base.manifest.tensors.get(tensor.key)):
                     raise ChecksumMismatch(
-                        f"{tensor.key!r} in {old_reader.path} differs from the previous version: the file is damaged, "
-                        f"or of another version"
+                        f"{tensor.key!r} in {storage.path}/{file.name} differs from the previous version: the file is "
+                        f"damaged, or of another version"
                     )
                 if (encoded := encoder.finish()) is not None:
                     frames[tensor.key] = encoded
@@ -448,9 +437,8 @@ class _Base(NamedTuple):
     storage: Storage
     manifest: Manifest
     chain: Chain
-    pairs: list[
-        tuple[WeightFile, WeightFile]
-    ]  # files of the model, with those of the whole version that have the same headers
+    pairs: list[tuple[WeightFile, WeightFile]]
+    """The files of the model, with those of the whole version that have the same headers."""
 
 
 def _matching(previous: Model, base: _Base) -> dict[str, tuple[Storage, WeightFile]]:

@@ -39,7 +39,6 @@ from .._formats.safetensors_header import INDEX, decode_json
 from .._formats.weight_files import check_plain_name, check_weight_name, read_small
 from .._runtime.validation import check_count
 from .._storage.base import Storage
-from .._storage.lease import Lease, LeaseRecord
 from .._storage.open import open_storage
 from ..errors import MetadataError, NotCommitted, UnsupportedFormat
 from .model import read_blocks, written_file
@@ -221,7 +220,7 @@ class VersionInfo:
 
 
 class Published:
-    """A directory of published versions. Only a publisher changes it."""
+    """A directory of published versions, which only a publisher changes."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -242,7 +241,7 @@ class Published:
         return self.storage.child(name_of(version))
 
     def find(self, version: int) -> Manifest | None:
-        """Returns a version's manifest. If the version does not exist, None. Raises `MetadataError`."""
+        """Returns a version's manifest; None if the version does not exist. Raises `MetadataError`."""
         if version not in self._manifests:
             folder = self.folder(version)
             content = read_small(folder, INDEX)
@@ -306,10 +305,6 @@ class Published:
         return chain[::-1]
 
     # --- for publishers -----------------------------------------------------------------------------------------------
-
-    def lease(self, own: LeaseRecord | None = None) -> Lease:
-        """Returns the lease of the directory: a new one, or the publisher's earlier one."""
-        return Lease(self.storage, LEASE, own)
 
     def remove_old(self, keep_latest: int, *, dry_run: bool = False) -> tuple[int, ...]:
         """Removes versions, except the newest and those on which they build; returns the removed ones.

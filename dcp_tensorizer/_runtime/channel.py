@@ -19,9 +19,9 @@ from typing import Any
 
 from ..errors import describe
 from .forks import free_in_child, identity, in_child
-from .threads import Patience
+from .threads import ProgressTimeout
 
-LOOK_SECONDS = 1.0
+CHECK_SECONDS = 1.0
 """Seconds between two checks that the other end is alive."""
 
 _HEADER = struct.Struct("<QI")  # length of the pickle, number of descriptors
@@ -66,7 +66,7 @@ class Channel:
         in_child(self, Channel._close_here)
 
     @property
-    def is_ours(self) -> bool:
+    def _is_open(self) -> bool:
         """Returns whether this end is open, and its descriptor still belongs to the socket; see `Descriptor`."""
         if self._sock.fileno() >= 0 and identity(self._sock.fileno()) != self._file:
             self._sock.detach()  # closing it later would close a file of other code
@@ -74,7 +74,7 @@ class Channel:
 
     def fileno(self) -> int:
         """Returns the descriptor to poll. Raises `EOFError` if this end is closed."""
-        if not self.is_ours:
+        if not self._is_open:
             raise EOFError("this end of the channel is closed")
         return self._sock.fileno()
 
@@ -109,7 +109,7 @@ class Channel:
         progress: Callable[[int], object] = lambda nbytes: None,
     ) -> tuple[Any, list[int]]:
         """Waits for the answer to a request that was sent earlier; see `ask`."""
-        before, patience = -1, Patience(timeout, 2 * LOOK_SECONDS)
+        before, patience = -1, ProgressTimeout(timeout, 2 * CHECK_SECONDS)
         try:
             while True:
                 message, fds = self.receive(lambda: self.wait_readable(patience, check))
@@ -170,11 +170,11 @@ class Channel:
                     self._sock.sendall(header)
                 self._sock.sendall(body)
             except (BrokenPipeError, ConnectionResetError) as error:
-                raise EOFError("the other end of the channel is gone") from error
+                raise EOFError("the other end of the channel is closed") from error
             finally:
                 self._sock.settimeout(None)
 
-    def wait_readable(self, patience: Patience, check: Callable[[], object] = lambda: None) -> None:
+    def wait_readable(self, patience: ProgressTimeout, check: Callable[[], object] = lambda: None) -> None:
         """Waits for a message. Raises `TimeoutError` when ``patience`` is over.
 
         ``check`` is called about once a second. An exception that it raises ends the wait.
@@ -182,7 +182,7 @@ class Channel:
         while True:
             poll = select.poll()
             poll.register(self.fileno(), select.POLLIN)
-            if poll.poll(patience.within(LOOK_SECONDS) * 1000):
+            if poll.poll(patience.within(CHECK_SECONDS) * 1000):
                 return
             check()
             if patience.is_over():
@@ -195,7 +195,7 @@ class Channel:
             wait()
             first, fds, _flags, _address = socket.recv_fds(self._sock, 1, 16)
             if not first:
-                raise EOFError("the other end of the channel is gone")
+                raise EOFError("the other end of the channel is closed")
             with ExitStack() as undo:
                 for fd in fds:
                     undo.callback(os.close, fd)
@@ -210,7 +210,7 @@ class Channel:
                 undo.pop_all()
             return message, list(fds)
         except ConnectionResetError as error:
-            raise EOFError("the other end of the channel is gone") from error
+            raise EOFError("the other end of the channel is closed") from error
 
     def _read(self, count: int, wait: Callable[[], object]) -> bytearray:
         buffer = bytearray(count)
@@ -225,14 +225,14 @@ class Channel:
 
     def shut_down(self) -> None:
         """Shuts down both directions of the socket, which also ends a `receive` of another thread."""
-        if self.is_ours:
+        if self._is_open:
             with suppress(OSError):
                 # Closing is not enough: while a forked child holds a copy of the socket, the other end gets no EOF.
                 self._sock.shutdown(socket.SHUT_RDWR)
 
     def hang_up(self, timeout: float) -> None:
         """Ends sending, and waits up to ``timeout`` seconds until the other end has read all messages and closed."""
-        if self.is_ours:
+        if self._is_open:
             with suppress(OSError, EOFError):  # another thread may close it concurrently
                 self._sock.shutdown(socket.SHUT_WR)
                 poll = select.poll()
@@ -246,7 +246,7 @@ class Channel:
 
     def _close_here(self) -> None:
         """Closes this process's copy of the socket without a shutdown, so that the copies of other processes work."""
-        if self.is_ours:
+        if self._is_open:
             self._sock.close()
 
 

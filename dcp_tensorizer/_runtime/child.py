@@ -13,20 +13,17 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import Any
 
 from . import process_context
 from .channel import Channel
-from .forks import Descriptor, above_standard_streams, anonymous_file, free_in_child, in_child, too_many
+from .forks import Descriptor, anonymous_file, free_in_child, in_child, limit_advice
 
 END_SECONDS = 5.0
 """Timeout for the end of a process with a request in progress. An idle process ends in milliseconds."""
 
-_SESSION_SECONDS = 0.05
 _KILL_SECONDS = 0.5  # a killed process ends in milliseconds, unless it hangs in the kernel
 _OUTPUT_TAIL = 4000  # bytes
 _OF_JOB = tuple(
@@ -64,9 +61,7 @@ class ChildProcess:
             with ExitStack() as undo:
                 self._output = Descriptor(anonymous_file("output"))
                 undo.callback(self._output.close)
-                ours, theirs = (
-                    socket.socket(fileno=above_standard_streams(end.detach())) for end in socket.socketpair()
-                )
+                ours, theirs = socket.socketpair()
                 undo.callback(ours.close)
                 with theirs:
                     self._popen = _start(
@@ -74,7 +69,7 @@ class ChildProcess:
                     )
                 undo.pop_all()
         except OSError as error:
-            raise OSError(error.errno, f"{name} cannot be started: {too_many(error) or error}") from error
+            raise OSError(error.errno, f"{name} cannot be started: {error}{limit_advice(error)}") from error
         self._channel = Channel(ours)
         self._lock = free_in_child(threading.Lock())  # held for a request and its answer
         self.is_ours = True
@@ -87,7 +82,7 @@ class ChildProcess:
     @property
     def alive(self) -> bool:
         """Returns whether a request can be sent. False for a process that was killed and hangs in the kernel."""
-        return self.is_ours and self._channel.is_ours and self._popen.poll() is None
+        return self.is_ours and self._popen.poll() is None
 
     def _disown(self) -> None:
         self.is_ours = False
@@ -137,24 +132,21 @@ class ChildProcess:
         self._output.close()
 
     def _cause_of_death(self) -> str:
-        """Describes how the process ended, with the end of its output."""
-        process = f"{self._name} (pid {self.pid})"
-        if self.is_ours and not self._channel.is_ours:
-            self._kill()
-            return f"{process} is unreachable: code of the trainer has closed its socket (os.closerange?)"
+        """Describes how the process ended, with the end of its output. Kills the process if it has not ended."""
         try:
             code: int | None = self._popen.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             code = self._kill()
         if code is None:
-            return f"{process} was killed and has not ended: it hangs in the kernel"
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            how = "hangs in the kernel"
+        else:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         content = b""
         with suppress(OSError):
             nbytes = os.fstat(self._output.number).st_size
             content = os.pread(self._output.number, _OUTPUT_TAIL, max(0, nbytes - _OUTPUT_TAIL))
         output = content.decode(errors="replace").strip()
-        return f"{process} {how}" + (f"; the end of its output:\n{output}" if output else "")
+        return f"{self._name} (pid {self.pid}) {how}" + (f"; the end of its output:\n{output}" if output else "")
 
 
 def begin(arguments: Sequence[str], niceness: int) -> tuple[Channel, int, list[str]]:
@@ -168,31 +160,6 @@ def begin(arguments: Sequence[str], niceness: int) -> tuple[Channel, int, list[s
     with suppress(OSError):
         os.nice(niceness)
     return Channel(socket.socket(fileno=int(arguments[0]))), int(arguments[1]), list(arguments[2:])
-
-
-def lower_priority(niceness: int) -> None:
-    """Lowers the priority of the calling thread, and of the threads that it starts later."""
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
-
-
-def set_session_priority(niceness: int, is_wanted: Callable[[], bool]) -> None:
-    """Sets the priority of this process's session, to 0 or lower, in a background thread.
-
-    This has an effect if the kernel schedules by session (autogroup): then each session gets an equal share of the CPU,
-    and the niceness of a process counts only within its session. The thread gives up once ``is_wanted`` returns False.
-    """
-
-    def work() -> None:
-        with suppress(OSError):
-            while is_wanted():
-                try:
-                    Path("/proc/self/autogroup").write_text(str(niceness))
-                    return
-                except BlockingIOError:  # the kernel allows ten writes a second, of all processes of all users together
-                    time.sleep(_SESSION_SECONDS)
-
-    threading.Thread(target=work, name="priority", daemon=True).start()
 
 
 def at_end_of(trainer: int, do: Callable[[], object]) -> None:
@@ -218,7 +185,7 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     trainer = -1
     with suppress(AttributeError, OSError):  # old kernel or sandbox: then only the EOF of the socket reports our end
-        trainer = above_standard_streams(os.pidfd_open(os.getpid()))
+        trainer = os.pidfd_open(os.getpid())
     try:
         # The process inherits the mask, and unblocks these signals after it has set them to be ignored.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_JOB)
@@ -232,17 +199,14 @@ def _start(
                 env=environment(devices),
                 start_new_session=own_session,
             )
-            in_child(popen, _leave_to_parent)
+            # A forked child can neither wait for the process nor kill it.
+            in_child(popen, lambda popen: setattr(popen, "returncode", 0))
             return popen
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
     finally:
         if trainer >= 0:
             os.close(trainer)
-
-
-def _leave_to_parent(popen: subprocess.Popen[bytes]) -> None:
-    popen.returncode = 0  # a forked child can neither wait for the process nor kill it
 
 
 def kill(popen: subprocess.Popen[bytes]) -> int | None:

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import itertools
 import mmap
 import os
-import resource
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -52,14 +50,10 @@ def in_child(owner: _T, release: Callable[[_T], object]) -> None:
 
 def keep_from_children(mapping: mmap.mmap) -> None:
     """Excludes the pages of a mapping from forked children, which have a hole there and never unmap it."""
-    in_child(mapping, _never_free)
+    # The child leaks the Python object, because freeing it would unmap what the child has mapped at that address.
+    in_child(mapping, lambda mapping: ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping)))
     if hasattr(mmap, "MADV_DONTFORK"):
         mapping.madvise(mmap.MADV_DONTFORK)
-
-
-def _never_free(mapping: mmap.mmap) -> None:
-    """Leaks the mapping's Python object, because freeing it would unmap what the child has mapped at that address."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
 
 
 def free_in_child(lock: _T) -> _T:
@@ -132,7 +126,11 @@ if hasattr(os, "register_at_fork"):
 # the file behind a descriptor is checked before each use.
 
 _LAST_STANDARD_STREAM = 2
-_OF_SAVE = 7  # descriptors that are open at once while the writer process starts; listed in docs/failures.md
+_ADVICE = {
+    errno.EFBIG: "Raise the file size limit of this process (ulimit -f), or save to another file system.",
+    errno.EMFILE: "Raise the descriptor limit of this process (ulimit -n), or open fewer files.",
+    errno.ENFILE: "Raise the descriptor limit of this machine (fs.file-max).",
+}
 
 
 def identity(fd: int) -> tuple[int, int] | None:
@@ -170,67 +168,38 @@ class Descriptor:
         self._close()
 
 
+def _close(fd: int, file: tuple[int, int] | None) -> None:
+    if file is not None and identity(fd) == file:
+        os.close(fd)
+
+
 def anonymous_file(name: str) -> int:
     """Makes an unnamed file in memory, or a temporary file on systems other than Linux.
 
-    Raises `OSError`, with advice, if the system refuses it or no descriptor is free.
+    Raises `OSError` if the system refuses it, if no descriptor is free, or if a standard stream is closed: the file
+    would get that stream's number, and receive what the program prints.
     """
     if hasattr(os, "memfd_create"):
         try:
-            return above_standard_streams(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
-            if (words := too_many(error)) is not None:
-                raise OSError(error.errno, words) from error
             if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
                 raise
             raise OSError(
                 error.errno,
-                f"{os.strerror(error.errno)}: the system refuses memfd_create, which allocates memory that processes "
-                f"share: allow that call in the sandbox's rules (seccomp), and by vm.memfd_noexec=0 or 1",
+                f"{os.strerror(error.errno)}: the system refuses memfd_create. Allow that call in the sandbox's rules "
+                f"(seccomp), and by vm.memfd_noexec=0 or 1.",
             ) from error
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
-
-
-def too_large() -> str:
-    """Explains EFBIG, with what to do."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if limit == resource.RLIM_INFINITY:
-        return "the file system does not allow a file of that size"
-    return (
-        f"this process may not make files, on disk or in memory, of more than {limit:,} bytes: raise that limit "
-        f"(ulimit -f)"
-    )
-
-
-def too_many(error: OSError) -> str | None:
-    """Explains EMFILE and ENFILE, with what to do. Returns None for other errors."""
-    if error.errno == errno.EMFILE:
-        limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        allowed = "any number" if most == resource.RLIM_INFINITY else f"{most:,}"
-        return (
-            f"{os.strerror(errno.EMFILE)}: this process may have {limit:,} descriptors, and a save needs up to "
-            f"{_OF_SAVE} at once: raise that limit (ulimit -n; {allowed} are allowed), or open fewer files"
-        )
-    if error.errno == errno.ENFILE:
-        return f"{os.strerror(errno.ENFILE)}: the whole machine has no descriptors left: raise fs.file-max"
-    return None
-
-
-def above_standard_streams(fd: int) -> int:
-    """Moves an open file to a descriptor above 2. Returns its number.
-
-    If a daemon has closed the standard streams, a new file may get one of their numbers. It would receive what is
-    printed, and a child process would inherit it as a stream.
-    """
-    if fd > _LAST_STANDARD_STREAM:
-        return fd
-    try:
-        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _LAST_STANDARD_STREAM + 1)
-    finally:
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    if fd <= _LAST_STANDARD_STREAM:
         os.close(fd)
+        raise OSError(errno.EBADF, f"descriptor {fd}, a standard stream, is closed. Redirect it to /dev/null instead.")
+    return fd
 
 
-def _close(fd: int, file: tuple[int, int] | None) -> None:
-    if file is not None and identity(fd) == file:
-        os.close(fd)
+def limit_advice(error: OSError) -> str:
+    """Returns the end of a message about a limit that was reached, or an empty string for other errors."""
+    advice = _ADVICE.get(error.errno or 0)
+    return "" if advice is None else f". {advice}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..errors import StagingError
 
 
-def check_headroom(nbytes: int, *, allocated: int = 0) -> None:
+def check_free_memory(nbytes: int, *, allocated: int = 0) -> None:
     """Raises `StagingError` if ``nbytes`` bytes, of which ``allocated`` are allocated already, exceed the free memory.
 
     Beyond a cgroup's limit the kernel kills the process.
@@ -17,21 +17,21 @@ def check_headroom(nbytes: int, *, allocated: int = 0) -> None:
     if available is not None and nbytes - allocated > available:
         so_far = f", has got {allocated:,} of them," if allocated else ""
         raise StagingError(
-            f"the staging buffer needs {nbytes:,} bytes{so_far} and {available:,} bytes of memory are available: free "
-            f"memory, raise the memory limit, or shard the state dict over more ranks"
+            f"the staging buffer needs {nbytes:,} bytes{so_far} and {available:,} bytes of memory are available. Free "
+            f"memory, raise the memory limit, or shard the state dict over more ranks."
         )
 
 
 def available_memory() -> int | None:
     """Returns the free bytes of this machine and this cgroup, or None if unknown. Page cache counts as free."""
-    bounds = [] if (in_cgroup := cgroup_headroom()) is None else [in_cgroup]
+    bounds = [] if (in_cgroup := free_in_cgroup()) is None else [in_cgroup]
     with suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()
         bounds += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     return min(bounds, default=None)
 
 
-def cgroup_headroom(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
+def free_in_cgroup(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """Returns the free bytes below the tightest memory limit of this process's cgroups and their ancestors.
 
     Returns None if there is no limit. Page cache counts as free.
@@ -49,19 +49,17 @@ def cgroup_headroom(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
         group = top / path.lstrip("/")
         # In a container, version 1 gives the host's path, but the container's group is mounted at the root.
         for folder in (group, *group.parents):
-            if folder.is_relative_to(top) and (room := _room(folder, *(_V1 if is_v1 else _V2))) is not None:
-                bounds.append(room)
+            if folder.is_relative_to(top) and (free := _free_in(folder, *(_V1 if is_v1 else _V2))) is not None:
+                bounds.append(free)
     return min(bounds, default=None)
 
 
 # The files of the limit and the usage of a cgroup, and the prefix in memory.stat of totals that include descendants.
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-
-
 _V2 = ("memory.max", "memory.current", "")
 
 
-def _room(group: Path, limit: str, used: str, prefix: str) -> int | None:
+def _free_in(group: Path, limit: str, used: str, prefix: str) -> int | None:
     """Returns the free bytes below a cgroup's own limit, or None without a limit."""
     try:
         allowed = int((group / limit).read_text())  # no limit is "max" in version 2, nearly 2**63 in version 1

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 logger = logging.getLogger("dcp_tensorizer")
-
-_SECONDS = 1.0
 
 
 class TransferProgress:
@@ -40,25 +36,3 @@ class TransferProgress:
             self._logged_at = now
             rate = done / 1e9 / max(now - self._began, 1e-9)
             logger.info("%s: %.1f of %.1f GB, %.2f GB/s", self._doing, done / 1e9, total / 1e9, rate)
-
-
-@contextmanager
-def each_second(do: Callable[[], object]) -> Iterator[None]:
-    """Calls a function about once a second while a block runs, in a new thread if one can be started."""
-    is_over = threading.Event()
-
-    def run() -> None:
-        while not is_over.wait(_SECONDS):
-            do()
-
-    thread = threading.Thread(target=run, name="progress", daemon=True)
-    try:
-        thread.start()
-    except RuntimeError:  # the interpreter is exiting, or the thread limit is reached: run the block without calls
-        yield
-        return
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()

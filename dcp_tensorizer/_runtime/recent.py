@@ -24,7 +24,7 @@ class Recent(Generic[_T]):
     """
 
     def __init__(self, most: int, size: Callable[[_T], int] = _one) -> None:
-        self._most = self._room = most
+        self._most = self._left = most
         self._size = size
         self._results: OrderedDict[Any, _T] = OrderedDict()
         # Reentrant, because a signal handler that saves may interrupt the lock's holder.
@@ -37,12 +37,12 @@ class Recent(Generic[_T]):
         """Returns the result for a key, or None."""
         return self._results.get(key)
 
-    def keep(self, key: object, result: _T) -> None:
+    def add(self, key: object, result: _T) -> None:
         """Adds a result, and removes the oldest ones beyond the limit."""
         with self._changing:
             if key in self._results:
-                self._room += self._size(self._results.pop(key))
+                self._left += self._size(self._results.pop(key))
             self._results[key] = result
-            self._room -= self._size(result)
-            while self._room < 0:
-                self._room += self._size(self._results.popitem(last=False)[1])
+            self._left -= self._size(result)
+            while self._left < 0:
+                self._left += self._size(self._results.popitem(last=False)[1])

@@ -6,10 +6,8 @@ Rarely needed names are imported on first use: those for conversion take half a 
 from __future__ import annotations
 
 import inspect
-import io
 import math
 import sys
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
@@ -142,32 +140,21 @@ def trusted_globals() -> Set[str]:
 def pickle_of(file: IO[bytes]) -> bytes:
     """Returns the pickle in a file that ``torch.save`` wrote, as ``torch.load`` finds it.
 
-    Raises `ValueError` if ``torch.load`` would read the file as another format, or would decompress it.
+    Raises `ValueError` if ``torch.load`` would read the file as another format.
     """
-    nbytes = file.seek(0, io.SEEK_END)
     file.seek(0)
     if file.read(4) != b"PK\3\4":
         raise ValueError("it is not in the format of torch.save")
     file.seek(0)
     try:
-        entries = zipfile.ZipFile(file).infolist()
-        file.seek(0)
         archive = torch._C.PyTorchFileReader(file)
-        names = archive.get_all_records()
+        names, pickled = archive.get_all_records(), bytes(archive.get_record("data.pkl"))
     except Exception as error:
-        raise ValueError(f"it is damaged ({_first_line(error)})") from None
-    if len(names) != len(entries) or sum(entry.file_size for entry in entries) > nbytes:
-        raise ValueError("it is compressed")
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(f"it is damaged ({type(error).__name__}: {first_line})") from None
     if "constants.pkl" in names:
         raise ValueError("it is a TorchScript program")
-    try:
-        return bytes(archive.get_record("data.pkl"))
-    except RuntimeError as error:
-        raise ValueError(f"it is damaged ({_first_line(error)})") from None
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return pickled
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:
@@ -234,7 +221,7 @@ def rebuild_dtensor(like: DTensor, local: torch.Tensor) -> DTensor:
     return DTensor(local, like._spec, requires_grad=like.requires_grad)
 
 
-# --- tensors that describe their part: they tell DCP which part of which tensor they hold -----------------------------
+# --- tensors that describe their part: DCP asks them which part of which tensor they hold ----------------------------
 
 PART_NAMES = frozenset(
     {
@@ -295,14 +282,11 @@ def local_parts(tensor: torch.Tensor) -> Iterator[tuple[torch.Size, torch.Tensor
 
 def whole_size(tensor: torch.Tensor) -> torch.Size:
     """Returns the size of the whole tensor that ``tensor`` may be a part of. DCP compares it with the stored size."""
-    return torch.Size(tensor.global_shape) if _is_checkpointable(tensor) else tensor.size()  # type: ignore[attr-defined]
-
-
-def _is_checkpointable(tensor: torch.Tensor) -> bool:
-    if not describes_part(tensor) or find_spec("torch.distributed.checkpoint.protocol") is None:
-        return False
-    protocol = import_module("torch.distributed.checkpoint.protocol")
-    return isinstance(tensor, protocol.CheckpointableTensor)
+    if describes_part(tensor) and find_spec("torch.distributed.checkpoint.protocol") is not None:
+        protocol = import_module("torch.distributed.checkpoint.protocol")
+        if isinstance(tensor, protocol.CheckpointableTensor):
+            return torch.Size(tensor.global_shape)
+    return tensor.size()
 
 
 def plain_local(value: object) -> torch.Tensor | None:

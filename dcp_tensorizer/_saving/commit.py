@@ -34,8 +34,7 @@ from ..errors import CheckpointError, WriteError, listed_ranks
 
 
 def begin(storage: Storage, timeout: float) -> DirectoryLock:
-    """Locks a directory for a save, and removes the files of dead saves. The committing rank calls it before any rank
-    writes.
+    """Locks a directory for a save before any rank writes, and removes the files of dead saves.
 
     While no save is in progress, recorded files that no metadata names can never become part of a checkpoint. Raises
     `WriteError` if the directory cannot be opened, or if another save's clean-up holds it longer than ``timeout``
@@ -136,7 +135,7 @@ def commit(
     storage: Storage,
     index: bytes,
     files: Mapping[str, int],
-    replaced: Iterable[str] = (),
+    replaced: Callable[[], set[str]] = set,
     *,
     save_id: str,
     rank: int | None = None,
@@ -144,22 +143,23 @@ def commit(
     overwrite: bool = True,
     check: Callable[[], object] = lambda: None,
     is_owned: bool = False,
-) -> None:
+) -> set[str]:
     """Commits a save as the checkpoint at its path, and removes the save's records. All of its data must be durable.
 
-    After the commit, the files of the replaced checkpoint can be removed.
+    Returns the data files of the checkpoint that the save has replaced, which can now be removed.
 
     Args:
         storage: The checkpoint's directory.
         index: The contents of ``.metadata``.
         files: The sizes of the files of all ranks.
-        replaced: The files of the checkpoint that this one replaces (`replaced_files`).
+        replaced: Returns the files of the checkpoint at the path when data was written (`replaced_files`).
         save_id: The id of the save.
         rank: If ranks save without collectives, the rank that commits its own part; otherwise None.
         sync: Make the metadata durable.
         overwrite: Replace a checkpoint at the path. If False, an existing checkpoint is an error, even one that another
             job has committed since the save began.
-        check: Called just before the metadata is put; raises `Refused` if the save must no longer be committed.
+        check: Called just before the metadata is put, because checking all ranks' data may take seconds. Raises
+            `Refused` if the save must no longer be committed.
         is_owned: ``check`` ensures that only this run uses the directory. Metadata that another run puts there after
             the check is not replaced, as far as the storage can tell (`Storage.put_if`).
 
@@ -167,8 +167,11 @@ def commit(
         WriteError: nothing is committed, the previous checkpoint is untouched, and the save's files are removed; or the
             outcome is unknown, as after a lost response, and all files stay.
     """
-    name, replaced = metadata_file_name(rank), set(map(save_id_in, replaced))
-    put_records(storage, replaced)
+    name, old_files = metadata_file_name(rank), replaced()
+    if storage.locks_are_visible:  # a second check is cheap, and another job may have saved here since
+        old_files = old_files | replaced_files(storage, rank)
+    old_saves = set(map(save_id_in, old_files))
+    put_records(storage, old_saves)
     try:
         check_data(storage, files)
         before = storage.read(name) if is_owned and overwrite else None
@@ -180,11 +183,12 @@ def commit(
     except Exception as error:  # not KeyboardInterrupt, after which the save may be committed
         if isinstance(error, Refused):
             remove_with_records(storage, files)
-        remove_records(storage, replaced)  # the previous checkpoint stays
+        remove_records(storage, old_saves)  # the previous checkpoint stays
         if isinstance(error, Refused):
             raise WriteError(str(error)) from error.__cause__
         raise
     remove_records(storage, map(save_id_in, files))
+    return old_files
 
 
 def check_data(storage: Storage, files: Mapping[str, int]) -> None:
@@ -315,7 +319,7 @@ def agree_on_key(cipher: Cipher | None, parts: Sequence[RankLocations]) -> None:
     other = find_other_key(cipher, ((part.rank, part.check) for part in parts))
     if other is not None:
         raise WriteError(
-            f"rank {other} has another encryption key than the coordinator, or only one of them has any. Give every "
+            f"rank {other} has another encryption key than the coordinator, or only one of them has a key. Give every "
             f"rank's writer the same EncryptionParams, made on one rank and sent to the others, or made of one "
             f"passphrase and one salt: EncryptionParams.from_string(passphrase, salt=...)."
         )

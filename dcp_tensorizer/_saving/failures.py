@@ -78,8 +78,8 @@ class FailureCounter:
     """Counts failed saves in a row, of all writers of a process, because frameworks make a writer for every save.
 
     Counts are separate for each process group, and for paths that differ in more than numbers. A save belongs to its
-    thread. A save has failed if it is over and `committed` was not called. Only the coordinator can tell, so other
-    ranks count nothing.
+    thread. A save has failed if it is over and `committed` was not called. Only the coordinator knows whether a
+    save was committed, so other ranks count nothing.
     """
 
     def __init__(self) -> None:

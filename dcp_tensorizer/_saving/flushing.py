@@ -15,13 +15,13 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from .._runtime.forks import free_in_child
 from .._runtime.process_context import ProcessContext, environment
-from .._runtime.threads import NEVER, Deadline, Patience, in_background
+from .._runtime.threads import NEVER, Deadline, ProgressTimeout, in_background
 from .._tiers.queue import LOST, OPEN, REMOTE, REPORTED, UNFLUSHED, FlushEntry, FlushRecord, Queue
 from .._tiers.target import FlushTarget
 from ..errors import ReadError, WriteError
@@ -30,24 +30,28 @@ from .writer_client import WriterClient
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_LOOK_SECONDS = 0.2
-_T = TypeVar("_T")
-_following: weakref.WeakValueDictionary[str, Flushing] = weakref.WeakValueDictionary()
-"""The flush of each save of this process, by the save's id."""
+_POLL_SECONDS = 0.2
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class _Followed:
+    queue: Queue
+    entry: FlushEntry
     report: SaveReport
     on_arrival: Callable[[SaveReport, float], object]
     future: Future[float]
 
 
-class CommittedMeta(StorageMeta):
-    """The storage's metadata of a committed save, which tells the other ranks of the commit.
+_following: weakref.WeakValueDictionary[str, _Followed] = weakref.WeakValueDictionary()
+"""The saves of this process that the remote does not have yet, by their ids."""
 
-    DCP has no hook for that. But after the commit DCP sends the metadata to all ranks: unpickling this object confirms
-    the commit (`Flushing.confirm`), and returns an ordinary ``StorageMeta``.
+
+class CommittedMeta(StorageMeta):
+    """The storage's metadata of a committed save, which informs the other ranks of the commit.
+
+    DCP has no hook for that. But after the commit DCP sends the metadata to all ranks: unpickling this object records
+    the commit on the rank (`Queue.confirm`), and returns an ordinary ``StorageMeta``. A confirmed save holds back later
+    saves of the rank until it is on the remote, and its loss is an error.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -56,10 +60,9 @@ class CommittedMeta(StorageMeta):
 
 def _received(*fields: Any) -> StorageMeta:
     meta = StorageMeta(*fields)
-    flushing = None if meta.save_id is None else _following.pop(meta.save_id, None)
-    if flushing is not None and meta.save_id is not None:
-        with suppress(Exception):
-            flushing.confirm(meta.save_id)
+    followed = None if meta.save_id is None else _following.pop(meta.save_id, None)
+    if followed is not None:
+        followed.queue.confirm(followed.entry)
     return meta
 
 
@@ -82,6 +85,7 @@ class Flushing:
         self._lock = free_in_child(threading.RLock())
         self._is_watching = False
         self._has_ended = False
+        self._has_reported_unwritable = False
         self.is_readable = True
 
     def resume(self) -> None:
@@ -102,16 +106,10 @@ class Flushing:
         The time is that of ``time.time()``. ``entry`` is the record of the rank's part.
         """
         future: Future[float] = Future()
-        self._followed[entry.stem] = _Followed(report, on_arrival, future)
+        followed = _following[report.save_id] = _Followed(self.queue, entry, report, on_arrival, future)
+        self._followed[entry.stem] = followed
         waited_for = {save_id: other for save_id, other in self._futures.items() if not other.done()}
         self._futures = waited_for | {report.save_id: future}
-        _following[report.save_id] = self
-
-    def confirm(self, save_id: str) -> None:
-        """Records that another rank has committed a save in which this rank has a part."""
-        for stem, followed in list(self._followed.items()):
-            if followed.report.save_id == save_id:
-                self.queue.confirm(next(entry for entry in self.queue.entries() if entry.stem == stem))
 
     def report_lost(self, words: str) -> None:
         """Logs that a checkpoint is lost; `check` raises it."""
@@ -138,33 +136,51 @@ class Flushing:
 
         If a single rank raised an error here, the other ranks would wait for it.
         """
-        return self._read(self.queue.entries)
+        try:
+            found, self.is_readable = self.queue.entries(), True
+        except ReadError as error:
+            if self.is_readable:  # logged once, not at each check
+                logger.error("%s: gave up waiting for its saves", str(error))
+            found, self.is_readable = [], False
+        return found
 
     def open_records(self) -> list[tuple[FlushEntry, FlushRecord]]:
-        """Returns the records of saves that the remote does not have yet.
+        """Returns the records of saves that the remote does not have yet. Handles errors like `entries`."""
+        return self.queue.records(OPEN, self.target.name, self.entries())
 
-        If the folder cannot be read, logs an error and returns an empty list.
+    def pending(self) -> list[tuple[FlushEntry, FlushRecord]]:
+        """Returns the records of saves that the remote does not have yet, if their states can be followed.
+
+        If the disk cannot be written, only the writer process knows the states. Then logs an error once, and returns an
+        empty list.
         """
-        return self._read(self._open)
+        found = self.queue.records(OPEN, self.target.name, self.entries())
+        if not found or self.queue.is_writable:
+            return found
+        if not self._has_reported_unwritable:
+            self._has_reported_unwritable = True
+            logger.error("%s: gave up waiting for its saves", self._unknown())
+        return []
+
+    def _unknown(self) -> str:
+        return (
+            f"{self.queue.folder} cannot be written, so it is unknown which of its checkpoints {self.target.name} has"
+        )
 
     def unflushed(self) -> int:
         """Returns the number of checkpoints that are in the local folder and not on the remote.
 
         A rank that does not commit counts checkpoints whose files it has not sent yet: the committing rank waits for
-        these files.
+        these files. If the disk cannot be written, returns 0.
         """
         counts: Counter[int] = Counter()
-        for entry, record in self.open_records():
+        for entry, record in self.pending():
             counts[entry.rank] += entry.state == UNFLUSHED or record.commit is not None
         return max(counts.values(), default=0)
 
-    def commits_before(self, save_id: str) -> list[tuple[FlushEntry, FlushRecord]]:
-        """Returns the records of earlier saves that are not committed on the remote yet."""
-        return [(e, record) for e, record in self.open_records() if e.id != save_id and record.commit is not None]
-
     def progress(self) -> list[tuple[str, float]]:
         """Returns a value that changes while the flush makes progress."""
-        return [(entry.name, entry.changed) for entry, _ in self.open_records()]
+        return [(entry.name, entry.changed) for entry, _ in self.pending()]
 
     def wait(
         self,
@@ -172,8 +188,8 @@ class Flushing:
         *,
         until: Callable[[], bool] | None = None,
         progress: Callable[[], object] = lambda: None,
-        patience: Patience | None = None,
-        every: float = _LOOK_SECONDS / 4,
+        timeout: ProgressTimeout | None = None,
+        every: float = _POLL_SECONDS / 4,
     ) -> bool:
         """Waits until the remote has everything, or until ``until`` returns true. Returns False if it gives up.
 
@@ -183,21 +199,29 @@ class Flushing:
             deadline: When to give up in any case.
             until: The condition to wait for instead.
             progress: Returns a value that changes while anything besides the flush makes progress.
-            patience: The time without progress; by default the target's.
+            timeout: The timeout without progress; by default the target's.
             every: Seconds between two checks.
 
         Raises:
-            ReadError: the folder cannot be read, so it is unknown whether the remote has everything.
+            ReadError: the folder cannot be read or written, so it is unknown whether the remote has everything.
         """
-        is_over = until or (lambda: not self._open())
         before: object = None
-        patience = patience or self.target.patience()
-        while not is_over():
+        timeout = timeout or self.target.progress_timeout()
+        while True:
+            if until is not None:
+                is_over = until()
+            else:
+                left = self.queue.records(OPEN, self.target.name)
+                if left and not self.queue.is_writable:
+                    raise ReadError(f"{self._unknown()}. Fix the disk, or check the remote.")
+                is_over = not left
+            if is_over:
+                break
             now = self.progress(), progress()
             if now != before:
                 before = now
-                patience.renew()
-            if deadline.left == 0 or patience.is_over():
+                timeout.renew()
+            if deadline.left == 0 or timeout.is_over():
                 return False
             time.sleep(deadline.within(every))
         self._check_now()  # reports arrived saves before the caller continues
@@ -236,18 +260,6 @@ class Flushing:
         if self._lock.acquire(timeout=1.0):  # waits for a thread that is just starting the process
             self._lock.release()
 
-    def _read(self, read: Callable[[], list[_T]]) -> list[_T]:
-        try:
-            found, self.is_readable = read(), True
-        except ReadError as error:
-            if self.is_readable:  # logged once, not at each check
-                logger.error("%s: gave up waiting for its saves", str(error))
-            found, self.is_readable = [], False
-        return found
-
-    def _open(self) -> list[tuple[FlushEntry, FlushRecord]]:
-        return self.queue.records(OPEN, self.target.name)
-
     def _request(self) -> None:
         context = ProcessContext.here()
         self._environment = dict(context.environment)
@@ -259,7 +271,7 @@ class Flushing:
     def _run(self) -> None:
         """Checks the state of the flush until no save is left to follow or to flush."""
         while True:
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_POLL_SECONDS)
             # The folder may be unreadable for a while, or a callback may raise, even SystemExit.
             with suppress(BaseException), self._lock:
                 if not self._check_folder():
@@ -276,15 +288,24 @@ class Flushing:
     def _check_folder(self) -> bool:
         """Reports saves that have arrived, failed or been given up. Returns whether any are left to follow or flush."""
         entries = {entry.stem: entry for entry in self.queue.entries()}
+        is_unknown = bool(self._followed) and not self.queue.is_writable
         for stem, followed in list(self._followed.items()):
             entry = entries.get(stem)
             if entry is None and self._followed.pop(stem, None) is not None:
-                self._report_missing(followed)
+                self._report_missing(
+                    followed,
+                    f"its record in {self.queue.folder} was removed: the save was given up, or a newer save has "
+                    f"replaced it",
+                )
             elif entry is not None and entry.state == REMOTE and self._followed.pop(stem, None) is not None:
                 try:
                     followed.on_arrival(followed.report, entry.changed)
                 finally:
                     followed.future.set_result(entry.changed)
+            elif (
+                is_unknown and entry is not None and entry.state in OPEN and self._followed.pop(stem, None) is not None
+            ):
+                self._report_missing(followed, self._unknown())
         for entry in entries.values():
             if entry.state in (LOST, REPORTED):
                 self._report_given_up(entry)
@@ -295,16 +316,13 @@ class Flushing:
                     logger.warning("%s: a flush has failed, retrying: %s", self.target.name, trouble[1])
         return bool(self._followed) or any(entry.state in OPEN for entry in entries.values())
 
-    def _report_missing(self, followed: _Followed) -> None:
-        """Reports a save whose record was removed before this process saw the save on the remote.
+    def _report_missing(self, followed: _Followed, reason: str) -> None:
+        """Reports a save that this process can no longer follow to the remote.
 
         On a rank that does not commit, the save may have been replaced or deleted in the meantime.
         """
         report = followed.report
-        words = (
-            f"rank {report.rank} has not found {report.path} on the remote, and its record in {self.queue.folder} was "
-            f"removed: the save was given up, or a newer save has replaced it"
-        )
+        words = f"rank {report.rank} has not found {report.path} on the remote: {reason}"
         commits = report.commit_seconds is not None
         logger.log(logging.ERROR if commits else logging.WARNING, "%s", words)
         if commits:
@@ -314,8 +332,10 @@ class Flushing:
     def _report_given_up(self, entry: FlushEntry) -> None:
         record, followed = self.queue.record(entry), self._followed.pop(entry.stem, None)
         reason = "it was removed" if record is None else record.reason
-        place = "" if record is None else record.place
-        words = f"{self.target.name}/{place} of rank {entry.rank} is given up, and will not be on the remote: {reason}"
+        subpath = "" if record is None else record.subpath
+        words = (
+            f"{self.target.name}/{subpath} of rank {entry.rank} is given up, and will not be on the remote: {reason}"
+        )
         if followed is not None:
             self._given_up.append(words)
             followed.future.set_exception(WriteError(words))

@@ -101,29 +101,6 @@ class SaveReport:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SaveCallbacks:
-    """The user's functions that are called with reports and progress: see `TensorizerStorageWriter`."""
-
-    on_report: Callable[[SaveReport], object] | None = None
-    on_progress: Callable[[int, int], object] | None = None
-
-    def __post_init__(self) -> None:
-        check_callable("on_report", self.on_report)
-        check_callable("on_progress", self.on_progress)
-
-    @contextmanager
-    def progress(self, path: str, nbytes: Callable[[], int]) -> Iterator[Callable[[int], None]]:
-        """Yields a function that reports the bytes written so far. ``nbytes`` returns the bytes in all."""
-        transfer, total = TransferProgress("saving", path, self.on_progress), functools.cache(nbytes)
-        is_shown = self.on_progress is not None and total() > 0
-        if is_shown:
-            transfer(0, total())
-        yield lambda done: transfer(min(done, total()), total())
-        if is_shown:
-            transfer(total(), total())
-
-
 def report_of(spans: Sequence[Span], done: WriteDone, *, path: str, save_id: str, rank: int) -> SaveReport:
     """Returns the report of a save, or of a rank's part in it, whose last span has just ended.
 
@@ -157,11 +134,33 @@ def report_of(spans: Sequence[Span], done: WriteDone, *, path: str, save_id: str
 
 
 class Reports:
-    """Publisher of each save's report: to the log and to the user's ``on_report``; ``last`` is the last report."""
+    """The user's callbacks of a writer, which get the progress and the report of each save.
 
-    def __init__(self, on_report: Callable[[SaveReport], object] | None) -> None:
+    Attributes:
+        last: The last report; None before the first save.
+    """
+
+    def __init__(
+        self,
+        on_report: Callable[[SaveReport], object] | None = None,
+        on_progress: Callable[[int, int], object] | None = None,
+    ) -> None:
+        check_callable("on_report", on_report)
+        check_callable("on_progress", on_progress)
         self.on_report = on_report
+        self.on_progress = on_progress
         self.last: SaveReport | None = None
+
+    @contextmanager
+    def progress(self, path: str, nbytes: Callable[[], int]) -> Iterator[Callable[[int], None]]:
+        """Yields a function that reports the bytes written so far. ``nbytes`` returns the number of bytes to write."""
+        transfer, total = TransferProgress("saving", path, self.on_progress), functools.cache(nbytes)
+        is_shown = self.on_progress is not None and total() > 0
+        if is_shown:
+            transfer(0, total())
+        yield lambda done: transfer(min(done, total()), total())
+        if is_shown:
+            transfer(total(), total())
 
     def publish(self, report: SaveReport) -> None:
         """Logs a report, and passes it to ``on_report``. Logs an error of ``on_report``, which fails no save."""
@@ -205,13 +204,18 @@ class Freshness:
         self._step: int | None = None
         self._digests: dict[ItemKey, bytes] = {}
 
-    def compare(self, step: int, places: Mapping[ItemKey, StoredItem]) -> tuple[str, ...] | None:
+    def compare(self, step: int, written: Mapping[ItemKey, StoredItem]) -> tuple[str, ...] | None:
         """Compares a save with the previous one, and retains its digests for the next comparison.
 
-        ``places`` has all items that the rank has written. If no compared tensor has changed, returns the first keys;
+        ``written`` has all items that the rank has written. If no compared tensor has changed, returns the first keys;
         if one has, an empty tuple; if nothing can be compared, None.
         """
-        before, self._digests = self._digests, {k: v.digests[-_DIGEST_BYTES:] for k, v in places.items() if _counts(v)}
+        before, self._digests = self._digests, {}
+        for key, item in written.items():
+            if item.kind == "tensor" and item.digests and not item.nonce_and_macs:  # digests with a nonce always differ
+                dtype = named_dtype(item.dtype)
+                if dtype.is_floating_point or dtype.is_complex:
+                    self._digests[key] = item.digests[-_DIGEST_BYTES:]
         step_before, self._step = self._step, step
         watched = [key for key in self._digests if any(fnmatch.fnmatchcase(str(key[0]), p) for p in self.must_change)]
         if step_before in (None, step) or not watched:
@@ -236,11 +240,3 @@ def warn_if_stale(path: str, step: int, unchanged: Sequence[tuple[str, ...] | No
             step,
             ", ".join(map(repr, keys[:_KEYS_SHOWN])) + (", ..." if len(keys) > _KEYS_SHOWN else ""),
         )
-
-
-def _counts(item: StoredItem) -> bool:
-    """Returns whether an item is a floating-point tensor whose digests depend only on its elements, not on a nonce."""
-    if item.kind != "tensor" or not item.digests or item.nonce_and_macs:
-        return False
-    dtype = named_dtype(item.dtype)
-    return dtype.is_floating_point or dtype.is_complex

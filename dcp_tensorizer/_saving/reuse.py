@@ -24,14 +24,14 @@ from .._storage.base import Storage
 from .._tensor_file.names import INDEX_CAPACITY, StoredItem, data_file_name
 from .._writer_process.jobs import FileJob
 from .._writer_process.options import SaveOptions
-from .._writer_process.protocol import EarlierFile, FileRequest, FileResult, TensorSource, WriteDone, WriteRequest
+from .._writer_process.protocol import EarlierFile, FileRequest, TensorSource, WriteDone, WriteRequest
 from ..errors import WriteError
 from .write_plan import Item, plan_files
 
 logger = logging.getLogger("dcp_tensorizer")
 
 _LOCATIONS = 4  # of a file in the last saves: if the newest save was not committed, its file is gone
-_KEPT = 4  # saves: a job may save its model and its optimizer in turn, and other states between them
+_SAVES = 4  # saves: a job may save its model and its optimizer in turn, and other states between them
 _MAX_NEEDED = 64
 # If one tensor changes, its whole file must be written. The header is 0.03% of a file of 1 GiB.
 _MAX_STEADY_BYTES = 1 << 30
@@ -107,14 +107,14 @@ class KnownFiles:
         """Adds the files and histories of a save that has written, and drops those that no later save can use."""
         with self._changing:
             known = {
-                tensor: history for tensor, history in self._histories.items() if number - history.seen < _KEPT
+                tensor: history for tensor, history in self._histories.items() if number - history.seen < _SAVES
             } | dict(histories)
             replaced = {(file.contents, file.sha256) for file in files}
             others = [
                 file
                 for file in self._files
                 if (file.contents, file.sha256) not in replaced
-                and number - file.seen < _KEPT
+                and number - file.seen < _SAVES
                 and all(
                     (of := known.get(tensor)) is not None and of.digest == digest for tensor, digest in file.contents
                 )
@@ -201,7 +201,14 @@ class FilesOfSave:
         changed = self._changed(done, digest)
         results, known = [], []
         for request, result in zip(self._requests, done.files, strict=True):
-            file = self._adopted[result.name] if result.adopted else self._written(request, result)
+            file = self._adopted.get(request.name)  # an earlier file of the same bytes
+            if not result.adopted:
+                # In a job that saves to two storages in turn, an earlier file cannot be adopted, and is written again.
+                # The new file inherits its number of adoptions, so that neither is adopted too often.
+                uses = 0 if file is None else file.uses
+                contents = tuple((tensor, self._contents[tensor]) for tensor in map(_described, request.tensors))
+                file = _KnownFile(contents, result.tensors, result.nbytes, request.earlier, self.options.sha256, uses)
+            assert file is not None
             items = tuple(item._replace(file=result.name) for item in file.items)
             results.append(replace(result, tensors=items))
             if result.identity is not None and (result.adopted or changed.isdisjoint(map(_described, request.tensors))):
@@ -228,16 +235,6 @@ class FilesOfSave:
         with suppress(WriteError):  # without digests, all of these tensors count as changed
             digests = self._timed(digest, live)
         return {t for t, found in zip(map(_described, live), digests, strict=True) if self._contents[t] != found}
-
-    def _written(self, request: FileRequest, result: FileResult) -> _KnownFile:
-        """Returns a file that was written, for later saves to adopt.
-
-        The file inherits the number of adoptions of an equal file that could not be adopted, as in a job that saves to
-        two storages in turn. So neither file is adopted too often.
-        """
-        contents = tuple((tensor, self._contents[tensor]) for tensor in map(_described, request.tensors))
-        uses = self._adopted[request.name].uses if request.earlier else 0
-        return _KnownFile(contents, result.tensors, result.nbytes, request.earlier, self.options.sha256, uses)
 
     def _timed(self, digest: _Digest, sources: Sequence[TensorSource]) -> Sequence[bytes]:
         started = time.perf_counter()

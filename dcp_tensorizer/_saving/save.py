@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._index.schema import SaveRecord
+from .._runtime.interpreter import ShortSwitchInterval
 from .._runtime.spans import Span
-from .._runtime.threads import Hung, ShortSwitchInterval, in_background, in_time
+from .._runtime.threads import Hung, in_background, in_time
 from .._runtime.torch_compat import DCP_VERSION
 from .._staging.staged_save import StagedSave, StagedStateDict
 from .._storage.base import DirectoryLock, Refused, Storage
@@ -122,7 +123,7 @@ class Save:
 
     @property
     def is_dropped(self) -> bool:
-        """Returns whether DCP has dropped the staged state, so that no save can write it any more."""
+        """Returns whether DCP has dropped the staged state, which no save can write then."""
         return self._staged is not None and self._staged.over()
 
     # --- DCP's hooks ------------------------------------------------------------------------------------------------
@@ -158,7 +159,9 @@ class Save:
         if self.shares_id:
             self.id = self._tables.save_of(plan) or self.id
         with self.whole_or_nothing():
-            items = self._resolved(plan, planner)
+            staged = self._staged
+            buffer, omitted = (None, frozenset[str]()) if staged is None else (staged.buffer, staged.omitted)
+            items = resolve(plan, planner, buffer, omitted)
             self._record_files(items)
             written = self.write_items(items)
             try:
@@ -217,7 +220,7 @@ class Save:
         self._written = written
         if not self.commits:
             self._end_interval()
-            self._publish(self._report(written))
+            self._publish()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits the save, on the coordinator; without collectives every rank commits its own part.
@@ -226,11 +229,13 @@ class Save:
         """
         assert self._written is not None, "write comes first"
         self._lap("agree")
+        # DCP returns this object to the caller. torch's writer sets the same fields.
+        metadata.version = DCP_VERSION
+        metadata.storage_meta = self.meta(checkpoint_id=self.path, save_id=self.id)
         with self.or_fail():
             replaced = self._complete(metadata, results)
         self._saver.engine.failures.committed()
         self._lap("commit")
-        report = self._report(self._written)
         try:
             self._committed()
         finally:
@@ -238,7 +243,7 @@ class Save:
             if replaced:
                 self.remove(replaced)
             self.end()
-            self._publish(report)
+            self._publish()
 
     def end(self) -> None:
         """Releases the directory, so that other saves may clean up in it. Idempotent."""
@@ -247,11 +252,6 @@ class Save:
 
     # --- the parts of the hooks -------------------------------------------------------------------------------------
 
-    def _resolved(self, plan: SavePlan, planner: SavePlanner) -> list[Item]:
-        buffer = None if self._staged is None else self._staged.buffer
-        omitted = frozenset[str]() if self._staged is None else self._staged.omitted
-        return resolve(plan, planner, lambda tensor: buffer is not None and buffer.locate(tensor) is not None, omitted)
-
     def _report_digests(self, items: list[Item], written: WriteDone) -> None:
         """Passes the digests to the object that holds the staged state, which then need not compute them."""
         save = self._staged
@@ -259,10 +259,10 @@ class Save:
             return
         known = dict[tuple[int, int], bytes]()
         if self._saver.options.cipher is None:
-            stored = written.places()
+            stored = written.items()
             for item in items:
                 if item.has_bytes and (offset := save.buffer.locate(item.tensor)) is not None:
-                    known[offset, item.tensor.nbytes] = stored[item.name][0].digests
+                    known[offset, item.tensor.nbytes] = stored[item.name].digests
         save.on_written(known)
 
     def _complete(self, metadata: Metadata, results: list[list[WriteResult]]) -> set[str]:
@@ -271,7 +271,7 @@ class Save:
         files = dict(file for part in parts for file in part.files)
         cipher = self._saver.options.cipher
         try:
-            self._begin_commit(metadata)
+            self._check_wanted()
             agree_on_key(cipher, parts)
             index = encoded(
                 self.path,
@@ -290,16 +290,6 @@ class Save:
             warn_if_stale(self.path, self._record.step, [part.unchanged for part in parts])
         return replaced
 
-    def _begin_commit(self, metadata: Metadata) -> None:
-        """Completes DCP's metadata. Raises `WriteError` if the save must not be committed."""
-        self._check_wanted()
-        trainer = multiprocessing.parent_process()  # in PROCESS mode: a dead trainer's save must not be committed late
-        if trainer is not None and multiprocessing.current_process().daemon and not trainer.is_alive():
-            raise WriteError(f"the trainer (pid {trainer.pid}) has died: its save to {self.path} is not committed")
-        # DCP returns this object to the caller. torch's writer sets the same fields.
-        metadata.version = DCP_VERSION
-        metadata.storage_meta = self.meta(checkpoint_id=self.path, save_id=self.id)
-
     def _committed(self) -> None:
         """Runs after the commit, before the replaced files are removed."""
 
@@ -308,11 +298,12 @@ class Save:
         began, self._lapped = self._lapped, time.perf_counter()
         self._spans.append(Span(name, began, self._lapped, nbytes=nbytes))
 
-    def _report(self, written: WriteDone) -> SaveReport:
-        return report_of(self._spans, written, path=self.path, save_id=self.id, rank=self.rank)
-
-    def _publish(self, report: SaveReport) -> None:
+    def _publish(self) -> SaveReport:
+        """Publishes the report of this rank, and returns it."""
+        assert self._written is not None
+        report = report_of(self._spans, self._written, path=self.path, save_id=self.id, rank=self.rank)
         self._saver.reports.publish(report)
+        return report
 
     def _end_interval(self) -> None:
         if self._interval is not None:
@@ -370,7 +361,7 @@ class Save:
         """Writes this rank's items, and makes them durable. On failure, removes the files and raises `WriteError`."""
         saver = self._saver
         files = FilesOfSave(self.storage, self.rank, self.id, saver.options, saver.engine.files)
-        with saver.callbacks.progress(self.path, lambda: sum(item.tensor.nbytes for item in items)) as progress:
+        with saver.reports.progress(self.path, lambda: sum(item.tensor.nbytes for item in items)) as progress:
             stored = in_files(items, is_encrypted=saver.options.cipher is not None)
             return saver.engine.client.write(files, stored, self._staged, lambda: saver.closed, progress)
 
@@ -384,34 +375,32 @@ class Save:
 
         ``files`` has the sizes of all ranks' files. Raises `WriteError`; see `commit.commit`.
         """
-        saver, storage = self._saver, self.storage
-
-        def put() -> set[str]:
-            assert self._replaced is not None
-            replaced = self._replaced.result()
-            if storage.locks_are_visible:  # a second check is cheap, and another job may have saved here since
-                replaced |= replaced_files(storage, self.metadata_rank)
-            commit(
-                storage,
-                index,
-                files,
-                replaced,
-                save_id=self.id,
-                rank=self.metadata_rank,
-                sync=saver.options.sync_files,
-                overwrite=saver.options.overwrite,
-                check=self._check_commit,  # last, because checking all ranks' data may have taken seconds
-                is_owned=saver.owner is not None,
-            )
-            return replaced
-
-        return self._in_time(put)
+        saver = self._saver
+        assert self._replaced is not None
+        operation = functools.partial(
+            commit,
+            self.storage,
+            index,
+            files,
+            self._replaced.result,
+            save_id=self.id,
+            rank=self.metadata_rank,
+            sync=saver.options.sync_files,
+            overwrite=saver.options.overwrite,
+            check=self._check_commit,
+            is_owned=saver.owner is not None,
+        )
+        return self._in_time(operation)
 
     def _check_wanted(self) -> None:
+        """Raises `Refused` if the save must no longer be committed."""
         if self.is_given_up:
             raise Refused(f"gave up on {self.path}: its storage did not respond")
         if self._saver.closed and self._staged is not None:
             raise Refused(f"the writer was closed during the save to {self.path}, which is not committed")
+        trainer = multiprocessing.parent_process()  # in PROCESS mode: a dead trainer's save must not be committed late
+        if trainer is not None and multiprocessing.current_process().daemon and not trainer.is_alive():
+            raise Refused(f"the trainer (pid {trainer.pid}) has died: its save to {self.path} is not committed")
 
     def _check_commit(self) -> None:
         self._check_wanted()

@@ -32,7 +32,7 @@ from .._writer_process.gpu_ipc import DeviceWay
 from .._writer_process.options import SaveOptions
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .engine import engine_of_process
-from .report import Freshness, Reports, SaveCallbacks
+from .report import Freshness, Reports
 from .save import Save, SaveDescription
 from .tiered_save import TieredSave
 
@@ -46,7 +46,7 @@ class Saver:
 
     Args:
         options: The writer's options.
-        callbacks: Called with the reports and the progress of the writer's saves.
+        reports: Passes the reports and the progress of the writer's saves to the user.
         closed: The writer has been closed, and stages nothing.
 
     Attributes:
@@ -57,7 +57,6 @@ class Saver:
         stager: Copies state dicts to the buffers.
         flushing: The flush of the local folder; None without ``local``.
         kind: The class of the writer's saves.
-        reports: Passes the reports of saves to the user.
         freshness: Compares each save with the previous one.
         owner: The run's lease of the folder of the saves; None without a lease.
         refusal: The error that `raise_refusal` raises next.
@@ -65,9 +64,9 @@ class Saver:
         around_write: Makes the context in which each save writes this rank's data.
     """
 
-    def __init__(self, options: SaveOptions, callbacks: SaveCallbacks, *, closed: bool = False) -> None:
+    def __init__(self, options: SaveOptions, reports: Reports, *, closed: bool = False) -> None:
         self.options = options
-        self.callbacks = callbacks
+        self.reports = reports
         self.closed = closed
         self.engine = engine_of_process(devices=options.staging == "device")
         way = BUFFER
@@ -84,7 +83,6 @@ class Saver:
         )
         self.flushing = None if options.target is None else self.engine.flushing(options.target)
         self.kind: type[Save] = Save if options.target is None else TieredSave
-        self.reports = Reports(callbacks.on_report)
         self.freshness = Freshness()
         self.owner: Lease | None = None
         self.id = uuid.uuid4().hex
@@ -96,7 +94,6 @@ class Saver:
         self.before_save: Callable[[], object] = lambda: None
         self.around_write: Callable[[], AbstractContextManager[object]] = nullcontext
         self._alive_mark: AliveMark | None = None
-        self._ends_engine = False
         self._flushes = False
 
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
@@ -237,14 +234,14 @@ class Saver:
         self.engine.failures.check(self.options.limits.max_consecutive_failures, _shown(path), group)
 
     def close(self, deadline: Deadline) -> None:
-        """Waits for the saves of this writer, and ends an engine that no other writer uses. Call `free` afterwards."""
+        """Waits for the saves of this writer. If no other writer uses the engine, ends it and frees its memory."""
         is_over = self.engine.saves.drain(self.stager, deadline)
         if self.flushing is not None and self._flushes:  # also flushes saves of dead jobs
             self.flushing.end(deadline)
         self.closed = True
         if self._alive_mark is not None:
             self._alive_mark.end()
-        if self._leave():
+        if ends_engine := self._leave():
             self.engine.end_process(deadline)
         elif not is_over:
             self.engine.client.end_process(deadline)
@@ -252,16 +249,13 @@ class Saver:
             if not is_over:
                 logger.error("the writer is closed, and the save in progress is abandoned")
             self.engine.failures.end()
-
-    def free(self, deadline: Deadline) -> None:
-        """Frees the engine's memory and connection, if no other writer uses the engine."""
-        if self._ends_engine:
+        self.end_save()
+        if ends_engine:
             self.engine.free(deadline, self.stager)
 
     def _leave(self) -> bool:
         """Stops using the engine; returns whether no other writer uses it."""
-        self._ends_engine = self.engine.leave(self) and self.engine.saves.only_of(self.stager)
-        return self._ends_engine
+        return self.engine.leave(self) and self.engine.saves.only_of(self.stager)
 
     def _ensure_process(self) -> None:
         self.engine.open(self)
@@ -279,7 +273,7 @@ class Saver:
         if flushing.wait(until=lambda: self.closed or flushing.unflushed() < most):
             return StagingError(_CLOSED) if self.closed else None
         return StagingError(
-            f"{flushing.unflushed()} checkpoints lie in {flushing.target.local}, and nothing has come to "
+            f"{flushing.unflushed()} checkpoints are only in {flushing.target.local}, and nothing has arrived at "
             f"{flushing.target.name} for {flushing.target.timeout:g} s: the remote is unreachable, or a node is lost. "
             f"Check the remote."
         )

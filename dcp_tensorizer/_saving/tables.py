@@ -8,7 +8,7 @@ rank's save, so a rank ignores an answer that a planner has cached from another 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch.distributed.checkpoint.planner import SavePlan
@@ -36,30 +36,16 @@ class Offer(NamedTuple):
 
 
 class KnownTables:
-    """The digests of a rank's own tables, and on the coordinator a cache of all ranks' tables, up to ``max_bytes``."""
+    """The tables of the last saves. The coordinator caches at most ``max_bytes`` bytes of them.
+
+    Attributes:
+        sent: The digests of this rank's own tables.
+        cached: On the coordinator, the tables of all ranks, by digest.
+    """
 
     def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
-        self._own: deque[bytes] = deque(maxlen=SAVES)
-        self._tables: Recent[bytes] = Recent(max_bytes, size=len)
-
-    @property
-    def own(self) -> tuple[bytes, ...]:
-        """The digests of this rank's last tables."""
-        return tuple(self._own)
-
-    def find(self, digest: bytes) -> bytes | None:
-        """Returns the table with a digest, or None if it is not cached."""
-        return self._tables.find(digest)
-
-    def add_own(self, digest: bytes) -> None:
-        """Adds the digest of a table of this rank."""
-        if digest not in self._own:
-            self._own.append(digest)
-
-    def keep(self, parts: Iterable[RankLocations]) -> None:
-        """Caches the tables of a save."""
-        for part in parts:
-            self._tables.keep(part.table_digest, part.table)
+        self.sent: deque[bytes] = deque(maxlen=SAVES)
+        self.cached: Recent[bytes] = Recent(max_bytes, size=len)
 
 
 class SaveTables:
@@ -72,14 +58,14 @@ class SaveTables:
 
     def offer(self, plan: SavePlan) -> SavePlan:
         """On a rank: adds the digests of the rank's last tables to its plan."""
-        return plan_with(plan, Offer(self._save_id, self._known.own))
+        return plan_with(plan, Offer(self._save_id, tuple(self._known.sent)))
 
     def answer(self, plan: SavePlan) -> SavePlan:
         """On the coordinator: adds to a rank's plan those of its digests whose tables are cached."""
         offer = plan.storage_data
         if not isinstance(offer, Offer):
             return plan
-        found = {digest: table for digest in offer.digests if (table := self._known.find(digest)) is not None}
+        found = {digest: table for digest in offer.digests if (table := self._known.cached.find(digest)) is not None}
         self._promised.update(found)
         return plan_with(plan, Offer(offer.save_id, tuple(found), self._save_id))
 
@@ -90,7 +76,8 @@ class SaveTables:
 
     def shortened(self, part: RankLocations, plan: SavePlan) -> RankLocations:
         """On a rank: returns the rank's locations, without the table if the coordinator knows it."""
-        self._known.add_own(part.table_digest)
+        if part.table_digest not in self._known.sent:
+            self._known.sent.append(part.table_digest)
         answer = plan.storage_data
         is_known = isinstance(answer, Offer) and answer.save_id == self._save_id and part.table_digest in answer.digests
         return part._replace(table=b"") if is_known else part
@@ -107,5 +94,6 @@ class SaveTables:
                     f"the planner has mixed up the plans of two saves. Use a planner that caches no plans."
                 )
         whole = [part if part.table else part._replace(table=self._promised[part.table_digest]) for part in parts]
-        self._known.keep(whole)
+        for part in whole:
+            self._known.cached.add(part.table_digest, part.table)
         return whole

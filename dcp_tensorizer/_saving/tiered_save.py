@@ -17,7 +17,7 @@ from .._storage.redact import redact
 from .._tensor_file.names import data_file_rank, metadata_file_name
 from .._tiers.flush import Superseded, copy_file, discard, free, missing_files, publish, undo
 from .._tiers.queue import Commit, FlushEntry, FlushRecord, Writing
-from .._tiers.target import place_of
+from .._tiers.target import subpath_of
 from .._writer_process.client import WriterProcessHung
 from .._writer_process.protocol import WriteDone
 from ..errors import CheckpointError, WriteError, WriterProcessDied, describe, listed_ranks
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _MAX_FILE_BYTES = 1 << 30
 """The largest file to flush. Other nodes see only whole files arrive. After a timeout without any, they give up."""
 
@@ -51,21 +51,21 @@ class TieredSave(Save):
         self._flushing = saver.flushing
         super().__init__(saver, save_id, where, staged)
         name = self._flushing.target.name
-        self.path = f"{name}/{self._place}" if self._place else name
+        self.path = f"{name}/{self._subpath}" if self._subpath else name
         self._writing: Writing | None = None  # if this rank's files are in the local folder
         self._local_files: dict[str, int] = {}  # the files in the local folder, with their sizes
         self._is_published = False
 
     def _storage_of(self, where: str | Path) -> Storage:
         target = self._flushing.target
-        place = place_of(target.remote, where)
-        if place is None:
+        subpath = subpath_of(target.remote, where)
+        if subpath is None:
             raise WriteError(
                 f"{redact(str(where))} is not below {target.name}, which {target.local} mirrors. Save below the "
                 f"writer's path, or use a writer without local=."
             )
-        self._place = place  # the checkpoint's path in the folder
-        storage = LocalStorage(target.folder(place))
+        self._subpath = subpath  # the checkpoint's path in the folder
+        storage = LocalStorage(target.folder(subpath))
         storage.max_file_bytes = _MAX_FILE_BYTES
         return storage
 
@@ -75,7 +75,7 @@ class TieredSave(Save):
             self._check_free(self._remote())
             name = metadata_file_name(self.metadata_rank)
             for _, record in () if self._saver.options.overwrite else self._flushing.open_records():
-                if record.place == self._place and record.commit is not None and record.commit.name == name:
+                if record.subpath == self._subpath and record.commit is not None and record.commit.name == name:
                     raise WriteError(
                         f"{self.path}: Checkpoint already exists and overwrite=False. It is in {self.storage.path}, "
                         f"and not on the remote yet. Save to another path, or pass overwrite=True."
@@ -110,7 +110,7 @@ class TieredSave(Save):
         Sets no attributes: if the disk hangs, this may still be running when the save goes on without it.
         """
         self._saver.show_alive()
-        record = FlushRecord(self._flushing.target.name, self._place, self.rank, self.id, self._saver.id)
+        record = FlushRecord(self._flushing.target.name, self._subpath, self.rank, self.id, self._saver.id)
         # first, so that after a death the next process finds the files
         writing = self._flushing.queue.begin(record)
         local = self.storage
@@ -226,36 +226,36 @@ class TieredSave(Save):
         def is_over() -> bool:
             nonlocal missing, ahead
             missing = missing_files(self.storage, missing, commit.files)
-            ahead = self._flushing.commits_before(self.id)
+            ahead = [(e, r) for e, r in self._flushing.pending() if e.id != self.id and r.commit is not None]
             self._check_wanted()  # the requests above may have taken long
             return not missing and not ahead
 
         self._flushing.resume()
         own = self._saver.options.target
         assert own is not None  # other writers with this local folder may have other timeouts
-        if not self._flushing.wait(
-            until=is_over, progress=lambda: len(missing), patience=own.patience(), every=_LOOK_SECONDS
+        if self._flushing.wait(
+            until=is_over, progress=lambda: len(missing), timeout=own.progress_timeout(), every=_POLL_SECONDS
         ):
-            raise Refused(f"{self.path}: {self._reason(missing, ahead)} has not arrived for {own.timeout:g} s")
-
-    def _reason(self, missing: set[str], ahead: list[tuple[FlushEntry, FlushRecord]]) -> str:
+            return
         if missing:
             ranks = sorted({data_file_rank(name) for name in missing})
-            return f"data of rank {listed_ranks(ranks)} ({min(missing)})"
-        entry, record = ahead[0]
-        trouble = self._flushing.queue.trouble(entry)
-        words = f"{record.place or 'what'} was saved before, lies in {self._flushing.target.folder(record.place)}, and"
-        return words + (f" cannot be flushed ({trouble}): it" if trouble else "")
+            what, trouble = f"data of rank {listed_ranks(ranks)} ({min(missing)})", None
+        else:
+            entry, record = ahead[0]
+            what = f"the earlier checkpoint in {self._flushing.target.folder(record.subpath)}"
+            trouble = self._flushing.queue.trouble(entry)
+        words = f"{self.path} is not committed: {what} has not arrived for {own.timeout:g} s"
+        raise Refused(f"{words}: {trouble}" if trouble else words)
 
-    def _publish(self, report: SaveReport) -> None:
-        """Publishes a report now, and once more when the remote has the save."""
-        super()._publish(report)
-        arrived = self._saver.reports.arrived
+    def _publish(self) -> SaveReport:
+        """Publishes the report now, and once more when the remote has the save."""
+        report, arrived = super()._publish(), self._saver.reports.arrived
         if self._is_published:
             arrived(report, report.durable_at)
         elif self._writing is not None:
             self._flushing.follow(self._writing.entry, report, arrived)
             self._flushing.resume()
+        return report
 
     # --- without the local folder -----------------------------------------------------------------------------------
 
@@ -291,7 +291,7 @@ class TieredSave(Save):
             self._writing, self._local_files = None, {}
 
     def _remote(self) -> Storage:
-        return self._flushing.target.open(self._place)
+        return self._flushing.target.open(self._subpath)
 
     def _shared(self, storage: Storage) -> DirectoryLock:
         """Locks a directory that this rank writes to against removal."""

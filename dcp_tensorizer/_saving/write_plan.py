@@ -18,10 +18,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from .._index.locations import InlineItem, RankLocations, checked_hash
 from .._index.schema import ItemKey, item_key
-from .._runtime.gc_pause import collector_paused
+from .._runtime.interpreter import collector_paused
 from .._runtime.ranks import world_size_of_job
 from .._runtime.torch_compat import awaited
 from .._staging.shared_mappings import MappedFile
+from .._staging.shared_memory import SharedBuffer
 from .._storage.base import UNLIMITED
 from .._tensor_file.digests import digests_of
 from .._tensor_file.dtypes import check_supported, detached, dtype_name, host_bytes, is_ordinary, is_wrapper
@@ -90,14 +91,14 @@ class Item:
 def resolve(
     plan: SavePlan,
     planner: SavePlanner,
-    is_staged: Callable[[torch.Tensor], bool] = lambda tensor: False,
+    staged: SharedBuffer | None = None,
     omitted: Set[str] = frozenset(),
 ) -> list[Item]:
     """Returns the items of a plan, in its order; raises `CheckpointError`, naming the key, if one cannot be saved.
 
     All items are written at once. A custom planner may make each item in the memory of the previous one, so its tensors
-    are copied unless ``is_staged`` is true for them. ``omitted`` are keys that were not staged, because other ranks
-    were to write them.
+    are copied unless they are in the buffer of the staged state. ``omitted`` are keys that were not staged, because
+    other ranks were to write them.
     """
     makes_items = not _is_as_known(planner, ("resolve_data", "lookup_object", "transform_object"))
     resolve_plan = None if makes_items else getattr(_known(planner), "resolve_plan", None)
@@ -111,7 +112,10 @@ def resolve(
         )
     if len(wanted) >= _MANY_ITEMS and type(planner) is DefaultSavePlanner:
         _recommend_planner()
-    lasts = is_staged if makes_items else lambda tensor: True
+
+    def is_stable(tensor: torch.Tensor) -> bool:
+        return not makes_items or (staged is not None and staged.locate(tensor) is not None)
+
     items = []
     for item, name in zip(wanted, stored_names(fqns), strict=True):
         if type(item) is tuple:
@@ -120,7 +124,7 @@ def resolve(
         else:
             data = item.tensor_data
             is_whole = data is None or (data.chunk is not None and data.chunk.sizes == data.size)
-            items.append(Item(item_key(item.index), name, *_resolve(item, planner, lasts), is_whole))
+            items.append(Item(item_key(item.index), name, *_resolve(item, planner, is_stable), is_whole))
     return items
 
 
@@ -166,25 +170,25 @@ def write_results(
     ``compare`` compares the items with the previous save (`Freshness.compare`). Raises `WriteError`, naming the key, if
     a key cannot be stored.
     """
-    written = done.places()
-    places: dict[ItemKey, StoredItem] = {}
+    written = done.items()
+    stored: dict[ItemKey, StoredItem] = {}
     for item in items:
         found = written.get(item.name) if item.has_bytes else None
-        places[item.key] = StoredItem.empty(item.dtype, item.kind) if found is None else found[0]
+        stored[item.key] = found or StoredItem.empty(item.dtype, item.kind)
     # A planner that plans in its own way may omit items of the plan from its metadata.
     plans_as_torch = planner is None or _is_as_known(
         planner, ("create_local_plan", "create_global_plan", "finish_plan")
     )
     part = RankLocations.of(
         rank,
-        places,
+        stored,
         {file.name: file.nbytes for file in done.files},
-        named=() if plans_as_torch else places,
+        named=() if plans_as_torch else stored,
         inline=_inline(items, cipher),
         check=b"" if cipher is None else cipher.check_value(),
     )
     if compare is not None:
-        part = part._replace(unchanged=compare(places))
+        part = part._replace(unchanged=compare(stored))
     return [WriteResult(MetadataIndex(f"rank {rank}"), sum(file.nbytes for file in done.files), part)]
 
 
@@ -209,20 +213,16 @@ def _inline(items: Sequence[Item], cipher: Cipher | None) -> list[InlineItem]:
             free -= nbytes
             if free < 0:
                 break
-            small.append(_small(item, cipher))
+            key, offset = item.key
+            content, seal = bytes(host_bytes(item.tensor)), b""
+            if cipher is not None:
+                nonce, encrypted = cipher.new_nonce(), memoryview(bytearray(len(content)))
+                seal = nonce + cipher.encrypt(memoryview(content), encrypted, nonce, 0)
+                content = bytes(encrypted)
+            name = "" if item.name == key else item.name
+            stored = StoredItem("", name, 0, len(content), item.dtype, item.kind, digests_of(content), seal)
+            small.append(InlineItem(checked_hash(key, offset), stored, content))
     return small
-
-
-def _small(item: Item, cipher: Cipher | None) -> InlineItem:
-    key, offset = item.key
-    content, seal = bytes(host_bytes(item.tensor)), b""
-    if cipher is not None:
-        nonce, encrypted = cipher.new_nonce(), memoryview(bytearray(len(content)))
-        seal = nonce + cipher.encrypt(memoryview(content), encrypted, nonce, 0)
-        content = bytes(encrypted)
-    name = "" if item.name == key else item.name
-    stored = StoredItem("", name, 0, len(content), item.dtype, item.kind, digests_of(content), seal)
-    return InlineItem(checked_hash(key, offset), stored, content)
 
 
 def warn_about_untrusted(items: Sequence[Item], known: set[str]) -> None:
@@ -249,16 +249,19 @@ def warn_about_untrusted(items: Sequence[Item], known: set[str]) -> None:
             )
 
 
-def _resolve(item: WriteItem, planner: SavePlanner, lasts: Callable[[torch.Tensor], bool]) -> tuple[str, torch.Tensor]:
+def _resolve(
+    item: WriteItem, planner: SavePlanner, is_stable: Callable[[torch.Tensor], bool]
+) -> tuple[str, torch.Tensor]:
+    """Returns an item's kind, and its tensor or bytes. Copies a tensor that is not stable until the write."""
     key = item.index.fqn
     try:
         data = planner.resolve_data(item)
         if is_ordinary(data) and item.type is not WriteItemType.BYTE_IO:  # nearly all items: saves calls
             _check_shape(item, data)
-            return "tensor", detached(data) if lasts(data) else _copy(data)
+            return "tensor", detached(data) if is_stable(data) else _copy(data)
         if item.type == WriteItemType.BYTE_IO:
             blob = _blob(data)
-            return "object", blob if lasts(blob) else _copy(blob)
+            return "object", blob if is_stable(blob) else _copy(blob)
         assert isinstance(data, torch.Tensor)
         data = awaited(data)
         if is_wrapper(data):
@@ -267,7 +270,7 @@ def _resolve(item: WriteItem, planner: SavePlanner, lasts: Callable[[torch.Tenso
             return "wrapper", _blob(pickled)
         check_supported(key, data)
         _check_shape(item, data)
-        return "tensor", detached(data) if lasts(data) else _copy(data)
+        return "tensor", detached(data) if is_stable(data) else _copy(data)
     except CheckpointError:
         raise
     except Exception as error:
@@ -301,6 +304,7 @@ def _blob(data: object) -> torch.Tensor:
 # --- the files of a rank, and the names in them -----------------------------------------------------------------------
 
 _MAX_NAME = 1024  # longer ones would fill a file's index with a few entries
+_JSON_PATH = "\x1e"  # tensorizer reads a name that begins with it as a JSON path
 
 
 def stored_names(keys: Sequence[Any]) -> list[str]:
@@ -308,7 +312,11 @@ def stored_names(keys: Sequence[Any]) -> list[str]:
     used: set[str] = set()
     names = []
     for number, key in enumerate(keys):
-        name = key if _storable(key) and key not in used else f"__item_{number}__"
+        try:
+            is_storable = isinstance(key, str) and 0 < len(key.encode()) <= _MAX_NAME and not key.startswith(_JSON_PATH)
+        except UnicodeEncodeError:
+            is_storable = False
+        name = key if is_storable and key not in used else f"__item_{number}__"
         while name in used:
             name += "_"
         used.add(name)
@@ -340,13 +348,3 @@ def plan_files(
         free -= entry
         nbytes += source.nbytes
     return tuple(FileRequest(data_file_name(rank, n, save_id), tuple(file)) for n, file in enumerate(files, first))
-
-
-def _storable(key: Any) -> bool:
-    """Returns whether tensorizer can store a key and return it: a non-empty string unlike tensorizer's JSON paths."""
-    if not isinstance(key, str):
-        return False
-    try:
-        return 0 < len(key.encode()) <= _MAX_NAME and not key.startswith("\x1e")
-    except UnicodeEncodeError:
-        return False

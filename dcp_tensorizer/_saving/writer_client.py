@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .._runtime.child import END_SECONDS
 from .._runtime.forks import free_in_child
-from .._runtime.gc_pause import collector_paused
-from .._runtime.process_context import ProcessContext, identity_of_process
-from .._runtime.progress import each_second
+from .._runtime.interpreter import collector_paused
+from .._runtime.process_context import ProcessContext
 from .._runtime.threads import NEVER, Deadline, in_background
 from .._staging.device import CUDA, Device
 from .._staging.shared_mappings import SharedTensors
@@ -21,18 +21,20 @@ from .._staging.staged_save import StagedSave
 from .._tensor_file.dtypes import host_bytes
 from .._writer_process.client import NotStarted, Unsendable, WriterProcess, WriterProcessHung
 from .._writer_process.jobs import take_digests
-from .._writer_process.protocol import DigestRequest, PublishRequest, TensorSource, WriteDone
+from .._writer_process.protocol import DigestRequest, TensorSource, WriteDone
 from ..errors import WriteError, WriterProcessDied
 from .reuse import FilesOfSave
 from .write_plan import Item
 
 if TYPE_CHECKING:
     from .._models.pieces import SharedFiles
-    from .._publish.publisher import PublishedVersion
+    from .._publish.publisher import Publication, PublishedVersion
     from .._storage.lease import LeaseRecord
     from .._tiers.target import FlushTarget
 
 logger = logging.getLogger("dcp_tensorizer")
+
+_PROGRESS_SECONDS = 1.0
 
 
 class WriterClient:
@@ -55,47 +57,29 @@ class WriterClient:
         self._start = start
         self._device = device
         self._process: WriterProcess | None = None
-        self._identity = identity_of_process()  # when the writer process was started
         self._extra: SharedBuffer | None = None  # for tensors that the planner has made
         self._ends = 0  # number of calls of `end_process`
-        # Not taken by `end_process`. Reentrant, because a signal handler that saves may interrupt the lock's holder.
+        # Not taken by `end_process`. Reentrant, because a signal handler that closes the writer may flush.
         self._starting = free_in_child(threading.RLock())
 
-    def ensure_process(self, context: ProcessContext | None = None) -> WriterProcess:
-        """Returns the writer process.
+    def ensure_process(self) -> WriterProcess:
+        """Returns the writer process. Starts a process if none runs.
 
-        Starts a process if none runs, or if the running one has another user or group than ``context``. Raises
-        `WriterProcessDied` if the process cannot be started, or if `end_process` was called during the start.
+        Raises `WriterProcessDied` if the process cannot be started, or if `end_process` was called during the start.
         """
-        if self._process is not None and self._is_fit(self._process, context):
-            return self._process  # without the lock: a signal handler's save must not wait for the lock's holder
+        if self._process is not None and self._process.alive:
+            return self._process  # without the lock, whose holder a signal handler may have interrupted
         with self._starting:
-            before, ends = self._process, self._ends
-            if before is not None:
-                if self._is_fit(before, context):
-                    return before
-                before.close()
-            self._identity = identity_of_process()
-            process = self._start(devices=self._devices)
-            has_other = self._process is not before  # a signal handler has started another
-            if not has_other:
-                self._process = process
+            if self._process is not None:
+                if self._process.alive:
+                    return self._process
+                self._process.close()
+            ends = self._ends
+            self._process = self._start(devices=self._devices)
             if self._ends != ends:  # `end_process` was called by a signal handler or another thread
-                process.close()
+                self._process.close()
                 raise WriterProcessDied("the writer is closed, and its process has ended")
-            if has_other:
-                process.close()
-            assert self._process is not None
             return self._process
-
-    def _is_fit(self, process: WriterProcess, context: ProcessContext | None) -> bool:
-        """Returns whether a process is alive, and has the user and groups of a save.
-
-        If a new process would not have them either, the old one is fit.
-        """
-        if not process.alive:
-            return False
-        return context is None or context.identity == self._identity or context.identity != identity_of_process()
 
     def write(
         self,
@@ -107,10 +91,10 @@ class WriterClient:
     ) -> WriteDone:
         """Writes the items, in the writer process if they were staged and the process can reach the storage.
 
-        Otherwise this process writes them: if nothing was staged, if the storage is this process's memory, if the
-        buffer's descriptor was closed, or if the writer process cannot be started. If the writer process dies, a fresh
-        one writes everything again from the staged buffer, unless ``is_closed`` returns true. ``progress`` is called
-        with the bytes written so far, about once a second.
+        Otherwise this process writes them: if nothing was staged, if the storage is this process's memory, or if the
+        writer process cannot be started. If the writer process dies, a fresh one writes everything again from the
+        staged buffer, unless ``is_closed`` returns true. ``progress`` is called with the bytes written so far, about
+        once a second.
 
         On failure, removes the files, except shared ones, and raises `WriteError`.
         """
@@ -128,19 +112,18 @@ class WriterClient:
         try:
             for attempt in (1, 2):
                 try:
-                    if all(buffer.can_be_sent for buffer in buffers or [staged]):
-                        self.ensure_process(context)  # before anything is copied to another buffer
-                        if not buffers:
-                            with collector_paused():
-                                sources, extra = self._locate(items, staged, staged_save.shared)
-                            buffers = [staged] if extra is None else [staged, extra]
-                        request = files.request(sources, digest)
-                        done = self.ensure_process(context).ask(request, buffers, timeout, context, progress)
-                        return replace(files.finish(done, digest), attempts=attempt)
+                    self.ensure_process()  # before anything is copied to another buffer
+                    if not buffers:
+                        with collector_paused():
+                            sources, extra = self._locate(items, staged, staged_save.shared)
+                        buffers = [staged] if extra is None else [staged, extra]
+                    request = files.request(sources, digest)
+                    done = self.ensure_process().ask(request, buffers, timeout, context, progress)
+                    return replace(files.finish(done, digest), attempts=attempt)
                 except WriterProcessDied as error:
                     self._check_again(error, files, attempt, is_closed)
-                    if not isinstance(error, NotStarted):
-                        continue
+                    if isinstance(error, NotStarted):
+                        return replace(self._write_here(files, items, progress), attempts=attempt)
                 except Unsendable as error:
                     storage = files.storage
                     raise WriteError(storage.scrub(f"{storage.path}: {error}")) from storage.cause(error)
@@ -149,10 +132,10 @@ class WriterClient:
                 except BaseException:  # a KeyboardInterrupt, which has ended the process
                     files.remove()
                     raise
-                return replace(self._write_here(files, items, progress), attempts=attempt)
             raise AssertionError("unreachable")
         finally:
-            self._keep(extra)
+            self.free()
+            self._extra = extra
 
     def _check_again(
         self, error: WriterProcessDied, files: FilesOfSave | SharedFiles, attempt: int, is_closed: Callable[[], bool]
@@ -190,7 +173,7 @@ class WriterClient:
 
     def publish(
         self,
-        request: PublishRequest,
+        request: Publication,
         timeout: float,
         context: ProcessContext | None = None,
         is_closed: Callable[[], bool] = lambda: False,
@@ -202,14 +185,14 @@ class WriterClient:
         """
         done: tuple[PublishedVersion, LeaseRecord]
         try:
-            done = self.ensure_process(context).ask(request, None, timeout, context)
+            done = self.ensure_process().ask(request, None, timeout, context)
         except WriterProcessHung:
             raise
         except WriterProcessDied as error:
             if is_closed():
                 raise WriterProcessDied("the writer was closed before the model was published") from error
             logger.warning("%s; publishing once more with a fresh process", str(error))
-            done = self.ensure_process(context).ask(request, None, timeout, context)
+            done = self.ensure_process().ask(request, None, timeout, context)
         return done
 
     @property
@@ -229,7 +212,9 @@ class WriterClient:
 
     def free(self) -> None:
         """Frees the buffer for tensors that the planner has made."""
-        self._keep(None)
+        extra, self._extra = self._extra, None
+        if extra is not None:
+            extra.close()
 
     def _write_here(
         self, files: FilesOfSave | SharedFiles, items: Sequence[Item], progress: Callable[[int], object]
@@ -245,7 +230,7 @@ class WriterClient:
             return take_digests(sources, contents, files.options.thread_count)
 
         job = files.job(items, contents, digest)
-        with each_second(lambda: progress(job.bytes_written)):
+        with _each_second(lambda: progress(job.bytes_written)):
             done = job.run()
         return files.finish(done, digest)
 
@@ -265,26 +250,39 @@ class WriterClient:
             else:
                 made[len(sources)] = item
                 sources.append(item.source())
-        extra = self._extra_buffer(sum(aligned(item.tensor.nbytes) for item in made.values()))
+        extra, self._extra = self._extra, None
+        nbytes = sum(aligned(item.tensor.nbytes) for item in made.values())
+        if extra is not None and (not made or not extra.fits(nbytes)):
+            extra.close()
+            extra = None
+        if not made:
+            return sources, None
+        extra = extra or SharedBuffer(nbytes)
+        extra.reset()
         for number, item in made.items():
-            assert extra is not None
             copied = extra.allocate(item.tensor.dtype, item.tensor.shape)
             copied.copy_(item.tensor)
             sources[number] = item.source(extra.id, extra.locate(copied) or 0)
         return sources, extra
 
-    def _extra_buffer(self, nbytes: int) -> SharedBuffer | None:
-        """Returns a buffer for ``nbytes`` bytes, cached if it fits. If ``nbytes`` is 0, returns None."""
-        extra, self._extra = self._extra, None
-        if extra is not None and (not nbytes or not extra.fits(nbytes)):
-            extra.close()
-            extra = None
-        if nbytes:
-            extra = extra or SharedBuffer(nbytes)
-            extra.reset()
-        return extra
 
-    def _keep(self, extra: SharedBuffer | None) -> None:
-        extra, self._extra = self._extra, extra
-        if extra is not None:
-            extra.close()
+@contextmanager
+def _each_second(do: Callable[[], object]) -> Iterator[None]:
+    """Calls a function about once a second while a block runs, in a new thread if one can be started."""
+    is_over = threading.Event()
+
+    def run() -> None:
+        while not is_over.wait(_PROGRESS_SECONDS):
+            do()
+
+    thread = threading.Thread(target=run, name="progress", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is exiting, or the thread limit is reached: run the block without calls
+        yield
+        return
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

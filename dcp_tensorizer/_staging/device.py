@@ -101,27 +101,23 @@ class SideStream(abc.ABC):
         """Yields exclusive device memory, for copies queued in order on this stream.
 
         The memory is retained for later calls, so that no later save fails because training has allocated the rest. A
-        concurrent staging, on another thread or in a signal handler, gets other memory. If ``most`` bytes cannot be
-        allocated, tries half as many, and so on down to ``least``. Raises `torch.OutOfMemoryError` if ``least`` bytes
-        cannot be allocated.
+        concurrent staging on another thread gets other memory. If ``most`` bytes cannot be allocated, tries half as
+        many, and so on down to ``least``. Raises `torch.OutOfMemoryError` if ``least`` bytes cannot be allocated.
         """
-        try:
+        buffer: torch.Tensor | None = None
+        with suppress(IndexError):
             buffer = self._idle.pop()  # a single call is atomic: no two callers get the same buffer
-        except IndexError:
-            buffer = self._allocate_most(most, least)
-        try:
-            yield buffer
-        finally:
-            self._idle.append(buffer)  # the next caller's copies come later in the stream
-
-    def _allocate_most(self, most: int, least: int) -> torch.Tensor:
-        while True:
+        while buffer is None:
             try:
-                return self.allocate(most)
+                buffer = self.allocate(most)
             except torch.OutOfMemoryError:
                 if most <= least:
                     raise
                 most = max(most // 2, least)
+        try:
+            yield buffer
+        finally:
+            self._idle.append(buffer)  # the next caller's copies come later in the stream
 
     @abc.abstractmethod
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -232,7 +228,7 @@ class _CudaStream(SideStream):
 
     def _pieces(self, target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         host = source if target.is_cuda else target
-        cuts = pieces_of(host.data_ptr(), _span(host), self._borders(), PIECE_BYTES)
+        cuts = pieces_of(host.data_ptr(), host.nbytes, self._borders(), PIECE_BYTES)
         if len(cuts) == 1:
             return [(target, source)]
         into, out = _bytes(target), _bytes(source)
@@ -293,14 +289,6 @@ def _queue(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> 
             targets[0].copy_(sources[0], non_blocking=True)
         else:
             copy_all(targets, sources, non_blocking=True)
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """Returns the number of bytes from a tensor's first element to its last."""
-    if not tensor.numel():
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.itemsize
 
 
 def _bytes(plain: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from .._runtime.forks import free_in_child
-from .._runtime.memory_limit import check_headroom
+from .._runtime.memory_limit import check_free_memory
 from .._runtime.threads import NEVER, Deadline, in_background
 from .device import Device
 from .shared_memory import SharedBuffer
@@ -51,13 +51,9 @@ class StagedSaves:
         return [staged_save for staged_save in list(self._saves) if owner in staged_save.owners]
 
     def add(self, staged_save: StagedSave) -> None:
-        """Appends a save. In a signal handler, inserts it before the save that the handler interrupts.
-
-        The interrupted staging continues only after the handler returns, and the handler may wait for its own save.
-        """
+        """Appends a save."""
         with self._lock:
-            interrupted = (number for number, other in enumerate(self._saves) if other.is_interrupted)
-            self._saves.insert(next(interrupted, len(self._saves)), staged_save)
+            self._saves.append(staged_save)
 
     def remove(self, staged_save: StagedSave) -> None:
         """Removes a save that will not happen."""
@@ -90,7 +86,7 @@ class StagedSaves:
         for staged_save in earlier:
             in_order = owner in staged_save.owners or staged_save.staged_on is thread
             is_apart = None not in (group, staged_save.group) and group != staged_save.group
-            if staged_save.abandoned or staged_save.is_interrupted or is_apart or not in_order:
+            if staged_save.abandoned or is_apart or not in_order:
                 continue
             if not staged_save.wait_taken(self.take_seconds if before is None else self.start_seconds):
                 staged_save.abandoned = before is not None
@@ -119,7 +115,7 @@ class StagedSaves:
         """
         begin_seconds = self.take_seconds if threading.main_thread().is_alive() else 0.0
         for staged_save in list(self._saves):
-            if staged_save.abandoned or staged_save.is_interrupted or not staged_save.wait_taken(begin_seconds):
+            if staged_save.abandoned or not staged_save.wait_taken(begin_seconds):
                 continue
             if staged_save.thread is not None:
                 staged_save.wait_over()
@@ -137,7 +133,7 @@ class StagedSaves:
         if self._saves or self.has_buffer(nbytes):
             return
         self._free_idle()
-        check_headroom(nbytes)
+        check_free_memory(nbytes)
         self._prewarming = in_background(lambda: make(nbytes), name="prewarm", daemon=True)
 
     def wait_prewarmed(self, deadline: Deadline = NEVER) -> None:
@@ -152,7 +148,7 @@ class StagedSaves:
         """Returns an idle buffer, or a new one if all are too small. With ``pin_for``, registers it for that device."""
         self.wait_prewarmed()
         while (buffer := self._take_idle()) is not None:
-            if buffer.fits(nbytes) and buffer.can_be_sent:
+            if buffer.fits(nbytes):
                 buffer.reset()
                 if pin_for is not None:
                     buffer.pin(*pin_for)
@@ -167,8 +163,7 @@ class StagedSaves:
     def reclaim(self) -> None:
         """Reclaims the buffers of finished saves, and retains the largest ones."""
         for staged_save in list(self._saves):
-            if not staged_save.is_interrupted:
-                staged_save.wait_built()  # the staging thread may still take an idle buffer
+            staged_save.wait_built()  # the staging thread may still take an idle buffer
         unused: list[SharedBuffer] = []
         with self._lock:
             for staged_save in [staged_save for staged_save in self._saves if staged_save.over()]:

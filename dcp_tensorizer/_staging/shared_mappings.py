@@ -118,14 +118,6 @@ def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def attach(fd: int, nbytes: int, *, writable: bool = False) -> mmap.mmap:
-    """Maps another process's buffer, and takes ownership of the descriptor."""
-    try:
-        return mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
-    finally:
-        os.close(fd)
-
-
 def map_shared(file: MappedFile) -> mmap.mmap:
     """Maps another process's shared memory read-only. Raises `WriteError` if it was released or cannot be opened."""
     try:

@@ -8,7 +8,6 @@ raises an error now, not a signal later.
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import itertools
 import math
@@ -25,8 +24,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._runtime.forks import Descriptor, Finalizer, anonymous_file, keep_from_children, too_large
-from .._runtime.memory_limit import check_headroom
+from .._runtime.forks import Descriptor, Finalizer, anonymous_file, keep_from_children, limit_advice
+from .._runtime.memory_limit import check_free_memory
 from .._runtime.threads import Workers, cores, in_threads
 from .._runtime.torch_compat import is_plain
 from ..errors import StagingError
@@ -62,11 +61,11 @@ class SharedBuffer:
     def __init__(self, nbytes: int, pin_for: tuple[Device, int] | None = None) -> None:
         self.id = next(_ids)
         self.nbytes = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
-        check_headroom(self.nbytes)
+        check_free_memory(self.nbytes)
         try:
             self._descriptor = Descriptor(anonymous_file("dcp_tensorizer"))
         except OSError as error:
-            raise StagingError(f"cannot create the staging buffer: {error}") from error
+            raise StagingError(f"cannot create the staging buffer: {error}{limit_advice(error)}") from error
         try:
             self._map: mmap.mmap | None = _map(self.fd, self.nbytes)
             self._base = _address(self._map)
@@ -84,13 +83,10 @@ class SharedBuffer:
             raise
         except (OSError, MemoryError) as error:
             self._descriptor.close()
-            if isinstance(error, OSError) and error.errno == errno.EFBIG:
-                raise StagingError(
-                    f"the staging buffer needs {self.nbytes:,} bytes ({error}), and {too_large()}"
-                ) from error
+            advice = limit_advice(error) if isinstance(error, OSError) else ""
+            advice = advice or ". Free memory, raise the memory limit, or shard the state dict over more ranks."
             raise StagingError(
-                f"cannot allocate {self.nbytes:,} bytes for the staging buffer ({error}). Free memory, raise the "
-                f"memory limit, or shard the state dict over more ranks."
+                f"cannot allocate {self.nbytes:,} bytes for the staging buffer ({error}){advice}"
             ) from error
         self._mapping = weakref.ref(self._map)
         keep_from_children(self._map)
@@ -106,11 +102,6 @@ class SharedBuffer:
     def fd(self) -> int:
         """The descriptor of the memory. Raises `OSError` if it has been closed."""
         return self._descriptor.number
-
-    @property
-    def can_be_sent(self) -> bool:
-        """Returns whether the descriptor, which the mapping does not need, is still open."""
-        return self._descriptor.is_ours
 
     def pin(self, device: Device, index: int) -> None:
         """Registers the buffer for copies from a GPU, once, as `pin_if_possible` does. Unregistered before the memory
@@ -139,8 +130,11 @@ class SharedBuffer:
         return self._mapping() is not None and sys.getrefcount(self._mapping()) > own
 
     def fits(self, nbytes: int) -> bool:
-        """Returns whether tensors of ``nbytes`` bytes in all, including alignment, fit into the empty buffer."""
-        return nbytes <= self.nbytes
+        """Returns whether tensors of ``nbytes`` bytes in all, including alignment, fit into the empty buffer.
+
+        False if other code has closed the descriptor, which the mapping does not need: no process could map the buffer.
+        """
+        return nbytes <= self.nbytes and self._descriptor.is_ours
 
     def allocate(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """Returns an uninitialised C-contiguous tensor in the buffer, with a storage of its own.
@@ -298,21 +292,16 @@ def _allocate(fd: int, address: int, nbytes: int, made: Callable[[int], object])
     threads = min(cores(), _MAX_THREADS)
     for start in range(0, nbytes, _STEP):
         length = min(_STEP, nbytes - start)
-        check_headroom(nbytes, allocated=start)
+        check_free_memory(nbytes, allocated=start)
         if threads == 1 and not is_huge:
             _reserve(fd, start, length)
-        _populate(address + start, length, threads)
+        share = -(-length // threads)
+        share = -(-share // _HUGE_PAGE) * _HUGE_PAGE
+        parts = [(address + at, min(share, start + length - at)) for at in range(start, start + length, share)]
+        with suppress(RuntimeError):  # no more threads: a system limit, or the interpreter is shutting down
+            in_threads(lambda part: advise(*part, _MADV_POPULATE_WRITE), parts)
         _reserve(fd, start, length)  # allocates the pages that are still missing, or raises
         made(start + length)
-
-
-def _populate(address: int, nbytes: int, threads: int) -> None:
-    """Asks the kernel to populate a range of memory. Ignores errors."""
-    share = -(-nbytes // threads)
-    share = -(-share // _HUGE_PAGE) * _HUGE_PAGE
-    parts = [(address + start, min(share, nbytes - start)) for start in range(0, nbytes, share)]
-    with suppress(RuntimeError):  # no more threads: a system limit, or the interpreter is shutting down
-        in_threads(lambda part: advise(*part, _MADV_POPULATE_WRITE), parts)
 
 
 def _has_huge_pages() -> bool:
@@ -320,19 +309,16 @@ def _has_huge_pages() -> bool:
 
     ``deny`` and ``force`` apply to all sizes. Since Linux 6.11 each size has its own setting, which may be ``inherit``.
     """
-    common, of_size = (
-        _setting(_HUGE_PAGES / folder / "shmem_enabled") for folder in ("", f"hugepages-{_HUGE_PAGE >> 10}kB")
-    )
+    settings = []
+    for folder in ("", f"hugepages-{_HUGE_PAGE >> 10}kB"):
+        text = ""
+        with suppress(OSError):
+            text = (_HUGE_PAGES / folder / "shmem_enabled").read_text()
+        settings.append(text.partition("[")[2].partition("]")[0])
+    common, of_size = settings
     if common in ("deny", "force"):
         return common == "force"
     return (common if of_size in ("", "inherit") else of_size) in ("always", "within_size", "advise")
-
-
-def _setting(path: Path) -> str:
-    try:
-        return path.read_text().partition("[")[2].partition("]")[0]
-    except OSError:
-        return ""
 
 
 def _reserve(fd: int, start: int, length: int) -> None:

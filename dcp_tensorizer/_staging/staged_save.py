@@ -106,7 +106,7 @@ class StagedSave:
         return self.staged_on is not threading.current_thread()
 
     def drop(self) -> None:
-        """Marks the staged state dict as gone: no save can take it."""
+        """Records that nothing refers to the staged state dict, so that no save can take it."""
         with self._changed:
             self._dropped = True
             self._changed.notify_all()
@@ -168,6 +168,11 @@ class StagedSave:
         return not self.is_interrupted and self._wait_for(StagingState.COPIED, deadline.left)
 
     def _wait_for(self, progress: StagingState, timeout: float | None = None) -> bool:
+        if self.is_interrupted:
+            raise StagingError(
+                "a signal handler has interrupted the staging of a save, and cannot save before it returns. Set a flag "
+                "in the handler, and save after the handler has returned."
+            )
         with self._changed:
             self._is_awaited = True
             self._changed.notify_all()
@@ -312,8 +317,8 @@ class StagedStateDict(dict[str, Any]):
         error = self._take()
         if error is None and self.staged_save.described:
             error = (
-                f"{self.staged_save.described[0]!r} describes which part of a tensor it is, and does not pickle: save "
-                f"it with async_checkpointer_type=AsyncCheckpointerType.THREAD"
+                f"{self.staged_save.described[0]!r} describes which part of a tensor it is, and cannot be pickled. "
+                f"Save it with async_checkpointer_type=AsyncCheckpointerType.THREAD."
             )
         if self.staged_save.buffer is not None:  # torch.multiprocessing moves the tensors to other memory
             self.staged_save.buffer.forget()

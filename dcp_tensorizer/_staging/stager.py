@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .._runtime.gc_pause import collector_paused
+from .._runtime.interpreter import collector_paused
 from .._runtime.ranks import world_size_of_job
 from .._runtime.threads import is_running
 from .._tensor_file.dtypes import is_plain_class

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-from .._runtime.gc_pause import collector_paused
+from .._runtime.interpreter import collector_paused
 from .._runtime.torch_compat import (
     PART_NAMES,
     DTensor,
@@ -38,8 +38,8 @@ from .._tensor_file.dtypes import check_supported, has_memory, is_ordinary, is_p
 from ..errors import StagingError, describe
 
 _OTHER_TENSORS = (
-    "the tensors of the state dict have changed during staging: do not change it before its staging is complete (a "
-    "container or tensor subclass that returns other tensors at each access cannot be saved)"
+    "the tensors of the state dict have changed during staging. Do not change it before staging is complete. A "
+    "container or tensor subclass that returns other tensors at each access cannot be saved."
 )
 _NO_ANSWER = "has attributes that describe which part of a tensor it is, but DCP cannot plan it by them"
 DtypeOf: TypeAlias = Callable[[torch.dtype], torch.dtype]
@@ -54,6 +54,7 @@ class TensorList(list[torch.Tensor]):
     both staged: one of them is in an object, which this rank may write.
 
     Attributes:
+        omitted_keys: The keys of tensors that are not staged.
         structure: The state dict, copied except for its tensors.
         memory: Aliases of the tensors, which refer to the same memory even if training assigns to ``data`` meanwhile.
         in_place: The numbers of the tensors that are written from shared memory without a copy.
@@ -65,14 +66,14 @@ class TensorList(list[torch.Tensor]):
         self.structure: dict[str, Any] = {}
         self.memory: list[torch.Tensor] = []
         self.in_place: set[int] = set()
-        self._omitted_keys = omitted
+        self.omitted_keys = omitted
         self._omitted: dict[str, range] = {}
         self._inner: list[range] = []
         self.described: list[str] = []
 
     def add(self, key: str, tensor: torch.Tensor, shards: Sequence[torch.Tensor] | None = None) -> None:
         """Adds the plain tensors inside a tensor, or inside ``shards`` if the tensor describes its part."""
-        if shards is None and is_plain_class(tensor) and key not in self._omitted_keys:
+        if shards is None and is_plain_class(tensor) and key not in self.omitted_keys:
             check_supported(key, tensor)
             self.append(tensor)
             return
@@ -83,14 +84,9 @@ class TensorList(list[torch.Tensor]):
             self.described.append(key)
         if shards is not None or not (type(tensor) is DTensor and len(self) == first + 1):
             self._inner.append(range(first, len(self)))
-        if key in self._omitted_keys:
+        if key in self.omitted_keys:
             is_staged = key in self._omitted or isinstance(tensor, ShardedTensor)
             self._omitted[key] = range(0) if is_staged else range(first, len(self))
-
-    @property
-    def omits(self) -> bool:
-        """Returns whether there are keys that are not staged."""
-        return bool(self._omitted_keys)
 
     @property
     def omitted(self) -> set[int]:
@@ -153,7 +149,7 @@ def copy_structure(value: Any, key: str, tensors: TensorList) -> Any:
 def copy_items(mapping: Mapping[Any, Any], prefix: str, tensors: TensorList) -> list[tuple[Any, Any]]:
     """Copies the values of a mapping as `copy_structure` does. The keys of its tensors start with ``prefix``."""
     items = []
-    has_plain_rule = not tensors.omits
+    has_plain_rule = not tensors.omitted_keys
     for name, item in mapping.items():
         if has_plain_rule and is_ordinary(item):  # true for nearly all items: every call costs
             tensors.append(item)
@@ -216,7 +212,7 @@ class _Described:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise StagingError(
-            f"{self.key!r} describes which part of a tensor it is: it cannot be pickled or copied once it is staged. "
+            f"{self.key!r} describes which part of a tensor it is, and cannot be pickled or copied once it is staged. "
             f"Put it into a dict or a list, not into a tuple, and use a planner with flatten_state_dict=True."
         )
 
@@ -246,7 +242,7 @@ def _copy_container(value: Any, members: list[Any], key: str) -> Any:
     given = [member for _, member in members] if isinstance(value, dict) else members
     held = list(copied.values() if isinstance(value, dict) else copied)
     if len(held) != len(given) or any(a is not b for a, b in zip(held, given, strict=True)):
-        raise _cannot_be_copied(key, value, "a copy of it does not keep its items")
+        raise _cannot_be_copied(key, value, "a copy of it has other items")
     return copied
 
 
@@ -382,18 +378,15 @@ def fingerprint(value: Any) -> int:
     """
     kind = type(value)
     if isinstance(value, torch.Tensor):
-        return hash((kind, value.shape, value.dtype, _sharding(value), part_described(value)))
+        sharding: object = None
+        if isinstance(value, DTensor):
+            sharding = value.device_mesh, tuple(value.placements)
+        elif isinstance(value, ShardedTensor):
+            shards = (shard.metadata for shard in value.local_shards())
+            sharding = tuple((tuple(shard.shard_offsets), tuple(shard.shard_sizes)) for shard in shards)
+        return hash((kind, value.shape, value.dtype, sharding, part_described(value)))
     if isinstance(value, Mapping):
         return hash((kind, tuple((name, fingerprint(member)) for name, member in value.items())))
     if isinstance(value, list | tuple):
         return hash((kind, tuple(map(fingerprint, value))))
     return hash(kind)
-
-
-def _sharding(tensor: torch.Tensor) -> object:
-    if isinstance(tensor, DTensor):
-        return tensor.device_mesh, tuple(tensor.placements)
-    if isinstance(tensor, ShardedTensor):
-        shards = (shard.metadata for shard in tensor.local_shards())
-        return tuple((tuple(shard.shard_offsets), tuple(shard.shard_sizes)) for shard in shards)
-    return None

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._runtime.gc_pause import collector_paused
+from .._runtime.interpreter import collector_paused
 from .._runtime.threads import in_background
 from .._runtime.torch_compat import copy_all, is_plain
 from .._tensor_file.dtypes import UNCOPYABLE, copyable
@@ -342,7 +342,9 @@ def _gather(batch: Sequence[_Small], buffer: torch.Tensor, stream: SideStream) -
     for slot, (_, _, is_same, staged, source) in zip(slots, batch, strict=True):
         if not is_same:
             stream.copy([slot.view(staged.dtype).view(staged.shape)], [source])
-    stream.copy([_memory(batch[0].staged, total)], [buffer[:total]])
+    # The memory of all staged tensors of the batch, which are adjacent and outlive the copy.
+    memory = (ctypes.c_char * total).from_address(batch[0].staged.data_ptr())
+    stream.copy([torch.frombuffer(memory, dtype=torch.uint8)], [buffer[:total]])
 
 
 def unit_of(dtype: torch.dtype) -> torch.dtype:
@@ -355,13 +357,6 @@ def _flat(plain: torch.Tensor) -> torch.Tensor:
     size 1.
     """
     return plain.as_strided((plain.numel(),), (1,))
-
-
-def _memory(first: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """Returns ``nbytes`` bytes of memory from the start of a staged tensor, across those that follow. Valid while they
-    are.
-    """
-    return torch.frombuffer((ctypes.c_char * nbytes).from_address(first.data_ptr()), dtype=torch.uint8)
 
 
 def _pieces_within(staged: torch.Tensor, source: torch.Tensor, nbytes: int) -> Iterator[Pair]:

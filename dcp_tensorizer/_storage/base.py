@@ -48,7 +48,7 @@ class ReadTuning:
 TIMEOUT = 600.0
 """The default timeout of storage operations, in seconds."""
 
-TAKEN = "it exists already, and must not be replaced"
+TAKEN = "it already exists and must not be replaced"
 
 FileIdentity = tuple[int | str, ...]
 """Identifies a file and its contents. Two files, or two contents of one file, have different identities."""

@@ -22,7 +22,7 @@ from .._runtime.threads import in_threads
 from ..errors import WriteError
 from .base import TAKEN, FileInfo, RangeReader, Sink, Storage
 from .redact import Scrubber
-from .remote import Ranges, RemoteStorage, is_transient, patience_of
+from .remote import Ranges, RemoteStorage, is_transient, silence_timeout
 from .s3 import S3Storage
 from .urls import check_writable, is_in_process, protocols_of
 
@@ -70,7 +70,7 @@ def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: flo
     if protocol in ("gs", "gcs"):
         waits = {"requests_timeout": timeout / 2}  # the duration of a whole request, not of silence
     elif protocol in _AZURE:
-        waits = dict.fromkeys(("connection_timeout", "read_timeout"), math.ceil(patience_of(timeout)))
+        waits = dict.fromkeys(("connection_timeout", "read_timeout"), math.ceil(silence_timeout(timeout)))
     options = {"skip_instance_cache": True} | waits | dict(options)
     if protocol in _AZURE:
         filesystem, root = _shared_filesystem(protocol, url, options)
@@ -239,7 +239,7 @@ class _StreamSink(Sink):
             self._stream = filesystem.open(path, "wb", block_size=2 * self.part_bytes)
 
     def _put_part(self, number: int, data: memoryview) -> None:
-        assert number * self.part_bytes == self.bytes_written, "parts come in order"
+        assert number * self.part_bytes == self.bytes_written, "parts must come in order"
         with self._turn:
             self._stream.write(data)
 

@@ -86,7 +86,18 @@ class LocalStorage(Storage):
         return child
 
     def listing(self) -> tuple[list[FileInfo], list[str]]:
-        return self._found(lambda: list_directory(self._root))
+        files: list[FileInfo] = []
+        folders: list[str] = []
+        for entry in self._found(lambda: _entries(self._root)):
+            if entry.is_dir(follow_symlinks=False):  # a link would show its directory twice
+                folders.append(entry.name)
+                continue
+            with suppress(OSError):  # removed since the listing, or a broken or circular link
+                state = entry.stat()
+                if stat.S_ISREG(state.st_mode):
+                    shared = HardLinks(state.st_dev, state.st_ino, state.st_nlink) if state.st_nlink > 1 else None
+                    files.append(FileInfo(entry.name, state.st_size, state.st_mtime, state.st_ctime, shared))
+        return files, folders
 
     def file_in_place(self) -> bytes | None:
         with suppress(OSError):
@@ -94,7 +105,9 @@ class LocalStorage(Storage):
         return None
 
     def linked_directories(self) -> list[str]:
-        return linked_directories(self._root)
+        here = self.real_path
+        linked = [entry.path for entry in _entries(self._root) if entry.is_symlink() and os.path.isdir(entry.path)]
+        return [os.path.basename(path) for path in linked if os.path.dirname(os.path.realpath(path)) != here]
 
     def make_directory(self) -> None:
         try:
@@ -134,7 +147,7 @@ class LocalStorage(Storage):
         with suppress(FileNotFoundError):
             _check_kind(self._root / file.name)  # a rename would replace it
         if self._is_given_up:
-            raise TimeoutError(errno.ETIMEDOUT, "it has taken too long")
+            raise TimeoutError(errno.ETIMEDOUT, "the save timed out")
         if replace or not _link(self._root / file.token, self._root / file.name):
             os.replace(self._root / file.token, self._root / file.name)
 
@@ -168,7 +181,7 @@ class LocalStorage(Storage):
             with suppress(FileNotFoundError):
                 _check_kind(self._root / name)  # a rename would replace it
             if self._is_given_up:
-                raise TimeoutError(errno.ETIMEDOUT, "it has taken too long")
+                raise TimeoutError(errno.ETIMEDOUT, "the save timed out")
             self._rename(temporary, name, data, replace)
         except OSError as error:
             raise Refused(f"cannot write {self._root / name}: {error}") from error
@@ -188,14 +201,19 @@ class LocalStorage(Storage):
             return super().put_if(
                 name, None, data, sync=sync, save_id=save_id
             )  # atomic, because link() fails if the name exists
+        path = self._root / name
         try:
-            file = _open_to_lock(self._root / name)
+            _check_kind(path)
+            try:
+                file: BinaryIO = path.open("r+b")  # network mounts lock only files that are open for writing
+            except PermissionError:  # the file belongs to another user of a shared folder
+                file = path.open("rb")
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
-            raise ReadError(f"cannot read {self._root / name}: {error}") from error
+            raise ReadError(f"cannot read {path}: {error}") from error
         with file:
-            _lock_file(file.fileno(), self._root / name)
+            _lock_file(file.fileno(), path)
             # Read by name, not from this descriptor: the previous holder of the lock may have replaced the file.
             return super().put_if(name, expected, data, sync=sync, save_id=save_id)
 
@@ -433,15 +451,6 @@ def _link(source: Path, target: Path) -> bool:
     return False
 
 
-def _open_to_lock(path: Path) -> BinaryIO:
-    """Opens a file to lock it. Network mounts lock only files that are open for writing."""
-    _check_kind(path)
-    try:
-        return path.open("r+b")
-    except PermissionError:  # the file belongs to another user of a shared folder
-        return path.open("rb")
-
-
 def _lock_file(descriptor: int, path: Path) -> None:
     """Locks a file until it is closed. On a file system without locks, does nothing.
 
@@ -591,31 +600,6 @@ def _is_linked(target: Path, identity: FileIdentity) -> bool:
             return True
     target.unlink(missing_ok=True)
     return False
-
-
-# --- listings ---------------------------------------------------------------------------------------------------------
-
-
-def list_directory(folder: Path) -> tuple[list[FileInfo], list[str]]:
-    """Lists a folder's files and directories; see `Storage.listing`."""
-    files, folders = [], []
-    for entry in _entries(folder):
-        if entry.is_dir(follow_symlinks=False):  # a link would show its directory twice
-            folders.append(entry.name)
-            continue
-        with suppress(OSError):  # removed since the listing, or a broken or circular link
-            state = entry.stat()
-            if stat.S_ISREG(state.st_mode):
-                shared = HardLinks(state.st_dev, state.st_ino, state.st_nlink) if state.st_nlink > 1 else None
-                files.append(FileInfo(entry.name, state.st_size, state.st_mtime, state.st_ctime, shared))
-    return files, folders
-
-
-def linked_directories(folder: Path) -> list[str]:
-    """Returns the names of links to directories elsewhere; see `Storage.linked_directories`."""
-    here = os.path.realpath(folder)
-    linked = [entry.path for entry in _entries(folder) if entry.is_symlink() and os.path.isdir(entry.path)]
-    return [os.path.basename(path) for path in linked if os.path.dirname(os.path.realpath(path)) != here]
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from .._runtime.direct_memory import direct_memory
-from .._runtime.forks import free_in_child, too_large, too_many
+from .._runtime.forks import free_in_child, limit_advice
 from .._runtime.process_context import current_umask
 from .base import MemoryReader, RangeReader, Sink, rest_of
 
@@ -288,10 +288,8 @@ def new_file(path: Path, umask: int | None = None) -> int:
 
 def explained(error: OSError) -> OSError:
     """Adds a remedy to errors of permissions and limits; to a permission error, also the owner of the folder."""
-    if error.errno == errno.EFBIG:
-        return OSError(error.errno, f"{os.strerror(error.errno)}: {too_large()}")
-    if (words := too_many(error)) is not None:
-        return OSError(error.errno, words)
+    if advice := limit_advice(error):
+        return OSError(error.errno, f"{os.strerror(error.errno or 0)}{advice}")
     if not isinstance(error, PermissionError) or not error.filename:
         return error
     path = Path(os.fsdecode(error.filename))

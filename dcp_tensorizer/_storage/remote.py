@@ -193,7 +193,7 @@ _ERRNO = {
 _NAMES = {"ClientConnectionError", "ClientPayloadError", "ServiceRequestError", "ServiceResponseError", "SSHException"}
 
 
-def patience_of(timeout: float) -> float:
+def silence_timeout(timeout: float) -> float:
     """Returns the seconds of silence after which one attempt of an operation with this timeout times out."""
     return timeout / _SILENCES
 
@@ -259,7 +259,7 @@ class Retries:
 
         Ends when another attempt at a silent server could exceed the timeout.
         """
-        end = self.clock() + self.timeout - patience_of(self.timeout)
+        end = self.clock() + self.timeout - silence_timeout(self.timeout)
         longest, made = self.first_wait, 1
         while made < self.attempts:
             wait = min(_LONGEST_WAIT, longest) * random.uniform(0.5, 1.0)

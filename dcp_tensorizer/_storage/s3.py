@@ -38,7 +38,7 @@ from .base import (
     Storage,
     rest_of,
 )
-from .remote import RemoteStorage, Retries, is_transient, patience_of
+from .remote import RemoteStorage, Retries, is_transient, silence_timeout
 
 # --- the client: botocore's, whose errors become built-in ones --------------------------------------------------------
 #
@@ -87,10 +87,10 @@ class S3Client:
 
     def __init__(self, filesystem: Any, timeout: float) -> None:
         self._filesystem = filesystem
-        patience = patience_of(timeout)
+        silence = silence_timeout(timeout)
         self._waiting = {
-            "connect_timeout": patience,  # botocore also applies this to sending a piece of a body
-            "read_timeout": patience,
+            "connect_timeout": silence,  # botocore also applies this to sending a piece of a body
+            "read_timeout": silence,
         }
         chosen: dict[str, Any] = {"mode": "standard"} | dict(filesystem.config_kwargs.get("retries") or {})
         repeats = chosen.pop("max_attempts", None)  # botocore's older option: the attempts after the first
@@ -341,7 +341,7 @@ class S3Storage(RemoteStorage):
             return self.create_upload(name, save_id)
 
         try:
-            answer = self.patiently(begin)
+            answer = self.call_until_timeout(begin)
         except OSError:
             self.abort_uploads(name)  # a lost answer may have created one
             raise
@@ -379,7 +379,7 @@ class S3Storage(RemoteStorage):
         listed = [{"PartNumber": number, **part} for number, part in sorted(parts.items())]
         whole = {"MultipartUpload": {"Parts": listed}, "UploadId": upload}
         try:
-            self.patiently(lambda: self.once("complete_multipart_upload", name, **whole))
+            self.call_until_timeout(lambda: self.once("complete_multipart_upload", name, **whole))
         except OSError:
             # If the answer to the first request was lost, the retry finds no upload: the first request completed it.
             # Check the owner, because the upload is also gone if another job has aborted it and put its own object.
@@ -460,7 +460,7 @@ class S3Storage(RemoteStorage):
         """Like `call`, without retries."""
         return self._client.call(operation, Bucket=self.bucket, Key=self._full(name), **arguments)
 
-    def patiently(self, request: Callable[[], _T]) -> _T:
+    def call_until_timeout(self, request: Callable[[], _T]) -> _T:
         """Retries a request for a data file (`once`) until the timeout, and returns its result.
 
         With six attempts, one of eight parts in progress, and the save with it, would fail in half of all outages of
@@ -557,7 +557,7 @@ class S3Reader(RangeReader):
                 raise _BrokenOff("the connection broke repeatedly")
 
         if offset < stop:
-            self._storage.patiently(receive_rest)
+            self._storage.call_until_timeout(receive_rest)
 
     def read(self, most: int | None) -> bytes:
         """Reads the whole object, or at most its first ``most`` bytes."""
@@ -642,7 +642,7 @@ class _S3Sink(Sink):
         self._beginnings = 0
         self.part_bytes = storage.granule_of(nbytes)
         if nbytes > self.part_bytes and not shared:
-            self._upload = in_background(functools.partial(storage.patiently, self._begin))
+            self._upload = in_background(functools.partial(storage.call_until_timeout, self._begin))
 
     def _begin(self) -> dict[str, Any]:
         if not self._is_open:  # `_abort` has been called, and waits for this thread
@@ -655,10 +655,10 @@ class _S3Sink(Sink):
         if self._shared and data.nbytes != nbytes:
             raise OSError(f"part {number} has {nbytes:,} bytes, got {data.nbytes:,}")
         if self._upload is None and not self._shared:
-            storage.patiently(lambda: storage.send("put_object", self._name, data))
+            storage.call_until_timeout(lambda: storage.send("put_object", self._name, data))
         else:
             part = {"PartNumber": number + 1, **self._id()}
-            answer = storage.patiently(lambda: storage.send("upload_part", self._name, data, **part))
+            answer = storage.call_until_timeout(lambda: storage.send("upload_part", self._name, data, **part))
             self.parts[number + 1] = storage.part(answer)
 
     def _complete(self) -> None:

@@ -19,7 +19,7 @@ from paramiko.sftp import CMD_EXTENDED, CMD_READ, CMD_STATUS, CMD_VERSION, int64
 from .._runtime.forks import Finalizer, free_in_child, in_child
 from ..errors import WriteError
 from .base import TAKEN, FileInfo, RangeReader, Sink, temporary_file_name
-from .remote import Ranges, RemoteStorage, Retries, is_transient, patience_of
+from .remote import Ranges, RemoteStorage, Retries, is_transient, silence_timeout
 
 
 class SftpStorage(RemoteStorage):
@@ -241,9 +241,9 @@ class SftpClient:
     """
 
     def __init__(self, address: str, options: Mapping[str, Any], timeout: float) -> None:
-        self._patience = patience_of(timeout)
+        self._silence_timeout = silence_timeout(timeout)
         self.retries = Retries(timeout)
-        waits = dict.fromkeys(("timeout", "banner_timeout", "auth_timeout"), self._patience)
+        waits = dict.fromkeys(("timeout", "banner_timeout", "auth_timeout"), self._silence_timeout)
         self._options = waits | _of_address(address) | {k: v for k, v in options.items() if k not in _FOR_FSSPEC}
         self._policy = self._options.pop("host_key_policy", "auto_add")
         self._lock = free_in_child(threading.Lock())
@@ -275,7 +275,11 @@ class SftpClient:
 
         Raises `EOFError` at the end of a file, and `OSError` for all other errors.
         """
-        return self.retries.call(lambda: self.attempt(use), _is_transient)
+
+        def may_succeed(error: Exception) -> bool:
+            return is_transient(error) and not isinstance(error, EOFError)  # which is a file's end
+
+        return self.retries.call(lambda: self.attempt(use), may_succeed)
 
     def attempt(self, use: Callable[[Any], _T]) -> _T:
         """Like `call`, without retries."""
@@ -339,7 +343,7 @@ class SftpClient:
             transport.set_keepalive(_KEEPALIVE)
             # paramiko sends without a timeout. Some systems can set one on the socket.
             if isinstance(transport.sock, socket.socket) and hasattr(socket, "TCP_USER_TIMEOUT"):
-                milliseconds = max(1, int(1000 * self._patience))
+                milliseconds = max(1, int(1000 * self._silence_timeout))
                 transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         except Exception as error:
             transport = connection.get_transport()
@@ -365,17 +369,17 @@ class SftpClient:
             silent.set()
             connection.close()  # nothing else interrupts the wait for the subsystem
 
-        timer = threading.Timer(self._patience, give_up)
+        timer = threading.Timer(self._silence_timeout, give_up)
         timer.daemon = True
         timer.start()
         try:
-            channel = connection.get_transport().open_session(timeout=self._patience)
-            channel.settimeout(self._patience)
+            channel = connection.get_transport().open_session(timeout=self._silence_timeout)
+            channel.settimeout(self._silence_timeout)
             channel.invoke_subsystem("sftp")
             return _Channel(channel)
         except Exception:
             if silent.is_set():
-                raise TimeoutError(f"the server has been silent for {self._patience:g} s") from None
+                raise TimeoutError(f"the server has been silent for {self._silence_timeout:g} s") from None
             raise
         finally:
             timer.cancel()
@@ -473,10 +477,6 @@ def _policy(wanted: Any) -> Any:
 def _is_active(connection: Any) -> bool:
     transport = connection and connection.get_transport()
     return bool(transport and transport.is_active())
-
-
-def _is_transient(error: Exception) -> bool:
-    return is_transient(error) and not isinstance(error, EOFError)  # a file's end
 
 
 def _translated(error: Exception, connection: Any) -> Exception:

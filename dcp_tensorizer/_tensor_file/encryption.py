@@ -71,10 +71,6 @@ class Cipher:
         nonce, block = self.new_nonce(), memoryview(bytearray(_CHECK_BYTES))
         return nonce + self.encrypt(block, block, nonce, 0) + bytes(block)
 
-    def record(self) -> dict[str, Any]:
-        """Returns the description of this key for ``.metadata``."""
-        return {"derivation": self.derivation and tuple(self.derivation), "check": self.check_value()}
-
     def sign(self, fingerprint: bytes) -> bytes:
         """Returns the MAC of an index's fingerprint: keyed BLAKE2b, with a key derived for this purpose only."""
         key = hashlib.blake2b(key=self.key, person=b"dcptzr.index.key").digest()
@@ -178,9 +174,8 @@ def unlock(
         raise DecryptionError(
             f"{path} is not encrypted, but a key was given. Leave the key out, or load another checkpoint"
         )
-    derivation = None if record["derivation"] is None else Derivation(*record["derivation"])
     try:
-        cipher = _decryption_cipher(params, derivation)
+        cipher = _decryption_cipher(params, record["derivation"])
     except DecryptionError as error:
         raise DecryptionError(f"{path} {error}") from None
     if not cipher.opens(record["check"]):

@@ -193,7 +193,12 @@ def _describe_elements(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple
     """Returns the encoded dtype and shape, and the lowest data versions of this entry and of its file."""
     least = LONG if any(extent >> 32 for extent in shape) else _PLAIN
     packed = struct.pack(f"<B{len(shape)}{'Q' if least == LONG else 'I'}", len(shape), *shape)
-    name = _dtype_name(dtype, shape, nbytes)
+    if dtype in _NUMPY:
+        name = np.dtype(dtype).str.encode()
+    else:  # an opaque dtype of numpy's, followed by torch's name
+        count = math.prod(shape)
+        itemsize = nbytes // count if count else _ITEMSIZE.get(dtype, 1)
+        name = f"{'|' if itemsize == 1 else '<'}V{itemsize}\0torch.{dtype}".encode()
     return bytes((len(name),)) + name + packed, least, max(least, _OPAQUE if b"\0" in name else _PLAIN)
 
 
@@ -230,15 +235,3 @@ def _crypt_info(derivation: Derivation | None, nbytes: int, block: int) -> bytes
         sections.insert(0, _PASSPHRASE.pack(_DERIVED, _BY_PWHASH, *costs, len(salt)) + salt)
     body = struct.pack("<H", len(sections)) + b"".join(_LENGTH.pack(len(part)) + part for part in sections)
     return _LENGTH.pack(len(body)) + body
-
-
-def _dtype_name(name: str, shape: tuple[int, ...], nbytes: int) -> bytes:
-    """Returns a dtype as tensorizer stores it: numpy's name, or an opaque name with torch's if numpy lacks the dtype.
-
-    For dtypes that are not listed here, the element size is derived from ``nbytes``.
-    """
-    count = math.prod(shape)
-    if name in _NUMPY:
-        return np.dtype(name).str.encode()
-    itemsize = nbytes // count if count else _ITEMSIZE.get(name, 1)
-    return f"{'|' if itemsize == 1 else '<'}V{itemsize}\0torch.{name}".encode()

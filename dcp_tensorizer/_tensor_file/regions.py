@@ -87,7 +87,10 @@ def overlapping_pair(starts: Integers, stops: Integers) -> tuple[int, int] | Non
         MetadataError: more than `_MOST_SIDE_BY_SIDE` chunks, neither a grid nor in C order, would have to be compared
             with one chunk.
     """
-    if len(starts) < 2 or _is_grid(starts, stops) or _are_in_order(starts, stops):
+    if len(starts) < 2 or _is_grid(starts, stops):
+        return None
+    in_order = sorted(zip(starts.tolist(), (stops - 1).tolist(), strict=True))
+    if all(last < first for (_, last), (first, _) in itertools.pairwise(in_order)):
         return None
     if not starts.shape[1]:
         return 0, 1
@@ -114,12 +117,6 @@ def _is_grid(starts: Integers, stops: Integers) -> bool:
             return False
     cells = starts[(starts < stops).all(axis=1)]  # empty chunks may share a corner
     return len(set(map(tuple, cells.tolist()))) == len(cells)
-
-
-def _are_in_order(starts: Integers, stops: Integers) -> bool:
-    """Returns whether each chunk ends before the next one starts, in C order."""
-    chunks = sorted(zip(starts.tolist(), (stops - 1).tolist(), strict=True))
-    return all(last < first for (_, last), (first, _) in itertools.pairwise(chunks))
 
 
 def regions_of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Region]:

@@ -1,6 +1,8 @@
 """Flushes a local folder to the remote in the order of its saves, of each save the files first, then the metadata.
 
-All state is in the records, so that another process can continue if this one dies.
+The states of saves are in the records, so that another process can continue if this one dies. If the local disk refuses
+a new state, this process alone knows it. The next process then repeats the step, which changes nothing on a remote that
+has the files already.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from .._index.schema import Head
 from .._runtime.direct_memory import direct_memory
 from .._runtime.forks import free_in_child
 from .._runtime.process_context import environment
-from .._runtime.threads import Patience, in_threads
+from .._runtime.threads import ProgressTimeout, in_threads
 from .._storage.base import Refused, Sink, Storage, temporary_file_name
 from .._storage.lease import read_lease
 from .._storage.local import LocalStorage
@@ -52,8 +54,8 @@ class Flusher:
         self._gate = gate
         self._queue = Queue(target.folder())
         self._missing: dict[str, set[str]] = {}  # for each commit, the files that were missing on the remote
-        self._waits: dict[str, Patience] = {}  # for each commit, the timeout of missing files
-        self._failing: dict[str, Patience] = {}  # for each record, the timeout of unreadable local files
+        self._waits: dict[str, ProgressTimeout] = {}  # for each commit, the timeout of missing files
+        self._failing: dict[str, ProgressTimeout] = {}  # for each record, the timeout of unreadable local files
         self._wait = _FIRST_WAIT
         self._root: Storage | None = None
         self._environment: dict[str, str] = {}  # the environment in which the remote was opened
@@ -70,12 +72,12 @@ class Flusher:
         is_damaged = self._lose_unreadable()
         before = self._open()
         for entry, record in before:
-            if entry.state == UNFLUSHED and self._is_turn_of(entry, record):
+            if entry.state == UNFLUSHED and not self._is_held_back(entry, record):
                 self._try(self._send, entry, record)
                 self._commit_sent()
         self._commit_sent()
         left = self._open()
-        if not left and not is_damaged:
+        if self._queue.retry() and not left and not is_damaged:
             self._root = None
             return None
         is_same = [entry.name for entry, _ in left] == [entry.name for entry, _ in before]
@@ -98,26 +100,23 @@ class Flusher:
                     is_damaged = True
         return is_damaged
 
-    def _is_turn_of(self, entry: FlushEntry, record: FlushRecord) -> bool:
-        """Returns whether a part may be sent: no earlier save is still expected on the remote.
+    def _is_held_back(self, entry: FlushEntry, record: FlushRecord) -> bool:
+        """Returns whether a part must not be sent yet, because this node expects an earlier save on the remote.
 
         A part that is sent too early could take the space that earlier saves need. Then none could ever be committed.
         """
-        before = [(e, r) for e, r in self._open() if e.number < entry.number]
-        return not any(
-            (other.place != record.place or other.rank == record.rank) and self._is_awaited(e, other)
-            for e, other in before
-        )
-
-    def _is_awaited(self, entry: FlushEntry, record: FlushRecord) -> bool:
-        """Returns whether this node expects the checkpoint of a part on the remote."""
-        if record.commit is not None:
-            return True
-        committed = self._committed_here(record)
-        if committed is not None:
-            return committed[0].state in OPEN
-        # The coordinator is on another node, and this node does not learn if it gives up the save.
-        return self._queue.is_confirmed(entry) and time.time() - entry.changed <= self.target.timeout
+        for other, earlier in self._open():
+            if other.number >= entry.number or (earlier.subpath == record.subpath and earlier.rank != record.rank):
+                continue
+            committed = (other, earlier) if earlier.commit is not None else self._committed_here(earlier)
+            if committed is not None:
+                is_expected = committed[0].state in OPEN
+            else:  # the coordinator is on another node, and this node does not learn if it gives up the save
+                is_recent = time.time() - other.changed <= self.target.timeout
+                is_expected = is_recent and self._queue.is_confirmed(other)
+            if is_expected:
+                return True
+        return False
 
     def _try(self, operation: Callable[..., object], entry: FlushEntry, *details: object) -> None:
         """Runs an operation on a record, unless another process has locked the record. Records failures for a retry."""
@@ -135,16 +134,15 @@ class Flusher:
 
     def _send(self, entry: FlushEntry, record: FlushRecord) -> None:
         self._gate()
-        is_first = self._queue.trouble(entry) is None
-        if not is_first and self._ends_with_its_save(entry, record):
+        if self._ends_with_its_save(entry, record):
             return
-        remote, local = self._remote(record.place), LocalStorage(self.target.folder(record.place))
+        remote, local = self._remote(record.subpath), LocalStorage(self.target.folder(record.subpath))
         remote.make_directory()
         files = record.files
-        self._queue.set_trouble(entry, "")
-        if is_first and self._queue.is_writable:
+        is_first = self._queue.trouble(entry) is None
+        if self._queue.set_trouble(entry, "") and is_first:
             missing = set(files)
-        else:  # an earlier attempt has failed, or might have left no record
+        else:  # an earlier attempt has failed, or the disk has refused the record of it
             missing = missing_files(remote, files, files)
             discard(remote, *missing)
         gone = {name for name in missing if local.head(name) != files[name]}
@@ -168,9 +166,8 @@ class Flusher:
         self._queue.set_trouble(entry, None)
 
     def _is_hopeless(self, entry: FlushEntry) -> bool:
-        """Returns whether to give up unreadable local files: after the timeout, or at once if the disk is read-only."""
-        is_over = self._failing.setdefault(entry.stem, self.target.patience()).is_over()
-        return is_over or not self._queue.is_writable
+        """Returns whether to give up unreadable local files, which is after the timeout."""
+        return self._failing.setdefault(entry.stem, self.target.progress_timeout()).is_over()
 
     def _reporting(self, entry: FlushEntry) -> Callable[[], None]:
         """Returns the gate, which also records progress."""
@@ -197,23 +194,23 @@ class Flusher:
                     self._try(self._commit, entry, record, commit)
                 is_next = is_next and self._queue.state(entry) not in OPEN
             elif entry.state == SENT:
-                self._try(self._look, entry, record)
+                self._try(self._check_arrival, entry, record)
 
     def _commit(self, entry: FlushEntry, record: FlushRecord, commit: Commit) -> None:
-        remote = self._remote(record.place)
+        remote = self._remote(record.subpath)
         # If a check below raises, the next attempt starts with a new timeout.
-        patience = self._waits.pop(entry.stem, None) or self.target.patience()
+        timeout = self._waits.pop(entry.stem, None) or self.target.progress_timeout()
         before = self._missing.get(entry.stem, set(commit.files))
         missing = missing_files(remote, before, commit.files)
         if len(missing) < len(before):
-            patience.renew()
+            timeout.renew()
             self._queue.progress(entry)
         if not missing and len(before) < len(commit.files):  # files that were found long ago may be missing now
             missing = missing_files(remote, commit.files, commit.files)
         self._missing[entry.stem] = missing
         if missing:
-            self._waits[entry.stem] = patience
-            if patience.is_over():
+            self._waits[entry.stem] = timeout
+            if timeout.is_over():
                 ranks = sorted({data_file_rank(name) for name in missing})
                 reason = (
                     f"data of rank {listed_ranks(ranks)} has not arrived for {self.target.timeout:g} s ({min(missing)})"
@@ -235,7 +232,7 @@ class Flusher:
             return
         if replaced is None:  # a process that has died since has committed it
             # The files of earlier saves from this folder whose metadata had the same path.
-            earlier = [r for e, r in self._queue.records() if e.number < entry.number and r.place == record.place]
+            earlier = [r for e, r in self._queue.records() if e.number < entry.number and r.subpath == record.subpath]
             commits = [r.commit for r in earlier if r.commit is not None and r.commit.name == commit.name]
             replaced = {name for other in commits for name in other.files} - set(commit.files)
         with suppress(OSError):  # files that cannot be removed only take space
@@ -246,16 +243,22 @@ class Flusher:
     def _check_owner(self) -> None:
         """Checks that no other run has taken the lease of the remote folder.
 
-        Raises `Superseded` if a run that does not save to this local folder has the lease, and `ReadError` if the lease
-        cannot be read.
+        Raises `Superseded` if a run that does not save to this local folder has the lease, and `Refused` or `ReadError`
+        if that is unknown.
         """
         for name, runs in self._queue.runs().items():
             lease = read_lease(self._remote(""), name)
-            if lease is not None and lease.id not in runs:
-                raise Superseded(
-                    f"{self.target.name} now belongs to another run, which does not save to {self.target.local}: "
-                    f"process {lease.process} on host {lease.host} took its lease at {lease.claimed_at}"
+            if lease is None or lease.id in runs:
+                continue
+            who = f"process {lease.process} on host {lease.host} took its lease at {lease.claimed_at}"
+            if not self._queue.is_writable:
+                raise Refused(
+                    f"{self.target.name} now belongs to another run, and {self._queue.folder} cannot be written, so it "
+                    f"is unknown whether that run saves there: {who}"
                 )
+            raise Superseded(
+                f"{self.target.name} now belongs to another run, which does not save to {self.target.local}: {who}"
+            )
 
     def _index(self, entry: FlushEntry) -> bytes | None:
         """Reads the metadata of a checkpoint. If it is lost, returns None. If a retry may help, raises `ReadError`."""
@@ -270,18 +273,20 @@ class Flusher:
             return None
         return index
 
-    def _look(self, entry: FlushEntry, record: FlushRecord) -> None:
+    def _check_arrival(self, entry: FlushEntry, record: FlushRecord) -> None:
         """Checks whether a rank's files are part of a checkpoint on the remote."""
         committed = self._committed_here(record)
         if committed is None:  # the coordinator is on another node
             # Find later saves before reading the metadata, because that of a later save does not name these files.
-            later = self._passed_over_by(entry)
-            named = named_files(self._remote(record.place), metadata_file_name())
+            # Those of any rank, because a job may resume with fewer ranks. A very recent save is given time.
+            is_recent = time.time() - entry.changed <= self.target.timeout / 10
+            later = [r for e, r in self._queue.records({REMOTE}) if e.number > entry.number and not is_recent]
+            named = named_files(self._remote(record.subpath), metadata_file_name())
             if not named & set(record.files):
                 if later:
                     # Only the saves of one writer are ordered. The files of other writers may still be needed.
                     if record.writer and any(other.writer == record.writer for other in later):
-                        discard(self._remote(record.place), *record.files)
+                        discard(self._remote(record.subpath), *record.files)
                     drop(self._queue, entry, record)
                 return
         else:
@@ -306,29 +311,19 @@ class Flusher:
                 return entry, other
         return None
 
-    def _passed_over_by(self, entry: FlushEntry) -> list[FlushRecord]:
-        """Returns the later saves from this folder that are on the remote, unless this save is very recent.
-
-        Includes saves of any rank, because a job may resume with fewer ranks.
-        """
-        if time.time() - entry.changed <= self.target.timeout / 10:
-            return []
-        arrived = self._queue.records({REMOTE})
-        return [r for e, r in arrived if e.number > entry.number]
-
     def _give_up(self, entry: FlushEntry, record: FlushRecord, reason: str) -> None:
         """Gives up a save or a rank's part, and removes the files on this node and on the remote."""
         files = record.files if record.commit is None else record.commit.files
         self._queue.give_up(entry, record, reason)
         with suppress(OSError, CheckpointError):
-            discard(self._remote(record.place), *files)
+            discard(self._remote(record.subpath), *files)
         drop(self._queue, entry, record, forget=False)
 
-    def _remote(self, place: str) -> Storage:
+    def _remote(self, subpath: str) -> Storage:
         now = environment()
         if self._root is None or now != self._environment:
             self._root, self._environment = self.target.open(), now
-        return below(self._root, place)
+        return below(self._root, subpath)
 
 
 # --- copying a file to the remote -------------------------------------------------------------------------------------
@@ -427,21 +422,21 @@ def arrive(queue: Queue, entry: FlushEntry, record: FlushRecord, named: set[str]
     files of the checkpoint on the remote.
     """
     done = queue.records({REMOTE})
-    _, kept = max([(entry.number, record.place), *((e.number, r.place) for e, r in done)])
+    _, kept = max([(entry.number, record.subpath), *((e.number, r.subpath) for e, r in done)])
     for other, of_other in done:
         files = of_other.files if of_other.commit is None else of_other.commit.files
         is_before = other.number < entry.number and _metadata_of(of_other) == _metadata_of(record)
         is_replaced = is_before and not named & set(files)
-        if of_other.place != kept or is_replaced:
+        if of_other.subpath != kept or is_replaced:
             drop(queue, other, of_other, forget=_is_old(other))
-    if record.place != kept:
+    if record.subpath != kept:
         drop(queue, entry, record, forget=False)
     queue.move(entry, REMOTE)
 
 
 def _metadata_of(record: FlushRecord) -> tuple[str, str]:
     """Returns the folder and the name of a save's metadata. A save replaces an earlier one if both are equal."""
-    return record.place, metadata_file_name() if record.commit is None else record.commit.name
+    return record.subpath, metadata_file_name() if record.commit is None else record.commit.name
 
 
 def _is_old(entry: FlushEntry) -> bool:
@@ -452,7 +447,7 @@ def free(queue: Queue) -> bool:
     """Frees space: removes the local copies of all saves that are on the remote; returns whether there were any."""
 
     def is_here(record: FlushRecord) -> bool:
-        return any((queue.root / record.place / name).exists() for name in record.files)
+        return any((queue.root / record.subpath / name).exists() for name in record.files)
 
     dropped = [drop(queue, e, r, forget=_is_old(e)) for e, r in queue.records({REMOTE}) if is_here(r)]
     return any(dropped)
@@ -460,7 +455,7 @@ def free(queue: Queue) -> bool:
 
 def drop(queue: Queue, entry: FlushEntry, record: FlushRecord, *, forget: bool = True) -> bool:
     """Unless a load is reading them, removes a rank's local files, and then their record; returns whether it did."""
-    folder = queue.root / record.place
+    folder = queue.root / record.subpath
     local = LocalStorage(folder)
     if not folder.is_dir():
         if forget:
@@ -511,7 +506,7 @@ def undo(writing: Writing) -> None:
 
 def _remove_written(queue: Queue, record: FlushRecord) -> None:
     """Removes the files of an unfinished save. If the folder is then empty and unused, removes it."""
-    local = LocalStorage(queue.root / record.place)
+    local = LocalStorage(queue.root / record.subpath)
     with suppress(CheckpointError, OSError):
         names = [file.name for file in local.listing()[0]]
         local.remove(*(n for n in names if n.startswith(f"__{record.rank}_") and n.endswith(f"_{record.id}.tensors")))
@@ -604,10 +599,13 @@ def publish(
 def is_superseded(remote: Storage, index: bytes, name: str) -> bool:
     """Returns whether the remote has metadata of this name that was saved later than ``index``.
 
-    Raises `MetadataError` if ``index`` is damaged, and `ReadError` if the remote cannot be read.
+    If the remote cannot be read, returns False. Raises `MetadataError` if ``index`` is damaged.
     """
-    there = _committed(remote, name)
-    return there is not None and _is_later(there.head, read_head(index, name), ())
+    own = read_head(index, name)
+    with suppress(ReadError):
+        there = _committed(remote, name)
+        return there is not None and _is_later(there.head, own, ())
+    return False
 
 
 def _is_later(there: Head, own: Head, earlier: Container[str]) -> bool:

@@ -3,22 +3,16 @@
 Every rank of a node has a record for each of its saves, in one folder beside the checkpoints. The contents of a record
 never change. Its state is part of the file's name, and changes by renaming. So each step is atomic, and if a process
 dies, the next one finds the last state.
-
-A disk may refuse changes while its checkpoints can still be read. Then new states are written to another folder
-("aside") in the memory of this machine, which all of its processes can read.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
 import re
-import stat
-import tempfile
 import time
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -41,13 +35,6 @@ _ENTRY = re.compile(rf"(\d+)-(\d+)-([0-9a-f]{{32}})\.({'|'.join(_ORDER)})")
 _RUN = re.compile(r"([0-9a-f]{32})(\..*\.claim)")  # the id of a run that saves here, and the name of its lease's file
 _TEMPORARY_SECONDS = 3600.0  # the age of abandoned temporary files: writing a record takes milliseconds
 _ALIVE = ".writer"
-_TRIES = 100  # attempts to list records while others rename them
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_MEMORY = ("/dev/shm",)  # preferred, because the folder of temporary files may be on the same disk
-
-
-class _Moved(Exception):
-    """A record was renamed while the folder was listed."""
 
 
 class Commit(msgspec.Struct, frozen=True):
@@ -58,11 +45,11 @@ class Commit(msgspec.Struct, frozen=True):
     overwrite: bool  # a checkpoint on the remote may be replaced
 
 
-class FlushRecord(msgspec.Struct, frozen=True):
+class FlushRecord(msgspec.Struct, frozen=True, rename={"subpath": "place"}):
     """One rank's part of one save."""
 
     remote: str  # the remote folder, without credentials
-    place: str  # the path of the checkpoint, relative to both folders
+    subpath: str  # the path of the checkpoint, relative to both folders, with slashes; empty for the folders themselves
     rank: int
     id: str  # the id of the rank's save, which is part of its file names
     writer: str = ""  # the id of the writer, whose saves are committed in order
@@ -94,60 +81,83 @@ class FlushEntry(NamedTuple):
 class Queue:
     """The records of a local folder, which several processes may use at once.
 
-    ``is_writable`` is False if the disk refused the last change of a record, except because it was full.
+    If the disk refuses a new state of a record, only this object knows that state, until `retry` has recorded it. All
+    other processes see the recorded state, and repeat the step.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.folder = root / FOLDER
-        self.is_writable = True
         self._storage = LocalStorage(self.folder)
         self._records: dict[str, FlushRecord] = {}
+        self._refused: dict[str, tuple[FlushEntry, FlushRecord]] = {}  # by stem
+
+    @property
+    def is_writable(self) -> bool:
+        """Returns False if the disk refuses changes of the folder: it is read-only or broken, but not just full."""
+        try:
+            os.utime(self.folder)
+        except OSError as error:
+            return error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return True
 
     def entries(self) -> list[FlushEntry]:
-        """Returns all records, in the order of their saves. If a record is being renamed, uses the later state."""
-        for _ in range(_TRIES):
-            with suppress(_Moved):
-                return self._listed()
-        raise ReadError(f"cannot list {self.folder}: its records change too fast")
+        """Returns all records, in the order of their saves. If a record is being renamed, uses the later state.
 
-    def _listed(self) -> list[FlushEntry]:
+        Raises `ReadError` if the folder cannot be read.
+        """
         latest: dict[str, FlushEntry] = {}
+        for match in map(_ENTRY.fullmatch, self._names()):
+            if match is None:
+                continue
+            entry = FlushEntry(int(match[1]), int(match[2]), match[3], match[4], time.time())
+            try:
+                entry = entry._replace(changed=os.stat(self.folder / entry.name).st_mtime)
+            except FileNotFoundError:  # another process has just renamed or removed it
+                if (state := self.state(entry)) is None:
+                    continue
+                entry = entry._replace(state=state)
+            except OSError as error:
+                raise ReadError(f"cannot read {self.folder / entry.name}: {error}") from error
+            other = latest.get(entry.stem)
+            if other is None or _progress(other) < _progress(entry):
+                latest[entry.stem] = entry
+        for stem, (entry, _) in list(self._refused.items()):
+            if stem in latest and _progress(latest[stem]) < _progress(entry):
+                latest[stem] = entry
+            else:  # another process has removed the record, or recorded a later state
+                self._refused.pop(stem, None)
+        return sorted(latest.values())
+
+    def _names(self) -> list[str]:
         try:
-            names = os.listdir(self.folder)
+            return os.listdir(self.folder)
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
             raise ReadError(f"cannot list {self.folder}: {error}") from error
-        for path in [*(self.folder / name for name in names), *self._files_aside()]:
-            if match := _ENTRY.fullmatch(path.name):
-                entry = FlushEntry(int(match[1]), int(match[2]), match[3], match[4], _changed(path))
-                other = latest.get(entry.stem)
-                if other is None and path.parent != self.folder:
-                    continue  # the record itself was removed
-                if other is None or _progress(other) < _progress(entry):
-                    latest[entry.stem] = entry
-        return sorted(latest.values())
 
     def state(self, entry: FlushEntry) -> str | None:
         """Returns the current state of a record. If the record no longer exists, None."""
         # In the order of the states, so that a record that is being renamed is found.
-        state = None
-        for other in _ORDER:
-            if any((folder / f"{entry.stem}.{other}").exists() for folder in self._folders()):
-                state = other
-        return state
+        found = [state for state in _ORDER if (self.folder / f"{entry.stem}.{state}").exists()]
+        if found and entry.stem in self._refused:
+            found.append(self._refused[entry.stem][0].state)
+        return max(found, key=_ORDER.index, default=None)
 
     def record(self, entry: FlushEntry) -> FlushRecord | None:
         """Reads a record, even if another process renames it.
 
         If the record no longer exists, or this package did not write it, returns None.
         """
+        refused = self._refused.get(entry.stem)
+        if refused is not None and refused[0].state == entry.state:
+            return refused[1]
         known = self._records.get(entry.name)
-        names = [f"{entry.stem}.{state}" for state in _ORDER[_ORDER.index(entry.state) :]]
-        for path in [folder / name for name in names for folder in self._folders()] if known is None else ():
+        for state in _ORDER[_ORDER.index(entry.state) :] if known is None else ():
             with suppress(msgspec.MsgspecError, ValueError, RecursionError, OSError):
-                known = msgspec.json.decode(path.read_bytes(), type=FlushRecord)
+                content = (self.folder / f"{entry.stem}.{state}").read_bytes()
+                known = msgspec.json.decode(content, type=FlushRecord)
                 if len(self._records) > 1000:  # bounds the memory of a job with very many saves
                     self._records.clear()
                 self._records[entry.name] = known
@@ -155,10 +165,11 @@ class Queue:
         return known
 
     def records(
-        self, states: Container[str] = _ORDER, remote: str | None = None
+        self, states: Container[str] = _ORDER, remote: str | None = None, entries: Sequence[FlushEntry] | None = None
     ) -> list[tuple[FlushEntry, FlushRecord]]:
-        """Reads the records in some states, in the order of their saves."""
-        found = [(entry, self.record(entry)) for entry in self.entries() if entry.state in states]
+        """Reads the records in some states, in the order of their saves. ``entries``: those of an earlier listing."""
+        listed = self.entries() if entries is None else entries
+        found = [(entry, self.record(entry)) for entry in listed if entry.state in states]
         return [(e, r) for e, r in found if r is not None and remote in (None, r.remote)]
 
     def damage(self, entry: FlushEntry) -> str:
@@ -197,124 +208,113 @@ class Queue:
                 os.close(descriptor)
 
     def admit(self, name: str, run: str) -> None:
-        """Records that a run saves to this local folder. Idempotent.
+        """Records that a run saves to this local folder. Idempotent. Ignores errors.
 
         ``name`` is the name of the lease file in the remote folder.
         """
         if run not in self.runs().get(name, ()):
             with suppress(CheckpointError):  # the next save reports the error
                 self._storage.make_directory()
-            self._put_optional(f"{run}{name}", b"")
+            self._try_to_put(f"{run}{name}", b"")
 
     def runs(self) -> dict[str, set[str]]:
         """Returns the ids of the runs that have saved to this local folder, by lease file; raises `ReadError`."""
-        try:
-            names = os.listdir(self.folder)
-        except (FileNotFoundError, NotADirectoryError):
-            names = []
-        except OSError as error:
-            raise ReadError(f"cannot list {self.folder}: {error}") from error
         found: dict[str, set[str]] = {}
-        for match in map(_RUN.fullmatch, [*names, *(path.name for path in self._files_aside())]):
+        for match in map(_RUN.fullmatch, self._names()):
             if match is not None:
                 found.setdefault(match[2], set()).add(match[1])
         return found
 
     def move(self, entry: FlushEntry, state: str) -> FlushEntry:
-        """Moves a record to another state. If several processes do so at once, one succeeds."""
-        moved = entry._replace(state=state, changed=time.time())
-        if self._is_aside(entry.name):
-            os.rename(self._aside / entry.name, self._aside / moved.name)
-            return moved
+        """Moves a record to another state. If several processes do so at once, one succeeds.
+
+        If the disk refuses the new state, only this object knows it (see `retry`).
+        """
+        moved, path = entry._replace(state=state, changed=time.time()), self._path(entry)
         try:
-            os.utime(self.folder / entry.name)
-            os.rename(self.folder / entry.name, self.folder / moved.name)
+            os.utime(path)
+            os.rename(path, self.folder / moved.name)
         except FileNotFoundError:
             raise
-        except OSError as error:
-            self._put_aside(moved.name, self._content(entry), error)
+        except OSError:
+            if (record := self.record(entry)) is None:
+                raise
+            self._refused[entry.stem] = moved, record
+        else:
+            self._refused.pop(entry.stem, None)
         return moved
 
     def progress(self, entry: FlushEntry) -> None:
-        """Records that a flush has made progress."""
+        """Records that a flush has made progress. Ignores errors."""
         with suppress(OSError):
-            try:
-                os.utime((self._aside if self._is_aside(entry.name) else self.folder) / entry.name)
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                self._put_aside(entry.name, self._content(entry), error)
+            os.utime(self._path(entry))
 
     def give_up(self, entry: FlushEntry, record: FlushRecord, reason: str, state: str = LOST) -> None:
         """Records that a save will not be on the remote, so that its files can be removed.
 
-        Pass `REPORTED` as ``state`` if the loss has already been reported.
+        Pass `REPORTED` as ``state`` if the loss has already been reported. If the disk refuses the new state, only this
+        object knows it (see `retry`).
         """
         lost, record = entry._replace(state=state), msgspec.structs.replace(record, reason=reason)
+        path = self._path(entry)
         try:
             self._put(lost, record, sync=True)
-        except WriteError as error:
-            if not isinstance(error.__cause__, OSError):
-                raise
-            try:
-                self._put_aside(lost.name, msgspec.json.encode(record), error.__cause__)
-            except OSError:
-                raise error from error.__cause__
-        self._unlink(entry.name)
+        except WriteError:
+            self._refused[entry.stem] = lost, record
+        else:
+            self._refused.pop(entry.stem, None)
+            self._unlink(path.name)
+
+    def retry(self) -> bool:
+        """Records the states that the disk has refused; returns False if it still refuses any."""
+        for entry, record in list(self._refused.values()):
+            with self.claimed(entry) as is_free, suppress(CheckpointError):
+                if is_free:
+                    path = self._path(entry)
+                    self._put(entry, record, sync=True)
+                    self._refused.pop(entry.stem, None)
+                    self._unlink(path.name)
+        return not self._refused
 
     def remove(self, entry: FlushEntry) -> None:
         """Removes a record and the files that belong to it. Remove the data files before."""
-        own = [f"{entry.stem}.{suffix}" for suffix in ("index", "trouble", "committed", *_ORDER)]
-        self._unlink(*own)
-        if not any(
-            (self.folder / name).exists() for name in own
-        ):  # otherwise the record would return to an earlier state
-            for name in own if self._has_aside() else ():
-                with suppress(OSError):
-                    (self._aside / name).unlink(missing_ok=True)
-            with suppress(OSError):
-                self._aside.rmdir()
+        self._unlink(*(f"{entry.stem}.{suffix}" for suffix in ("index", "trouble", "committed", *_ORDER)))
 
     def confirm(self, entry: FlushEntry) -> None:
         """Records, on a rank that is not the coordinator, that the save is committed, so that its loss is an error."""
-        self._put_optional(f"{entry.stem}.committed", b"")
+        self._try_to_put(f"{entry.stem}.committed", b"")
 
     def is_confirmed(self, entry: FlushEntry) -> bool:
         """Returns whether `confirm` was called for a record."""
-        return any((folder / f"{entry.stem}.committed").exists() for folder in self._folders())
+        return (self.folder / f"{entry.stem}.committed").exists()
 
     def trouble(self, entry: FlushEntry) -> str | None:
         """Returns the last error of flushing a record: empty during a flush without errors, None before and after."""
-        for folder in self._folders():
-            with suppress(OSError):
-                return (folder / f"{entry.stem}.trouble").read_text(encoding="utf-8", errors="replace")
+        with suppress(OSError):
+            return (self.folder / f"{entry.stem}.trouble").read_text(encoding="utf-8", errors="replace")
         return None
 
-    def set_trouble(self, entry: FlushEntry, text: str | None) -> None:
-        """Records the last error of flushing a record (see `trouble`)."""
+    def set_trouble(self, entry: FlushEntry, text: str | None) -> bool:
+        """Records the last error of flushing a record (see `trouble`); returns False if the disk refuses it."""
         name = f"{entry.stem}.trouble"
-        if text is None:
-            self._unlink(name)
-            if self._is_aside(name):
-                self._put_optional(name, b"")
-        else:
-            self._put_optional(name, text.encode())
+        if text is not None:
+            return self._try_to_put(name, text.encode())
+        self._unlink(name)
+        return not (self.folder / name).exists()
 
     @contextmanager
     def claimed(self, entry: FlushEntry) -> Iterator[bool]:
         """Locks a record for the block. Yields whether that succeeded and the record is still in the given state."""
-        # Locks the file in the folder even if a later state is aside, because all processes see that file.
-        names = [f"{entry.stem}.{state}" for state in _ORDER[: _ORDER.index(entry.state) + 1]]
-        name = next((name for name in reversed(names) if (self.folder / name).exists()), entry.name)
+        path = self._path(entry)
         try:
-            descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             yield False
             return
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # Another process may have moved the record before it was locked.
-            is_there = (self.folder / name).exists() and self.state(entry) == entry.state
+            is_there = path.exists() and self.state(entry) == entry.state
         except OSError:
             is_there = False
         try:
@@ -339,111 +339,33 @@ class Queue:
         return False
 
     def sweep(self) -> None:
-        """Removes temporary files and marks of dead processes.
-
-        If the folder is writable again, moves the states that were written aside back to it.
-        """
+        """Removes temporary files and marks of dead processes."""
         with suppress(NotCommitted, OSError):
             for file in self._storage.listing()[0]:
                 if file.name.endswith(".tmp") and time.time() - (file.changed or 0) > _TEMPORARY_SECONDS:
                     self._unlink(file.name)
                 if file.name.endswith(_ALIVE) and not self.is_alive(file.name.removesuffix(_ALIVE)):
                     self._unlink(file.name)
-        with suppress(CheckpointError, OSError):
-            aside = {path.name: path for path in self._files_aside()}
-            for entry in self.entries() if aside else ():
-                if entry.name in aside:
-                    self._bring_back(entry)
-            for name, path in aside.items():
-                if _ENTRY.fullmatch(name) is None and not name.endswith(".tmp"):
-                    (self.folder / name).write_bytes(path.read_bytes())
-                    path.unlink()
-            if aside:
-                self._aside.rmdir()
 
-    def _bring_back(self, entry: FlushEntry) -> None:
-        with self.claimed(entry) as is_free:
-            if is_free:
-                self._storage.put(entry.name, self._content(entry), sync=True)
-                self._unlink(*(f"{entry.stem}.{state}" for state in _ORDER if state != entry.state))
-                for state in _ORDER:
-                    (self._aside / f"{entry.stem}.{state}").unlink(missing_ok=True)
+    def _path(self, entry: FlushEntry) -> Path:
+        """Returns the file of a record. If the disk has refused the record's state, its name has an earlier one."""
+        states = _ORDER[: _ORDER.index(entry.state) + 1] if entry.stem in self._refused else ()
+        paths = [self.folder / f"{entry.stem}.{state}" for state in reversed(states)]
+        return next((path for path in paths if path.exists()), self.folder / entry.name)
 
     def _put(self, entry: FlushEntry, record: FlushRecord, *, sync: bool) -> None:
         self._storage.put(entry.name, msgspec.json.encode(record), sync=sync)
+
+    def _try_to_put(self, name: str, content: bytes) -> bool:
+        with suppress(OSError):
+            (self.folder / name).write_bytes(content)
+            return True
+        return False
 
     def _unlink(self, *names: str) -> None:
         for name in names:
             with suppress(OSError):
                 (self.folder / name).unlink(missing_ok=True)
-
-    # --- states that are written aside -------------------------------------------------------------------------
-
-    @property
-    def _aside(self) -> Path:
-        """Returns the folder for changes that the disk refuses; raises `OSError` if `folder` has no status."""
-        status = os.stat(self.folder)
-        named = f"{os.path.realpath(self.folder)} {status.st_dev} {status.st_ino}".encode("utf-8", "surrogatepass")
-        base = next((base for base in _MEMORY if os.access(base, os.W_OK)), tempfile.gettempdir())
-        name = hashlib.blake2b(named, digest_size=8).hexdigest()
-        return Path(base, f"dcp_tensorizer-flush-{os.getuid()}-{name}")
-
-    def _has_aside(self) -> bool:
-        with suppress(OSError):
-            status = os.lstat(self._aside)
-            return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
-        return False
-
-    def _folders(self) -> list[Path]:
-        """Returns the folders that may contain a record, the one with later states first."""
-        return [self._aside, self.folder] if self._has_aside() else [self.folder]
-
-    def _files_aside(self) -> list[Path]:
-        if self._has_aside():
-            with suppress(OSError):
-                return [self._aside / name for name in os.listdir(self._aside)]
-        return []
-
-    def _is_aside(self, name: str) -> bool:
-        return self._has_aside() and (self._aside / name).exists()
-
-    def _put_optional(self, name: str, content: bytes) -> None:
-        """Writes a file that helps other processes, but is not required. Ignores errors."""
-        with suppress(OSError):
-            try:
-                (self.folder / name).write_bytes(content)
-                self.is_writable = True
-            except OSError as error:
-                self._put_aside(name, content, error)
-
-    def _content(self, entry: FlushEntry) -> bytes:
-        record = self.record(entry)
-        if record is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), entry.name)
-        return msgspec.json.encode(record)
-
-    def _put_aside(self, name: str, content: bytes, error: OSError) -> None:
-        """Writes a file aside that the disk has refused with ``error``. If that fails, raises ``error``."""
-        self.is_writable = error.errno in _FULL
-        try:
-            with suppress(FileExistsError):
-                self._aside.mkdir(mode=0o700)
-            if not self._has_aside():
-                raise error
-            temporary = self._aside / f"{name}.{os.getpid()}.tmp"
-            temporary.write_bytes(content)
-            os.replace(temporary, self._aside / name)
-        except OSError as other:
-            raise error from other
-
-
-def _changed(path: Path) -> float:
-    try:
-        return os.stat(path).st_mtime
-    except FileNotFoundError as error:  # another process has renamed it
-        raise _Moved from error
-    except OSError as error:
-        raise ReadError(f"cannot read {path}: {error}") from error
 
 
 def _progress(entry: FlushEntry) -> tuple[int, float]:
@@ -499,7 +421,7 @@ class Writing:
         Raises `CheckpointError` or `OSError` if the record cannot be written. Then the save has not changed.
         """
         if self._is_aborted:
-            raise WriteError(f"{self.queue.root}/{self.record.place}: the save was interrupted")
+            raise WriteError(f"{self.queue.root}/{self.record.subpath}: the save was interrupted")
         record = msgspec.structs.replace(self.record, files=dict(files), commit=commit)
         entry = self.entry._replace(state=UNFLUSHED)
         if commit is not None:

@@ -1,6 +1,6 @@
 """A local folder and the remote one that it is flushed to: LOCAL/x on a node is a copy of PATH/x.
 
-``place`` is the path x of a checkpoint, relative to both folders and with slashes; empty for the folders themselves.
+``subpath`` is the path x of a checkpoint, relative to both folders and with slashes; empty for the folders themselves.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._runtime.threads import Patience
+from .._runtime.threads import ProgressTimeout
 from .._storage.base import TIMEOUT, Storage
 from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
 from .._storage.urls import is_in_process
 from ..errors import WriteError
 
-_LONGEST_LOOK = 20.0
+_LONGEST_PAUSE = 20.0
 """Of a pause between two checks of a flush, at most this many seconds count towards the flush's timeout.
 
 So a suspended job does not time out. Slow disks and the waits between two attempts take less.
@@ -43,39 +43,39 @@ class FlushTarget:
         """The remote folder without credentials, for records and messages."""
         return redact(self.remote).rstrip("/")
 
-    def patience(self) -> Patience:
+    def progress_timeout(self) -> ProgressTimeout:
         """Returns a new timeout for a flush that makes no progress."""
-        return Patience(self.timeout, _LONGEST_LOOK)
+        return ProgressTimeout(self.timeout, _LONGEST_PAUSE)
 
-    def open(self, place: str = "") -> Storage:
+    def open(self, subpath: str = "") -> Storage:
         """Opens the directory of a checkpoint on the remote; raises `WriteError`."""
         root = Path(self.remote) if self.remote.startswith("/") else self.remote
         storage = open_storage(root, self.options, self.timeout)
         if storage.in_process:
             raise WriteError(_in_process(self.name))
-        return below(storage, place)
+        return below(storage, subpath)
 
-    def folder(self, place: str = "") -> Path:
+    def folder(self, subpath: str = "") -> Path:
         """Returns the local folder of a checkpoint."""
-        return Path(self.local, place)
+        return Path(self.local, subpath)
 
 
-def below(root: Storage, place: str) -> Storage:
+def below(root: Storage, subpath: str) -> Storage:
     """Returns the storage of a path below a root."""
-    for name in filter(None, place.split("/")):
+    for name in filter(None, subpath.split("/")):
         root = root.child(name)
     return root
 
 
-def place_of(root: str | os.PathLike[str], path: str | os.PathLike[str]) -> str | None:
+def subpath_of(root: str | os.PathLike[str], path: str | os.PathLike[str]) -> str | None:
     """Returns a path relative to a root, which is empty for the root itself. If it is not below the root, None."""
     above, below = (os.fspath(end).rstrip("/") for end in (root, path))
     if above == below:
         return ""
     if not below.startswith(above + "/"):
         return None
-    place = below[len(above) + 1 :]
-    return None if {"", ".", ".."} & set(place.split("/")) else place
+    subpath = below[len(above) + 1 :]
+    return None if {"", ".", ".."} & set(subpath.split("/")) else subpath
 
 
 def _in_process(name: str) -> str:
@@ -101,6 +101,6 @@ def target_of(
         raise ValueError("local must be a local folder, got a URL")
     if is_in_process(remote):
         raise ValueError(_in_process(redact(remote)))
-    if place_of(here, remote) is not None or place_of(remote, here) is not None:
+    if subpath_of(here, remote) is not None or subpath_of(remote, here) is not None:
         raise ValueError(f"local={os.fspath(here)!r} and path={redact(remote)!r} must not contain each other")
     return FlushTarget(os.fspath(here), remote, dict(options), timeout)

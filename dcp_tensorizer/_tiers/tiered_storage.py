@@ -19,7 +19,7 @@ from .._storage.redact import redact
 from ..errors import MetadataError, NotCommitted, ReadError
 from .flush import is_superseded
 from .queue import OPEN, REMOTE, Commit, FlushEntry, Queue
-from .target import FlushTarget, place_of, target_of
+from .target import FlushTarget, subpath_of, target_of
 
 _WHOLE = OPEN | {REMOTE}
 
@@ -35,14 +35,14 @@ class NearestStorage(Storage):
     Args:
         target: The local folder and the remote one.
         remote: The checkpoint's directory on the remote.
-        place: The path of the checkpoint, relative to both folders.
+        subpath: The path of the checkpoint, relative to both folders.
     """
 
-    def __init__(self, target: FlushTarget, remote: Storage, place: str) -> None:
+    def __init__(self, target: FlushTarget, remote: Storage, subpath: str) -> None:
         self.remote = remote
         self._target = target
-        self._place = place
-        self._local = LocalStorage(target.folder(place))
+        self._subpath = subpath
+        self._local = LocalStorage(target.folder(subpath))
         self.path, self.location = remote.path, remote.location
         self.in_process, self.max_file_bytes = remote.in_process, remote.max_file_bytes
         self.connection = remote.connection
@@ -60,7 +60,7 @@ class NearestStorage(Storage):
         queue, sizes = Queue(self._target.folder()), dict[str, int]()
         commits: dict[str, tuple[FlushEntry, Commit]] = {}
         for entry, record in queue.records(_WHOLE, self._target.name):
-            if record.place != self._place:
+            if record.subpath != self._subpath:
                 continue
             sizes |= {name: nbytes for name, nbytes in record.files.items() if self._size(name) == nbytes}
             if record.commit is not None and entry.state in OPEN:
@@ -70,15 +70,10 @@ class NearestStorage(Storage):
         for name, entry in whole.items():
             with suppress(MetadataError):  # the flush also gives up a save without metadata
                 index = queue.index(entry)
-                if os.access(queue.folder, os.W_OK) or not self._is_superseded(index, name):
+                # A disk that cannot be written may not have recorded that the remote has a later checkpoint.
+                if queue.is_writable or not is_superseded(self.remote, index, name):
                     indexes[name] = index
         return _Copies(sizes, indexes)
-
-    def _is_superseded(self, index: bytes, name: str) -> bool:
-        """Returns whether the remote has a later checkpoint, which a read-only folder may not have recorded."""
-        with suppress(ReadError):
-            return is_superseded(self.remote, index, name)
-        return False
 
     def _size(self, name: str) -> int | None:
         try:
@@ -87,7 +82,7 @@ class NearestStorage(Storage):
             return None
 
     def child(self, name: str) -> Storage:
-        return NearestStorage(self._target, self.remote.child(name), f"{self._place}/{name}".lstrip("/"))
+        return NearestStorage(self._target, self.remote.child(name), f"{self._subpath}/{name}".lstrip("/"))
 
     def linked_directories(self) -> list[str]:
         with suppress(NotCommitted):  # the directory may be in the local folder alone
@@ -110,9 +105,9 @@ class NearestStorage(Storage):
     def _below(self) -> set[str]:
         """Returns the names of the subfolders with saves that are not on the remote yet."""
         queue = Queue(self._target.folder())
-        places = {record.place for _, record in queue.records(OPEN, self._target.name)}
-        prefix = f"{self._place}/" if self._place else ""
-        return {place[len(prefix) :].partition("/")[0] for place in places if place.startswith(prefix)} - {""}
+        subpaths = {record.subpath for _, record in queue.records(OPEN, self._target.name)}
+        prefix = f"{self._subpath}/" if self._subpath else ""
+        return {subpath[len(prefix) :].partition("/")[0] for subpath in subpaths if subpath.startswith(prefix)} - {""}
 
     def read(self, name: str, most: int | None = None) -> bytes | None:
         index = self._copies.indexes.get(name)
@@ -185,12 +180,12 @@ def nearest(
     target = target_of(path, local, options, timeout)
 
     def open_nearest(path: str | os.PathLike[str]) -> Storage:
-        place = place_of(target.remote, absolute_path(path))
-        if place is None:
+        subpath = subpath_of(target.remote, absolute_path(path))
+        if subpath is None:
             raise ReadError(
                 f"{redact(os.fspath(path))} is not below {target.name}, which {target.local} mirrors. Give the reader "
                 f"a path below it, or no local folder."
             )
-        return NearestStorage(target, target.open(place), place)
+        return NearestStorage(target, target.open(subpath), subpath)
 
     return open_nearest

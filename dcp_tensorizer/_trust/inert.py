@@ -4,9 +4,9 @@
 the same tuple twice takes two bytes, and doubles the time of hashing. With Python's unpickler a pickle can also change
 every class that it may look up (BUILD).
 
-Subclasses decide what a pickle may do. The subclass of `objects` judges pickles of ``torch.save`` before they are
-loaded. The subclass of `torch_archive` limits pickles for torch's weights-only rules. The subclass of
-`_formats.torch_metadata` accepts only the parts of DCP's records.
+Subclasses decide what a pickle may do. `objects` judges the pickles of saved objects before they are loaded.
+`_formats.torch_archive` limits pickles for torch's weights-only rules. `_formats.torch_metadata` accepts only the parts
+of DCP's records.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
-# Limits of all pickles here and in `_formats.torch_metadata`.
 WORK_PER_BYTE = 16  # values that are hashed, copied or built: less than 2 unless values are shared
 MAX_DEPTH = 64  # nested values: Python hashes tuples by unbounded recursion; torch's own are less than 10 deep
-MAX_DIMENSIONS = 255  # of a tensor
 _HASHING = {"builtins.dict", "builtins.frozenset", "builtins.set", "collections.Counter", "collections.OrderedDict"}
 _OF_PAIRS = {"builtins.dict", "collections.OrderedDict"}
 
@@ -51,15 +49,13 @@ class Named:
 class Value:
     """A stand-in for the result of a call. It takes no state and no members, and equals only itself.
 
-    ``what`` names the called function or class. ``cost`` is the cost of hashing the result once, or None if it is not
-    hashable.
+    ``what`` names the called function or class.
     """
 
-    __slots__ = ("cost", "what")
+    __slots__ = ("what",)
 
-    def __init__(self, what: str, cost: int | None = 1) -> None:
+    def __init__(self, what: str) -> None:
         self.what = what
-        self.cost = cost
 
     def build(self, state: Any) -> None:
         """Sets a state, as ``__setstate__`` would."""
@@ -84,8 +80,7 @@ class Made(Value):
     __slots__ = ("arguments", "members", "state")
 
     def __init__(self, what: str, arguments: tuple[Any, ...]) -> None:
-        self.what = what
-        self.cost = 1
+        super().__init__(what)
         self.arguments = arguments
         self.state: Any = None
         self.members: list[Any] = []
@@ -110,16 +105,13 @@ def hash_cost(key: Any, most: int) -> int:
     while left:
         part, depth = left.pop()
         kind = type(part)
-        own: Any = 1
+        cost += 1
         if kind is tuple:
             left += [(inner, depth + 1) for inner in part]
         elif kind is int:
-            own += part.bit_length() >> 6
-        elif isinstance(part, Value):
-            own = part.cost
-        if own is None or kind in (list, dict, set):
+            cost += part.bit_length() >> 6
+        elif kind in (list, dict, set):
             raise Malformed("it has a key that cannot be hashed")
-        cost += own
         if cost > most or depth > MAX_DEPTH:
             raise Malformed("it has keys that take too much time or memory to be hashed")
     return cost
@@ -186,12 +178,6 @@ class Inert:
     def refuse(self, what: str) -> None:
         """Refuses a state or members for a value that takes none."""
         raise Malformed(f"it sets the state or members of a {what}")
-
-    def spend(self, work: int) -> None:
-        """Counts hashed or copied values. Raises `Malformed` if there are too many."""
-        self._work_left -= work
-        if self._work_left < 0:
-            raise Malformed("it takes too much time or memory for its size")
 
     # --- the stream ---------------------------------------------------------------------------------------------------
 
@@ -299,7 +285,7 @@ class Inert:
                 stack.append(self._named(module, name, protocol))
             elif code == _ADDITEMS:
                 items, stack = stack, below.pop()
-                self._add(stack[-1], items)
+                self._extend(stack[-1], items)
             elif code == _FROZENSET:
                 items, stack = stack, below.pop()
                 self._hash(items)
@@ -336,12 +322,8 @@ class Inert:
     def _extend(self, target: Any, members: list[Any]) -> None:
         if type(target) is list:
             target += members
-        else:
-            self._change(target, "extend", members)
-
-    def _add(self, target: Any, members: list[Any]) -> None:
-        self._hash(members)
-        if type(target) is set:
+        elif type(target) is set:
+            self._hash(members)
             target.update(members)
         else:
             self._change(target, "extend", members)
@@ -358,7 +340,9 @@ class Inert:
         work = 0
         for key in keys:
             work += 1 if type(key) is str or type(key) is Made else hash_cost(key, self._work_left - work)
-        self.spend(work)
+        self._work_left -= work
+        if self._work_left < 0:
+            raise Malformed("it takes too much time or memory for its size")
 
 
 _Make = Callable[[Named, tuple[Any, ...]], Any]

@@ -8,31 +8,34 @@ bounds. And the loader calls trusted names before it reaches an untrusted one.
 from __future__ import annotations
 
 import enum
-import gc
 import io
 from collections.abc import Collection, Mapping, Sequence
 from typing import IO, Any
 
-import numpy as np
 import torch
 
-from .._runtime.torch_compat import GET_LAYOUT, REBUILD_PREFIX, REBUILD_SUBCLASS, pickle_of, trusted_globals
+from .._runtime.torch_compat import REBUILD_PREFIX, REBUILD_SUBCLASS, pickle_of, trusted_globals
 from ..errors import UntrustedObject
-from . import known_types
 from .inert import Inert, Made, Malformed, Named, Unexpected, Value
-from .known_types import Arguments, DType, Maker, need, takes
+from .known_types import CALLED, CREATED, PASSIVE, Arguments, Maker, need
 
 
 def unsafe_globals(content: bytes | IO[bytes], max_opcodes: int | None = None) -> tuple[str, ...]:
     """Returns the ``module.name`` of all names in a saved object that could run code. Nothing is run or imported.
 
-    Data types of the standard library, NumPy and torch are safe, and so are those that the user passed to
+    Common data types of the standard library, NumPy and torch are safe, and so are those that the user passed to
     ``torch.serialization.add_safe_globals``. ``content`` is the ``torch.save`` data, or a file. At most ``max_opcodes``
     opcodes of the pickle are read. Raises `UntrustedObject` if ``torch.save`` would not write ``content``.
     """
-    file = io.BytesIO(content) if isinstance(content, bytes) else content
+    trusted = torch.serialization.get_safe_globals()
+    named: list[tuple[Any, str]] = [item if isinstance(item, tuple) else (item, "") for item in trusted]
+    allowed = {  # a class method of a builtin class has no module of its own
+        name or f"{value.__module__ or value.__self__.__module__}.{value.__qualname__}": value for value, name in named
+    }
     try:
-        judge = _Judge(pickle_of(file), _allowed(), trusted_globals())
+        judge = _Judge(
+            pickle_of(io.BytesIO(content) if isinstance(content, bytes) else content), allowed, trusted_globals()
+        )
         judge.read(max_opcodes)
     except ValueError as error:
         raise UntrustedObject(f"torch.save does not write such an object: {error}") from None
@@ -46,22 +49,6 @@ def load_object(content: bytes) -> Any:
     return torch.load(io.BytesIO(content), weights_only=False)
 
 
-def is_small(value: Any) -> bool:
-    """Returns whether a value is fast to show or compare.
-
-    A value that refers to the same member many times is not: a walk visits the member each time.
-    """
-    pending, left = [value], 100_000
-    while pending and left > 0:
-        member = pending.pop()
-        left -= 1
-        if isinstance(member, np.ndarray):
-            pending += member.ravel().tolist() if member.dtype.hasobject else []
-        elif not isinstance(member, type):
-            pending += (found for found in gc.get_referents(member) if not isinstance(found, type))
-    return not pending
-
-
 def advice(names: Sequence[str]) -> str:
     """Returns advice for an error about objects that need these types."""
     return (
@@ -71,33 +58,16 @@ def advice(names: Sequence[str]) -> str:
     )
 
 
-def _allowed() -> Mapping[str, Any]:
-    named = [item if isinstance(item, tuple) else (item, "") for item in torch.serialization.get_safe_globals()]
-    return {name or f"{value.__module__}.{value.__qualname__}": value for value, name in named}
-
-
-def _device(name: str, args: Arguments) -> Value:
-    need(tuple(map(type, args)) in ((str,), (str, int)))
-    return Value(name)
-
-
-_TORCH_CALLED: Mapping[str, Maker] = {
-    "torch.Size": takes(tuple),
-    "torch.device": _device,
-    GET_LAYOUT: takes(str),
-}
-_CALLED = {**known_types.CALLED, **known_types.NUMPY_CALLED, **_TORCH_CALLED}
-_CREATED = known_types.CREATED
 _GETATTR = "builtins.getattr"
-_KNOWN = {_GETATTR, *_CALLED, *_CREATED, *known_types.PASSIVE, *known_types.NUMPY_PASSIVE}
+_KNOWN = {_GETATTR, *CALLED, *CREATED, *PASSIVE}
 
 
 class _Judge(Inert):
     """A reader that finds the classes and functions that a pickle of ``torch.save`` must not use.
 
-    It follows calls with all arguments, the states that would be set, and the values that would be hashed. It accepts
-    protocol 2 only, because other protocols map Python 2's names differently. ``allowed`` are the names that the user
-    trusts, with any arguments and any state. ``torch_names`` are the names that ``torch.load`` trusts by default.
+    It follows calls with all arguments, and the states that would be set. It accepts protocol 2 only, because other
+    protocols map Python 2's names differently. ``allowed`` are the names that the user trusts, with any arguments and
+    any state. ``torch_names`` are the names that ``torch.load`` trusts by default.
     """
 
     def __init__(self, pickled: bytes, allowed: Mapping[str, Any], torch_names: Collection[str]) -> None:
@@ -108,7 +78,6 @@ class _Judge(Inert):
         self._unknown: set[str] = set()
         self._owners: set[str] = set()  # names whose attributes are used
         self._members: dict[str, Named] = {}  # the attributes that are used, with their owners
-        self._frozen: dict[int, object] = {}  # dicts that describe a dtype and must not change, by id
 
     def refused(self) -> set[str]:
         """Returns the names that would be imported or called without permission.
@@ -128,10 +97,10 @@ class _Judge(Inert):
         return named
 
     def call(self, what: Named, arguments: Arguments) -> Any:
-        return self._judge(what, arguments, _CALLED)
+        return self._judge(what, arguments, CALLED)
 
     def new(self, what: Named, arguments: Arguments) -> Any:
-        return self._judge(what, arguments, _CREATED)
+        return self._judge(what, arguments, CREATED)
 
     def refer(self, reference: Any) -> Value:
         if type(reference) is not tuple or len(reference) != 5 or reference[0] != "storage":
@@ -140,21 +109,10 @@ class _Judge(Inert):
             raise Malformed("a tensor's storage is of an unknown type")
         return Value("storage")
 
-    def build(self, target: Any, state: Any) -> None:
-        self.spend(sum(map(_size, state)) if type(state) is tuple else _size(state))
-        super().build(target, state)
-        if type(target) is DType and target.fields is not None:
-            self._frozen[id(target.fields)] = target.fields
-
     def refuse(self, what: str) -> None:
         if "." not in what:  # a tensor's storage
             super().refuse(what)
         self._refused.add(what)
-
-    def update(self, target: Any, members: list[Any]) -> None:
-        if id(target) in self._frozen:
-            raise Malformed("it changes the description of a dtype")
-        super().update(target, members)
 
     def _stand_in(self, name: str) -> Named:
         return Named(name, trusted=name in self._allowed and name != _GETATTR)
@@ -170,7 +128,7 @@ class _Judge(Inert):
         if isinstance(allowed, enum.EnumMeta) and attribute in allowed.__members__:
             return Made(owner.name, args)
         named = self._stand_in(f"{owner.name}.{attribute}")
-        if not (named.trusted or named.name in _CALLED):
+        if not (named.trusted or named.name in CALLED):
             self._members[named.name] = owner
         return named
 
@@ -180,10 +138,12 @@ class _Judge(Inert):
         self._members.pop(what.name, None)
         if what.trusted:
             return Made(what.name, args)
-        self.spend(sum(map(_size, args)))
         try:
             if what.name == REBUILD_SUBCLASS and what.name in self._torch:
-                return self._rebuild_subclass(args)
+                # A tensor with attributes or of a subclass: torch calls the first argument with the third.
+                need(len(args) == 4 and type(args[0]) is Named and type(args[2]) is tuple)
+                need(args[0].trusted or self._rebuilds(args[0].name))
+                return self._judge(args[0], args[2], {})
             if what.name in makers:
                 return makers[what.name](what.name, args)
             need(self._rebuilds(what.name))
@@ -194,14 +154,3 @@ class _Judge(Inert):
 
     def _rebuilds(self, name: str) -> bool:
         return name.startswith(REBUILD_PREFIX) and name in self._torch
-
-    def _rebuild_subclass(self, args: Arguments) -> Any:
-        """Judges a tensor with attributes or of a subclass: torch calls the first argument with the third."""
-        need(len(args) == 4 and type(args[0]) is Named and type(args[2]) is tuple)
-        need(args[0].trusted or self._rebuilds(args[0].name))
-        return self._judge(args[0], args[2], {})
-
-
-def _size(value: Any) -> int:
-    """Returns the cost of a shallow copy of a value."""
-    return 1 + len(value) if isinstance(value, list | tuple | str | bytes | dict) else 1

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from .._runtime.channel import LOOK_SECONDS, Channel, Failed, pickled
+from .._runtime.channel import CHECK_SECONDS, Channel, Failed, pickled
 from .._runtime.child import END_SECONDS, ChildProcess, kill
 from .._runtime.forks import Finalizer
 from .._runtime.process_context import ProcessContext
@@ -88,8 +88,8 @@ class WriterProcess(ChildProcess):
                 descriptors = [buffer.fd for buffer in new]
             except OSError as error:
                 raise WriteError(f"the staging buffer cannot be sent to the writer process: {error}") from error
-            kept = self._attached if buffers is None else self._attached.intersection(buffer.id for buffer in buffers)
-            call = Call(request, tuple(kept), tuple((buffer.id, buffer.nbytes) for buffer in new), context)
+            retained = self._attached if buffers is None else self._attached & {buffer.id for buffer in buffers}
+            call = Call(request, tuple(retained), tuple((buffer.id, buffer.nbytes) for buffer in new), context)
             try:
                 body = pickled(call)
             except Exception as error:  # only the user's options in it may not pickle
@@ -97,7 +97,7 @@ class WriterProcess(ChildProcess):
                     f"storage_options cannot be sent to the writer process, because they cannot be pickled: "
                     f"{describe(error)}"
                 ) from error
-            self._attached = {*kept, *(buffer.id for buffer in new)}
+            self._attached = {*retained, *(buffer.id for buffer in new)}
             self._sent |= self._attached
             answer = self._exchange(body, descriptors, timeout, progress)
             if not isinstance(answer, Failed):
@@ -158,7 +158,7 @@ class WriterProcess(ChildProcess):
     def wait_dead(self) -> None:
         """Waits until a killed process has ended: a process that hangs in the kernel may still create a file."""
         while self._popen.poll() is None:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(CHECK_SECONDS)
 
 
 class _RemoteTraceback(Exception):

@@ -51,7 +51,8 @@ class DeviceWay(BufferWay):
             return False
         pairs = copies.on_device
         try:
-            request, _kept = export(pairs, [buffer.locate(copy) or 0 for copy, _ in pairs], buffer.id, copies.streams)
+            offsets = [buffer.locate(copy) or 0 for copy, _ in pairs]
+            request, _aliases = export(pairs, offsets, buffer.id, copies.streams)
             try:
                 client.ensure_process().ask(request, [buffer], self._timeout)
             except BaseException:
@@ -117,7 +118,7 @@ def export(
 
 
 def withdraw(storages: Sequence[tuple[Any, ...]]) -> None:
-    """Releases handles on behalf of a process that never will. Otherwise torch would never free their memory."""
+    """Releases handles that no process will open. Otherwise torch would never free their memory."""
     for arguments in storages:
         release_ipc_counter(arguments)
 
@@ -137,7 +138,11 @@ class Snapshots:
             with suppress(StagingError):  # copies to unpinned memory are slower
                 self._unpin[request.buffer] = self._streams.device.pin(address, len(memory), request.device)
         storages = [rebuild_cuda_tensor(*arguments).untyped_storage() for arguments in request.storages]
-        staged = [_copy_in(tensor, memory) for tensor in request.tensors]
+        staged = []
+        for tensor in request.tensors:
+            dtype, count = named_dtype(tensor.dtype), torch.Size(tensor.shape).numel()
+            copy = torch.frombuffer(memory, dtype=dtype, count=count, offset=tensor.offset)
+            staged.append(copy.view(tensor.shape))
         sources = [_open(tensor, storages[tensor.storage]) for tensor in request.tensors]
         self._streams.follow(sources)
         with torch.no_grad():
@@ -148,7 +153,7 @@ class Snapshots:
             finally:
                 copies.wait()  # no copy may run after the trainer has resumed
 
-    def keep(self, buffers: Set[int]) -> None:
+    def retain(self, buffers: Set[int]) -> None:
         """Unregisters all other buffers, which are about to be unmapped."""
         for number in self._unpin.keys() - buffers:
             self._unpin.pop(number)()
@@ -175,9 +180,3 @@ def _open(tensor: DeviceTensor, storage: torch.UntypedStorage) -> torch.Tensor:
     if tensor.is_conj:
         opened = opened.conj()
     return negated_view(opened) if tensor.is_neg else opened
-
-
-def _copy_in(tensor: DeviceTensor, memory: mmap.mmap) -> torch.Tensor:
-    dtype = named_dtype(tensor.dtype)
-    count = torch.Size(tensor.shape).numel()
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=tensor.offset).view(tensor.shape)

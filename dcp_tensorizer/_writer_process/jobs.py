@@ -17,7 +17,7 @@ from .._runtime.spans import Span
 from .._runtime.threads import Workers, in_threads
 from .._storage.base import Sink, Storage
 from .._storage.open import open_storage
-from .._storage.remote import patience_of
+from .._storage.remote import silence_timeout
 from .._tensor_file.encode import FileParts, PartMemory, encode_ahead
 from .._tensor_file.layout import lay_out
 from ..errors import CheckpointError, WriteError, describe
@@ -50,8 +50,8 @@ class FileJob:
         self._options = options
         self._clock = clock
         # If no file has been adopted for this many seconds, the job writes all other files.
-        self._patience = patience_of(options.limits.timeout)
-        self._adopts_until = clock() + self._patience
+        self._adopt_timeout = silence_timeout(options.limits.timeout)
+        self._adopts_until = clock() + self._adopt_timeout
         self._adopted_bytes = 0
         self._refusals = 0
         self._sinks: list[Sink] = []
@@ -138,7 +138,7 @@ class FileJob:
                 )
                 if identity is not None:
                     self._adopted_bytes += file.nbytes
-                    self._adopts_until = self._clock() + self._patience
+                    self._adopts_until = self._clock() + self._adopt_timeout
                     return FileResult(file.name, file.nbytes, (), identity, adopted=True)
             self._refusals += 1  # a refusal is also progress
         return None

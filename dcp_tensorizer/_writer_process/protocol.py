@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .._runtime.process_context import ProcessContext
 from .._runtime.spans import Span
@@ -21,7 +21,6 @@ from .options import SaveOptions
 
 if TYPE_CHECKING:
     from .._publish.publisher import Publication
-    from .._storage.lease import LeaseRecord
     from .shared_job import Pieces, SharedFilePart
 
 
@@ -118,17 +117,6 @@ class SharedWriteRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class PublishRequest:
-    """A request to publish a written model as the next version of a directory.
-
-    The answer is the version, and the lease for publishing the next version.
-    """
-
-    publication: Publication
-    own: LeaseRecord | None  # the lease of the directory; None before the first version
-
-
-@dataclass(frozen=True, slots=True)
 class DigestRequest:
     """A request for the XXH3-128 of each tensor. The answer has the digests in the same order."""
 
@@ -136,8 +124,9 @@ class DigestRequest:
     thread_count: int
 
 
-Request = WriteRequest | SharedWriteRequest | DigestRequest | SnapshotRequest | PublishRequest | FlushTarget
-"""A `FlushTarget` is a request to flush it from now on, between other requests."""
+Request: TypeAlias = "WriteRequest | SharedWriteRequest | DigestRequest | SnapshotRequest | Publication | FlushTarget"
+"""A `FlushTarget` is a request to flush it from now on, between other requests. The answer to a `Publication` is the
+version, and the lease for publishing the next version."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
@@ -145,7 +134,7 @@ class Call:
     """A request with its buffers and context. The descriptors of new buffers are sent with the message."""
 
     request: Request | None  # None: only release buffers
-    kept: tuple[int, ...]  # the numbers of shared buffers that the process retains; it releases all others
+    retained: tuple[int, ...]  # the numbers of shared buffers that the process retains; it releases all others
     new: tuple[tuple[int, int], ...] = ()  # the number and size of each new buffer
     context: ProcessContext | None = None  # the process context of the save; None: the process's current one
 
@@ -197,6 +186,6 @@ class WriteDone:
             },
         )
 
-    def places(self) -> dict[str, tuple[StoredItem, int]]:
-        """Returns the location of each tensor by its name, and the size of its file."""
-        return {item.name: (item, file.nbytes) for file in self.files for item in file.tensors}
+    def items(self) -> dict[str, StoredItem]:
+        """Returns the location of each tensor by its name."""
+        return {item.name: item for file in self.files for item in file.tensors}

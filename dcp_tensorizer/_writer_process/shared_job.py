@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -112,7 +112,10 @@ class SharedWriteJob:
             sizes = np.array([part.granule if part.granule > 1 else _PART for part in self._files], dtype=np.int64)
             pieces = self._pieces.select(self._pieces.nbytes > 0).sorted()
             pieces = pieces.cut(sizes[pieces.file])
-            blocks = iter(_blocks_of(pieces, sizes))
+            block_of = pieces.offset // sizes[pieces.file]  # no piece is in two blocks
+            changes = np.flatnonzero((np.diff(block_of) != 0) | (np.diff(pieces.file) != 0)) + 1
+            bounds = itertools.pairwise([0, *changes.tolist(), len(pieces)] if len(pieces) else [])
+            blocks = itertools.starmap(range, bounds)
             taking = free_in_child(threading.Lock())
 
             def work() -> None:
@@ -128,7 +131,7 @@ class SharedWriteJob:
                     self._write(pieces, block, size, memory)
 
             count = self._threads(sizes, pieces)
-            with Workers(count, thread_name_prefix="place") as pool:
+            with Workers(count, thread_name_prefix="write") as pool:
                 for worker in [pool.submit(work) for _ in range(count)]:
                     worker.result()
             copied = time.perf_counter()
@@ -194,13 +197,3 @@ class SharedWriteJob:
                 end = at + nbytes
             if end > begin:
                 sink.put(base + begin, memory[begin:end])
-
-
-def _blocks_of(pieces: Pieces, sizes: Integers) -> Iterator[range]:
-    """Yields the rows of each block's pieces. No piece may be in two blocks."""
-    if not len(pieces):
-        return
-    block = pieces.offset // sizes[pieces.file]
-    changes = np.flatnonzero((np.diff(block) != 0) | (np.diff(pieces.file) != 0)) + 1
-    for first, last in itertools.pairwise([0, *changes.tolist(), len(pieces)]):
-        yield range(first, last)

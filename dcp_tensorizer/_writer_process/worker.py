@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -23,7 +24,7 @@ import numpy as np
 from .._runtime.channel import Channel, Done, Progress, Ready
 from .._runtime.child import OWN_VARIABLES, at_end_of, begin
 from .._runtime.forks import free_in_child
-from .._staging.shared_mappings import MappedFile, attach, map_shared
+from .._staging.shared_mappings import MappedFile, map_shared
 from .._storage.open import open_storage
 from .._tensor_file.encode import PartMemory
 from .._tiers.target import FlushTarget
@@ -31,7 +32,6 @@ from .jobs import FileJob, take_digests
 from .protocol import (
     Call,
     DigestRequest,
-    PublishRequest,
     SharedWriteRequest,
     SnapshotRequest,
     TensorSource,
@@ -41,6 +41,7 @@ from .protocol import (
 from .shared_job import Fill, SharedWriteJob
 
 if TYPE_CHECKING:
+    from .._publish.publisher import Publication
     from .._tiers.flush import FlushThread
     from .gpu_ipc import Snapshots
 
@@ -58,15 +59,15 @@ _SAMPLE_SECONDS = 0.1
 _MIN_SAMPLES = 3  # in a row: with two trainers on two cores, one sample in some hundreds sees an idle core
 _PROGRESS_SECONDS = 1.0
 # Memory for parts that is cached between saves, enough for two threads and a local disk. Saves get 3-15% faster.
-_KEPT_BYTES = 64 << 20
+_CACHED_BYTES = 64 << 20
 _ABANDON_SECONDS = 20.0  # to remove the files; the staged state stays in memory until then
 
 
 class SpareCores:
     """The average number of cores between two samples that were idle, or busy with this process.
 
-    ``machine`` returns the first line of ``/proc/stat``: ticks by state, summed over cores. ``own`` returns the CPU
-    time of this process in seconds.
+    ``machine`` returns ``/proc/stat``, whose first line has the ticks by state, summed over cores. ``own`` returns the
+    CPU time of this process in seconds.
     """
 
     def __init__(self, machine: Callable[[], str], own: Callable[[], float]) -> None:
@@ -82,13 +83,8 @@ class SpareCores:
         return (idle / os.sysconf("SC_CLK_TCK") + own) / seconds if seconds > 0 else 0.0
 
     def _sample(self) -> tuple[float, float, float]:
-        ticks = [int(field) for field in self._machine().split()[1:9]]
+        ticks = [int(field) for field in self._machine().split(maxsplit=9)[1:9]]
         return sum(ticks), sum(ticks[3:5]), self._own()  # idle, and idle with I/O in progress
-
-
-def _first_line_of_stat() -> str:
-    with open("/proc/stat", encoding="ascii") as stat:
-        return stat.readline()
 
 
 def _thread_ids() -> set[int]:
@@ -104,7 +100,7 @@ class Worker:
         self._buffers: dict[int, mmap.mmap] = {}
         self._shared: dict[MappedFile, mmap.mmap] = {}
         self._mapping = free_in_child(threading.Lock())
-        self._part_memory = PartMemory(_KEPT_BYTES)
+        self._part_memory = PartMemory(_CACHED_BYTES)
         self._progress: Callable[[], int] | None = None  # of the request in progress
         self._job: FileJob | None = None
         self._connection: object = None
@@ -125,7 +121,7 @@ class Worker:
     def _answer(self, call: Call, fds: list[int]) -> tuple[object, Sequence[int]]:
         self._attach(call, fds)
         if call.context is not None:
-            call.context.take_on(OWN_VARIABLES)
+            call.context.apply(OWN_VARIABLES)
         result: object = Done()
         match call.request:
             case WriteRequest() as request:
@@ -134,8 +130,6 @@ class Worker:
                 result = self._write_shared(request)
             case DigestRequest() as request:
                 result = self._digest(request)
-            case PublishRequest() as request:
-                result = self._publish(request)
             case SnapshotRequest() as request:
                 assert self._snapshots is not None, "it was started without GPUs"
                 self._snapshots.take(request, self._buffers[request.buffer])
@@ -145,17 +139,22 @@ class Worker:
 
                     self._flushes = FlushThread(lambda: self._progress is not None)
                 self._flushes.add(target)
+            case None:
+                pass  # the call only releases buffers
+            case publication:  # its class is not imported above, because that would make every start longer
+                result = self._publish(publication)
         return result, ()
 
     def _attach(self, call: Call, fds: list[int]) -> None:
         if self._snapshots is not None:
-            self._snapshots.keep(set(call.kept))
-        writable = self._snapshots is not None
-        self._buffers = {number: self._buffers[number] for number in call.kept}
+            self._snapshots.retain(set(call.retained))
+        access = mmap.PROT_READ | (0 if self._snapshots is None else mmap.PROT_WRITE)
+        self._buffers = {number: self._buffers[number] for number in call.retained}
         left = deque(fds)
         try:
             for number, nbytes in call.new:
-                self._buffers[number] = attach(left.popleft(), nbytes, writable=writable)
+                self._buffers[number] = mmap.mmap(left[0], nbytes, mmap.MAP_SHARED, access)
+                os.close(left.popleft())
         finally:
             for fd in left:
                 os.close(fd)
@@ -166,7 +165,7 @@ class Worker:
             lambda: take_digests(request.tensors, self._bytes, request.thread_count, done), lambda: sum(done)
         )
 
-    def _publish(self, request: PublishRequest) -> tuple[Any, ...]:
+    def _publish(self, publication: Publication) -> tuple[Any, ...]:
         with suppress(OSError):  # for this thread and those that it starts, and their I/O: no save waits for them
             os.setpriority(os.PRIO_PROCESS, 0, _NICENESS_SPARE)
         done = [0]
@@ -174,14 +173,14 @@ class Worker:
         def progress(nbytes: int, total: int) -> None:
             done[0] = nbytes
 
-        return self._run(lambda: request.publication.publish(request.own, progress), lambda: done[0])
+        return self._run(lambda: publication.publish(progress), lambda: done[0])
 
     def write(self, request: WriteRequest) -> WriteDone:
         """Writes the files of a request. Raises `WriteError` if that fails."""
         options = request.options
         storage = open_storage(request.path, options.storage_options, options.limits.timeout)
         self._connection = storage.connection
-        memory, self._part_memory = self._part_memory, PartMemory(_KEPT_BYTES)
+        memory, self._part_memory = self._part_memory, PartMemory(_CACHED_BYTES)
         job = self._job = FileJob(storage, request.files, self._bytes, options, memory)
         try:
             done = self._run(job.run, lambda: job.bytes_written)
@@ -209,7 +208,7 @@ class Worker:
         """Runs the work of a request. The result of ``progress`` grows while the work makes progress."""
         self._progress = progress
         with suppress(OSError, RuntimeError):  # without /proc, or if no thread can start, the priority stays
-            arguments = progress, _thread_ids(), SpareCores(_first_line_of_stat, time.process_time)
+            arguments = progress, _thread_ids(), SpareCores(Path("/proc/stat").read_text, time.process_time)
             threading.Thread(target=self._use_spare_cores, args=arguments, name="priority", daemon=True).start()
         try:
             return work()

@@ -234,7 +234,7 @@ def _make_instead(cls: type, ours: type) -> None:
     cls.__new__ = new  # type: ignore[assignment]
 
 
-_said: set[str] = set()
+_warned: set[str] = set()
 
 
 def _given(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], silent: Set[str]) -> dict[str, Any]:
@@ -245,10 +245,10 @@ def _given(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], silent: Set
     bound = inspect.signature(vars(cls)["__init__"]).bind(None, *args, **kwargs)
     _, *given = bound.arguments.items()  # the first is self
     for name, value in given:
-        said = f"{cls.__name__}({name}=...)"
-        if name not in silent and value != bound.signature.parameters[name].default and said not in _said:
-            _said.add(said)
-            logger.warning("%s has no effect in dcp_tensorizer, and is ignored", said)
+        argument = f"{cls.__name__}({name}=...)"
+        if name not in silent and value != bound.signature.parameters[name].default and argument not in _warned:
+            _warned.add(argument)
+            logger.warning("%s has no effect in dcp_tensorizer, and is ignored", argument)
     return dict(given)
 
 

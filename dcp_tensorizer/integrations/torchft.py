@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils import _pytree as pytree
 
-from .._memory.checkpoint import StateCheckpoint, StateReader, hold_request
+from .._memory.checkpoint import StateCheckpoint, StateReader, state_part
 from .._memory.client import KeeperProcess
 from .._memory.copies import address_of, address_towards, is_local
-from .._memory.protocol import StateHead
+from .._memory.protocol import OpenToPeers, StateHead
 from .._memory.replicas import RemotePart
 from .._memory.runtime_directory import job_name
 from .._memory.wire import SECRET_BYTES, Address
@@ -111,7 +111,9 @@ class TensorizerTransport:
         if self._has_offered and not self._held:
             # The keeper stays: during the start of another, the other replicas could finish a step without this one.
             with suppress(WriteError):  # the keeper has died
-                self._address = self._keeper.open_to_peers(self._host, _new_secret(), anew=True)
+                self._address = self._keeper.ask(
+                    OpenToPeers(self._host, secrets.token_bytes(SECRET_BYTES), anew=True), Address
+                )
             self._has_offered = False
         if not self._keeper.alive:
             self._keeper.end()
@@ -146,7 +148,7 @@ class TensorizerTransport:
                 raise StagingError(f"step {step} cannot be sent: {error}")
             planner = SavePlanner(flatten_state_dict=False, enable_plan_caching=False)
             planner.set_up_planner(dict(staged), is_coordinator=True)
-            self._keeper.hold(hold_request(head, planner.create_local_plan(), planner, buffer, seconds=0.0), buffer)
+            self._keeper.hold(state_part(head, planner.create_local_plan(), planner, buffer, seconds=0.0), buffer)
         except BaseException:
             if buffer is not None:
                 buffer.is_kept = False
@@ -210,7 +212,7 @@ class TensorizerTransport:
         self._has_offered = False
         keeper = KeeperProcess(job_name(f"torchft {self._run}"), self._run, 0.0)
         try:
-            return keeper, keeper.open_to_peers(self._host, _new_secret())
+            return keeper, keeper.ask(OpenToPeers(self._host, secrets.token_bytes(SECRET_BYTES)), Address)
         except BaseException:
             keeper.end()
             raise
@@ -316,10 +318,6 @@ def _read(reader: StateReader, own: Mapping[str, Any]) -> Any:
         return sharding.around(target[key], mesh)
 
     return pytree.tree_map(value_of, tree)
-
-
-def _new_secret() -> bytes:
-    return secrets.token_bytes(SECRET_BYTES)
 
 
 def _state_id(step: int) -> str:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from ._find import CheckpointInfo as CheckpointInfo
     from ._find import list_checkpoints as list_checkpoints
     from ._formats.common import ConvertOptions as ConvertOptions
-    from ._formats.names import FORMATS as FORMATS
     from ._gc import Collected as Collected
     from ._gc import collect as collect
     from ._inspect import ChunkInfo as ChunkInfo
@@ -46,6 +45,9 @@ if TYPE_CHECKING:
     from ._verify import Verified as Verified
     from ._verify import verify as verify
 
+FORMATS = ("dcp_tensorizer", "tensorizer", "safetensors", "torch", "dcp")
+"""The names of the formats that `convert` reads and writes."""
+
 _MODULES = {
     name: module
     for module, names in {
@@ -56,7 +58,6 @@ _MODULES = {
         "._diff": "Change Difference diff",
         "._find": "CheckpointInfo list_checkpoints",
         "._formats.common": "ConvertOptions",
-        "._formats.names": "FORMATS",
         "._gc": "Collected collect",
         "._inspect": "ChunkInfo DataFileInfo Inspection ObjectInfo TensorInfo Total inspect",
         "._report.build": "Reported report",
@@ -65,7 +66,7 @@ _MODULES = {
     }.items()
     for name in names.split()
 }
-__all__ = sorted(_MODULES)
+__all__ = sorted([*_MODULES, "FORMATS"])
 
 if not TYPE_CHECKING:
 

@@ -20,8 +20,8 @@ from .._runtime.forks import free_in_child
 from .._runtime.validation import did_you_mean
 from .._tensor_file.regions import Region
 from ..errors import ConversionError, ReadError, WriteError
+from . import FORMATS
 from ._formats.common import ConvertOptions, check_options
-from ._formats.names import FORMATS
 from ._formats.registry import TARGETS, new_paths, open_checkpoint
 from ._view import CheckpointView, StoredTensor, StoredValue, key_of
 
@@ -114,7 +114,7 @@ def _select(view: CheckpointView, options: ConvertOptions) -> CheckpointView:
     selected = [key for key in view.paths if is_in(key, options.include or "*") and not is_in(key, options.exclude)]
     if not selected:
         excluded = f" and not {', '.join(options.exclude)}" if options.exclude else ""
-        raise ConversionError(f"{view.path} has no key that matches {', '.join(options.include) or '*'}{excluded}")
+        raise ConversionError(f"{view.path} has no key that matches {', '.join(options.include) or '*'}{excluded}.")
     paths = new_paths({key: view.values[key].path for key in selected}, options, view.path)
     values: dict[str, StoredValue] = {}
     for key, path in paths.items():

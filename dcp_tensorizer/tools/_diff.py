@@ -15,7 +15,7 @@ import torch
 
 from .._tensor_file.dtypes import dtype_name, host_bytes
 from .._tensor_file.regions import Region
-from .._trust.objects import is_small, load_object
+from .._trust.objects import load_object
 from ._formats.registry import open_all
 from ._inspect import shown_value
 from ._view import CheckpointView, StoredObject, StoredTensor, blocks_of
@@ -181,7 +181,7 @@ def _object_change(a: StoredObject, b: StoredObject) -> Change | None:
         return None
     with suppress(Exception):  # pickles of equal values differ if one shares a string object and the other has two
         x, y = map(load_object, contents)
-        if is_small(x) and is_small(y) and (x == y) is True and repr(x) == repr(y):  # 1 == 1.0 == True
+        if (x == y) is True and repr(x) == repr(y):  # 1 == 1.0 == True
             return None
     (old_type, old, _), (new_type, new, _) = map(shown_value, contents)
     if (old, old_type) == (new, new_type):  # the descriptions are truncated

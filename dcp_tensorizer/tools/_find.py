@@ -89,8 +89,7 @@ class Folder:
 
     Attributes:
         info: The record that `list_checkpoints` returns; None for a directory without a checkpoint or leftovers.
-        step: The step that a manager recorded, if the directory's name contains it; otherwise `step_of` the name.
-        parts: The number of ranks that have committed, if each saves for itself; otherwise 0.
+        parts: The number of ranks that have committed, if each rank saves for itself; otherwise 0.
         leftovers: Files of uncommitted saves, as far as a listing shows, in the order in which to remove them, without
             files that a flush needs.
         dead: The leftovers of dead saves; empty while a save is in progress.
@@ -103,7 +102,6 @@ class Folder:
     files: tuple[FileInfo, ...]
     folders: tuple[Folder, ...]
     info: CheckpointInfo | None = None
-    step: int | None = None
     parts: int = 0
     leftovers: tuple[FileInfo, ...] = ()
     dead: tuple[FileInfo, ...] = ()
@@ -115,39 +113,25 @@ class Folder:
     def name(self) -> str:
         return self.storage.path.rstrip("/").rpartition("/")[2]
 
-    def walk(self) -> Iterator[Folder]:
-        """Yields the directory and all directories below it, parents first."""
-        yield self
-        for folder in self.folders:
-            yield from folder.walk()
+    @property
+    def step(self) -> int | None:
+        return None if self.info is None else self.info.step
 
-    # The properties below cover all checkpoints in and below the directory: a single one, or the parts of one.
+    def walk(self, prefix: str = "") -> Iterator[tuple[str, Folder]]:
+        """Yields the directory and all directories below it, parents first, with the prefix of their files."""
+        yield prefix, self
+        for folder in self.folders:
+            yield from folder.walk(f"{prefix}{folder.name}/")
 
     @property
     def checkpoints(self) -> list[Folder]:
-        return [folder for folder in self.walk() if folder.info is not None]
-
-    @property
-    def infos(self) -> list[CheckpointInfo]:
-        return [folder.info for folder in self.walk() if folder.info is not None]
-
-    @property
-    def committed(self) -> bool:
-        return all(info.state == "committed" for info in self.infos)
-
-    @property
-    def contents(self) -> int | None:
-        return hash(frozenset(part.keys for part in self.checkpoints)) if self.committed else None
+        """The checkpoints and leftovers in and below the directory."""
+        return [folder for _, folder in self.walk() if folder.info is not None]
 
     @property
     def saved(self) -> float:
-        """The time of the last part, in seconds since the epoch; 0 if unknown."""
-        return max(0.0 if info.saved is None else info.saved.timestamp() for info in self.infos)
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks that have committed, if each saves for itself; otherwise 0."""
-        return min(part.parts for part in self.checkpoints)
+        """The time of the checkpoint's save, in seconds since the epoch; 0 if unknown."""
+        return 0.0 if self.info is None or self.info.saved is None else self.info.saved.timestamp()
 
 
 def list_checkpoints(
@@ -167,10 +151,12 @@ def list_checkpoints(
     """
     top = walk(open_storage(path, storage_options))
     best: dict[str, str | None] = {}
-    for folders, _ in arrange(top):
+    for _, folders, _ in lines_of_steps(top):
         rules, steps = of_manager(steps_of(folders))
         if (found := rules.best(steps)) is not None:
             best |= {folder.storage.path: rules.metric for folder in folders if folder.step == found.number}
+
+    infos = [folder.info for folder in top.checkpoints if folder.info is not None]
 
     def order(info: CheckpointInfo) -> tuple[list[tuple[int, str]], float, str]:
         above, _, name = info.path.rstrip("/").rpartition("/")
@@ -178,7 +164,7 @@ def list_checkpoints(
         naturally = [(-int(number or 0), text) for number, text in re.findall(r"(\d*)(\D*)", above)]
         return naturally, math.inf if info.step is None else -info.step, name
 
-    return tuple(sorted((replace(info, best=best.get(info.path)) for info in top.infos), key=order))
+    return tuple(sorted((replace(info, best=best.get(info.path)) for info in infos), key=order))
 
 
 def step_of(name: str) -> int | None:
@@ -298,7 +284,6 @@ def _walk(storage: Storage, saves: Mapping[str, str], uploads: _Uploads) -> Fold
             logger.warning("a directory is missing from the listing: %s", error)
     here = uploads.here(storage, files)
     folder = Folder(storage, tuple(files), tuple(folders))
-    folder = replace(folder, step=step_of(folder.name))
     is_checkpoint = here or any(is_ours(file.name) for file in files)
     return _with_checkpoint(folder, saves, here, uploads.unknown) if is_checkpoint else folder
 
@@ -321,7 +306,7 @@ def _with_checkpoint(folder: Folder, saves: Mapping[str, str], uploads: Sequence
     flushes = {saves.get(save_id_in(file.name)) for file in files if is_data_file_name(file.name)}
     info = CheckpointInfo(
         path=storage.path,
-        step=folder.step,
+        step=step_of(folder.name),
         saved=_time(max(times)) if times else None,
         state="unflushed" if flushes & queue.OPEN else "flushed" if queue.REMOTE in flushes else "unfinished",
         nbytes=sum(file.nbytes for file in files),
@@ -341,21 +326,21 @@ def _with_checkpoint(folder: Folder, saves: Mapping[str, str], uploads: Sequence
     except CheckpointError as error:
         torchs = isinstance(error, UnsupportedFormat) and _is_torchs(storage, files)
         return replace(folder, info=replace(info, state="torch" if torchs else "unreadable", leftover_nbytes=0))
-    named, record, step = data_files(parts), record_of(parts), folder.step
-    metrics = {} if record is None else record.metrics
-    if record is not None and record.step in map(int, _NUMBER.findall(folder.name)):
-        step = record.step
-    else:
-        record = None
-    info = replace(info, saved=_time(saved_at(parts)), step=step, metrics=metrics)
+    named, record = data_files(parts), record_of(parts)
+    info = replace(info, saved=_time(saved_at(parts)))
+    if record is not None:
+        info = replace(info, metrics=record.metrics)
+        if record.step in map(int, _NUMBER.findall(folder.name)):
+            info = replace(info, step=record.step)
+        else:
+            record = None
     if not named.items() <= {(file.name, file.nbytes) for file in files}:
         info = replace(info, state="incomplete", leftover_nbytes=0)
-        return replace(folder, info=info, step=step, record=record)
+        return replace(folder, info=info, record=record)
     ranks = len(set(map(data_file_rank, named)))
     return replace(
         folder,
         info=replace(info, state="committed", ranks=ranks, tensors=len(view.tensors), objects=len(view.objects)),
-        step=step,
         parts=0 if None in parts else len(parts),
         leftovers=leftovers,
         dead=dead,
@@ -400,60 +385,57 @@ def _time(seconds: float) -> datetime | None:
     return None
 
 
-# --- distinguishing steps from parts of one checkpoint ----------------------------------------------------------------
+# --- the steps of one job ---------------------------------------------------------------------------------------------
 #
-# A manager records the step of each checkpoint. Without records, the names decide. A number alone does not make a step:
-# ranks and models also have numbers, often with the same keys. The name must look more like a step than the name of the
-# directory around it. Otherwise the checkpoint may be a part of a larger one.
+# A manager records the step of each checkpoint. Without records, names and keys decide. A number alone does not make a
+# step: ranks and models also have numbers, often with the same keys.
 
-_STEP = re.compile(r"(?:step|iter|iteration|epoch|checkpoint|ckpt)[-_=. ]*\d", re.IGNORECASE)
-_PART = re.compile(
-    r"(?:^|[^a-z])(?:rank|shard|part|worker|node|host|gpu|device|process|replica|stage|expert|layer)[-_=. ]*\d",
-    re.IGNORECASE,
+_STEP = re.compile(r"(\D*(?:step|iter|iteration|epoch|checkpoint|ckpt)[-_=. ]*)\d+", re.IGNORECASE)
+_NOT_STEPS = (
+    "its checkpoints may not be steps of one job. Without a manager's records, steps are named like step-10 and "
+    "step-20, beside no other numbers, and have equal keys. Delete old ones by hand."
 )
+_IN_A_STEP = "a directory around it is named like a step. Pass its own path to collect its checkpoints."
 
 
-Group = tuple[list[Folder], str]
-"""The checkpoints in one directory, and why they must not be removed as old steps; empty if they may be removed."""
+def lines_of_steps(folder: Folder, *, in_step: bool = False) -> Iterator[tuple[Folder, list[Folder], str]]:
+    """Yields the committed steps of each job below a directory, with the directory that holds them.
 
-
-def arrange(top: Folder) -> list[Group]:
-    """Returns the checkpoints below a directory, grouped by directory."""
-    return _arrange(top, None)[1]
-
-
-def _arrange(folder: Folder, outer: int | None) -> tuple[Folder | None, list[Group]]:
-    """Decides whether a directory is one checkpoint (possibly in parts) or holds groups of checkpoints.
-
-    ``outer`` is the highest `_claim` of the directories around it; None for the directory that the user named.
+    If a directory holds several other checkpoints with numbers, yields these with the reason for which they do not
+    count as steps; otherwise the reason is empty. ``in_step`` is whether a directory around this one, below the one
+    that the user named, is named like a step.
     """
     if folder.info is not None:
-        return folder, []
-    own = _claim(folder.name)
-    around = max(0, own - 1) if outer is None else max(own, outer)  # the user named this directory: it may hold steps
-    found: list[Folder] = []
-    groups: list[Group] = []
-    for child in folder.folders:
-        one, below = _arrange(child, around)
-        found += [] if one is None else [one]
-        groups += below
-    jobs, others = _jobs(found)
-    groups += [(steps, "") for steps in jobs]
-    if not others:
-        return None, groups
-    arrangement = _arrangement(others, around)
-    if arrangement == "parts" and outer is not None and not groups:
-        return folder, []
-    objection = "" if arrangement == "steps" else f"{folder.storage.path} may hold the parts of one checkpoint"
-    return None, [*groups, (others, objection)]
+        return
+    jobs, others = _jobs([child for child in folder.folders if child.info is not None])
+    yield from ((folder, _counted(steps), "") for steps in jobs)
+    parents = [child for child in folder.folders if child.info is None and child.checkpoints]
+    numbered = [child.name for child in (*others, *parents) if _NUMBER.search(child.name)]
+    steps = _counted(others)
+    if len(steps) > 1:
+        words = {match and match[1] for match in map(_STEP.fullmatch, numbered)}
+        is_line = len(words) == 1 and None not in words and len({step.keys for step in steps}) == 1
+        yield folder, steps, _IN_A_STEP if in_step else "" if is_line else _NOT_STEPS
+    for parent in parents:
+        yield from lines_of_steps(parent, in_step=in_step or _STEP.search(parent.name) is not None)
+
+
+def _counted(folders: Sequence[Folder]) -> list[Folder]:
+    """Returns the committed checkpoints with a step.
+
+    If ranks save for themselves, a checkpoint of fewer ranks than another may be incomplete, and does not count.
+    """
+    committed = [one for one in folders if one.info is not None and one.info.state == "committed"]
+    most = max((one.parts for one in committed), default=0)
+    return [one for one in committed if one.step is not None and one.parts in (0, most)]
 
 
 def steps_of(folders: Sequence[Folder]) -> list[Step]:
-    """Returns the committed steps of a `Group`, as a manager sees them."""
+    """Returns the steps of `lines_of_steps` as a manager sees them."""
     return [
         Step(folder.step, folder.name, saved_at=int(folder.saved * 1e9), record=folder.record)
         for folder in folders
-        if folder.committed and folder.step is not None
+        if folder.step is not None
     ]
 
 
@@ -488,40 +470,6 @@ def _jobs(folders: Sequence[Folder]) -> tuple[list[list[Folder]], list[Folder]]:
     for folder in unrecorded:
         matches = ((re.fullmatch(names, folder.name), steps) for names, steps in jobs.items())
         step, steps = next(((int(match[1]), steps) for match, steps in matches if match), (folder.step, others))
-        steps.append(replace(folder, step=step))
+        assert folder.info is not None
+        steps.append(replace(folder, info=replace(folder.info, step=step)))
     return list(jobs.values()), others
-
-
-def _arrangement(folders: Sequence[Folder], around: int) -> Literal["steps", "parts", "unknown"]:
-    """Decides whether checkpoints in a directory are ``steps`` of one job, ``parts`` of one checkpoint, or ``unknown``.
-
-    Parts have several names with the same numbers and different contents, such as Accelerate's
-    ``pytorch_model_fsdp_0`` and ``optimizer_0``. Steps have names that differ only by a number, and similar contents.
-    """
-    by_name = defaultdict(list)
-    for folder in folders:
-        by_name[_NUMBER.sub("#", folder.name)].append(folder)
-    numbers = {frozenset(tuple(_NUMBER.findall(one.name)) for one in group) for group in by_name.values()}
-    if len(by_name) > 1 and len(numbers) == 1:
-        return "unknown" if _some_are_alike(folders) else "parts"
-    numbered = [group for name, group in by_name.items() if "#" in name]
-    if len(numbered) != 1 or not (len(folders) == 1 or _some_are_alike(numbered[0])):
-        return "unknown"
-    claim = _claim(numbered[0][0].name)
-    # ``run-1`` with a model and an optimizer in it is also one numbered name, but several checkpoints.
-    is_step = claim > around and (claim > 1 or all(folder.info is not None for folder in numbered[0]))
-    return "steps" if is_step else "unknown"
-
-
-def _some_are_alike(folders: Sequence[Folder]) -> bool:
-    known = [folder.contents for folder in folders if folder.committed]
-    return len(set(known)) < len(known)
-
-
-def _claim(name: str) -> int:
-    """Rates how much a name looks like a step: ``step-10`` 3, ``10`` 2, ``model-10`` 1, ``rank-10`` 0."""
-    if _PART.search(name) or not _NUMBER.search(name):
-        return 0
-    if _STEP.search(name):
-        return 3
-    return 2 if name.isdecimal() else 1

@@ -2,7 +2,7 @@
 
 A save or a copy may be in progress in any directory. A file is therefore removed as a leftover only if it provably
 belongs to a dead save (see `commit.dead_files`), or if it is older than the longest save or copy, an age that only the
-user knows. A directory that may hold the parts of one checkpoint is removed as a whole or not at all.
+user knows. Only checkpoints that are known to be steps of one job are removed as old.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import posixpath
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +20,7 @@ from .._storage.base import FileInfo, Storage
 from .._storage.open import open_storage
 from .._tensor_file.names import is_data_file_name, is_ours, is_temporary_file_of_job
 from ..errors import describe
-from ._find import Folder, arrange, of_manager, steps_of, walk
+from ._find import Folder, lines_of_steps, of_manager, steps_of, walk
 
 _MAY_BE_IN_PROGRESS = (
     "a save or a copy may be in progress there. Pass an age with --older-than that no save or copy exceeds."
@@ -96,12 +96,10 @@ def plan_collection(
 ) -> list[Removal]:
     """Plans what `collect` removes in and below a directory.
 
-    Steps are committed checkpoints in one directory whose names differ by their numbers. A step is removed only if it
-    is neither among the ``keep`` newest nor among the ``keep`` highest, is older than ``older_than`` seconds, is not
-    retained by a manager's rule, and is not the target of a link. The newest step is never removed, nor is the highest,
-    from which a job would resume. If ranks save for themselves, a checkpoint of fewer ranks than another in the
-    directory may be incomplete: it neither counts nor is removed. Without ``keep`` and ``older_than``, no checkpoint is
-    removed. ``only_data`` retains files that this package did not write.
+    Steps are those of `lines_of_steps`. A step is removed only if it is neither among the ``keep`` newest nor among the
+    ``keep`` highest, is older than ``older_than`` seconds, is not retained by a manager's rule, and is not the target
+    of a link. The newest step is never removed, nor is the highest, from which a job would resume. Without ``keep`` and
+    ``older_than``, no checkpoint is removed. ``only_data`` retains files that this package did not write.
 
     Raises `NotCommitted` if there is no such directory, and `ReadError` if it cannot be listed.
     """
@@ -112,7 +110,7 @@ def plan_collection(
     # A retained checkpoint may hold leftovers of dead saves. One whose listing failed is already in the plan.
     done = [folder for folder, planned in removals if planned.kept is None or planned.failed]
     whole = {part.storage.path for folder in done for part in folder.checkpoints}
-    for folder in top.walk():
+    for _, folder in top.walk():
         if folder.info is None:  # killed jobs leave temporary files beside their checkpoints
             files = tuple(file for file in folder.files if is_temporary_file_of_job(file.name))
             if files:
@@ -145,20 +143,22 @@ def remove(removal: Removal) -> Collected:
 
 def _remove(folder: Folder, planned: Collected, stack: ExitStack) -> Collected:
     """Removes the planned files, with their directories locked by ``stack``."""
-    for locked in folder.walk() if planned.whole else [folder]:
-        if locked.info is None:
-            continue
+    for locked in folder.checkpoints:
+        if not planned.whole and locked is not folder:
+            break
         lock = stack.enter_context(locked.storage.lock_directory())
         if locked.storage.locks_are_visible and not lock.is_exclusive:
             return replace(planned, files=(), nbytes=0, kept="a save is in progress there")
     now = walk(folder.storage)
     if _file_set(now) != _file_set(folder):
-        kept = "something has been saved or changed there in the meantime"
+        kept = "its files have changed since they were listed. Run the command again."
         return replace(planned, files=(), nbytes=0, kept=kept)
     chosen = set(planned.files)
     if planned.whole:
         # After an interruption, the remaining files are recognised as leftovers of a dead save.
-        folders = list(_chosen_below(folder, chosen))
+        folders = [
+            (one, [file.name for file in one.files if prefix + file.name in chosen]) for prefix, one in folder.walk()
+        ]
         for one, names in folders:
             withdraw(one.storage, names)
         for one, names in reversed(folders):
@@ -170,13 +170,6 @@ def _remove(folder: Folder, planned: Collected, stack: ExitStack) -> Collected:
     # Hard links may have been added or removed since the plan.
     shared = sum(file.nbytes for file in _chosen(now, planned) if file.shared)
     return replace(planned, nbytes=sum(file.nbytes for file in _chosen(folder, planned)) - shared)
-
-
-def _chosen_below(folder: Folder, chosen: Container[str], prefix: str = "") -> Iterator[tuple[Folder, list[str]]]:
-    """Yields each directory with the names of its chosen files, parents first."""
-    yield folder, [file.name for file in folder.files if prefix + file.name in chosen]
-    for child in folder.folders:
-        yield from _chosen_below(child, chosen, f"{prefix}{child.name}/")
 
 
 def _file_set(top: Folder) -> set[tuple[str, FileInfo, bool]]:
@@ -191,7 +184,7 @@ def _file_set(top: Folder) -> set[tuple[str, FileInfo, bool]]:
             file._replace(shared=None, changed=None if is_data_file_name(file.name) else file.changed),
             file in left,
         )
-        for folder in top.walk()
+        for _, folder in top.walk()
         for left in [set(folder.leftovers)]
         for file in folder.files
     }
@@ -238,45 +231,37 @@ def _are_old(files: Sequence[FileInfo], older_than: float | None) -> bool:
 
 
 def _old_checkpoints(top: Folder, keep: int | None, older_than: float | None, only_data: bool) -> Iterator[Removal]:
-    linked = [path for folder in top.walk() for path in folder.storage.links()]
-    for folders, objection in arrange(top):
-        rules, steps = of_manager(steps_of(folders))
+    linked = [path for _, folder in top.walk() for path in folder.storage.links()]
+    for folder, steps, objection in lines_of_steps(top):
+        if objection:
+            yield _removal(folder, (), whole=True, kept=objection)
+            continue
+        rules, own = of_manager(steps_of(steps))
         latest = keep or rules.latest or 1
-        retained = replace(rules, latest=latest).kept(steps)
-        for old in _beyond(folders, latest):
-            if time.time() - old.saved >= (older_than or 0.0):
-                kept = objection or (_RETAINED if old.step in retained else "") or _objection(old, linked, older_than)
-                unknown = "" if kept else next((part.unknown for part in old.checkpoints if part.unknown), "")
-                files = [f for f in _files_below(old) if not only_data or is_ours(posixpath.basename(f.name))]
-                yield _removal(old, files, whole=True, kept=kept or unknown or None, failed=bool(unknown))
+        retained = replace(rules, latest=latest).retained(own)
+        # Newer checkpoints have lower steps if a job went back to an earlier step, and earlier times if a clock was set
+        # back.
+        by_time = sorted(steps, key=lambda step: (step.saved, step.step or 0), reverse=True)
+        by_step = sorted(steps, key=lambda step: (step.step or 0, step.saved), reverse=True)
+        recorded = [(step.record.serial, step) for step in by_time if step.record is not None]
+        by_serial = [step for _, step in sorted(recorded, key=lambda pair: pair[0], reverse=True)]
+        newest = {step.storage.path for order in (by_time, by_step, by_serial) for step in order[:latest]}
+        for old in by_time:
+            if old.storage.path in newest or time.time() - old.saved < (older_than or 0.0):
+                continue
+            parts, real = old.checkpoints, old.storage.real_path
+            unknown = ""
+            if old.step in retained:
+                kept = _RETAINED
+            elif any(path == real or path.startswith(real + "/") for path in linked):
+                kept = "it is the target of a link"
+            elif not _are_old([f for part in parts for f in part.leftovers if f not in part.dead], older_than):
+                kept = _MAY_BE_IN_PROGRESS
+            else:
+                kept = unknown = next((part.unknown for part in parts if part.unknown), "")
+            files = [f for f in _files_below(old) if not only_data or is_ours(posixpath.basename(f.name))]
+            yield _removal(old, files, whole=True, kept=kept or None, failed=bool(unknown))
 
 
-def _objection(old: Folder, linked: Sequence[str], older_than: float | None) -> str:
-    """Returns why an old checkpoint must be retained; otherwise an empty string."""
-    real = old.storage.real_path
-    if any(path == real or path.startswith(real + "/") for path in linked):
-        return "a link leads to it"
-    others = [file for part in old.checkpoints for file in part.leftovers if file not in part.dead]
-    return "" if _are_old(others, older_than) else _MAY_BE_IN_PROGRESS
-
-
-def _files_below(folder: Folder, prefix: str = "") -> Iterator[FileInfo]:
-    for file in folder.files:
-        yield file._replace(name=prefix + file.name)
-    for child in folder.folders:
-        yield from _files_below(child, f"{prefix}{child.name}/")
-
-
-def _beyond(folders: Sequence[Folder], keep: int) -> list[Folder]:
-    """Returns the steps that are neither among the newest nor among the highest."""
-    steps = [(folder.step, folder) for folder in folders if folder.committed and folder.step is not None]
-    most = max((folder.ranks for _, folder in steps), default=0)
-    steps = [(step, folder) for step, folder in steps if folder.ranks in (0, most)]
-    # Newer checkpoints have lower steps after a job went back to an earlier step, and earlier times after a clock was
-    # set back.
-    by_time = [folder for _, folder in sorted(steps, key=lambda pair: (pair[1].saved, pair[0]), reverse=True)]
-    by_step = [folder for _, folder in sorted(steps, key=lambda pair: (pair[0], pair[1].saved), reverse=True)]
-    recorded = [(folder.record.serial, folder) for folder in by_time if folder.record is not None]
-    by_serial = [folder for _, folder in sorted(recorded, key=lambda pair: pair[0], reverse=True)]
-    safe = {folder.storage.path for order in (by_time, by_step, by_serial) for folder in order[:keep]}
-    return [folder for folder in by_time if folder.storage.path not in safe]
+def _files_below(folder: Folder) -> list[FileInfo]:
+    return [file._replace(name=prefix + file.name) for prefix, one in folder.walk() for file in one.files]

@@ -19,7 +19,7 @@ from .._storage.base import Storage
 from .._storage.open import open_storage
 from .._tensor_file.dtypes import dtype_name
 from .._tensor_file.names import StoredItem, data_file_rank, is_data_file_name
-from .._trust.objects import is_small, load_object
+from .._trust.objects import load_object
 from ..errors import (
     CheckpointError,
     ConversionError,
@@ -244,7 +244,7 @@ def shown_value(content: bytes) -> tuple[str, str, bool | int | float | str | No
     except Exception as error:
         return "?", f"cannot be loaded here: {type(error).__name__}: {error}", None
     try:
-        text = repr(value) if is_small(value) else "too large to be shown"
+        text = repr(value)
     except Exception as error:
         text = f"cannot be shown: {type(error).__name__}"
     short = text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,22 +79,32 @@ def trace(sources: Sequence[_Path], output: _Path = "trace.json") -> Traced:
     ]
     if not records:
         raise NotCommitted(f"{', '.join(map(str, sources))}: the trace files hold no save and no load")
-    on_clock = _on_one_clock(records)
-    events = list(_events(on_clock))
+    # All spans move to the clock of the first record's host, those of one host by the same offset: seconds since the
+    # epoch would round times to a quarter of a microsecond.
+    offsets: dict[str, float] = {}
+    on_clock = []
+    for record in records:
+        offset = offsets.setdefault(record.boot, record.clock_offset) - records[0].clock_offset
+        moved = (span._replace(began=span.began + offset, ended=span.ended + offset) for span in record.spans)
+        on_clock.append(record._replace(spans=tuple(moved)))
+    spans = [span for record in on_clock for span in record.spans]
+    began = min(span.began for span in spans)
+    content = {
+        "displayTimeUnit": "ms",
+        "otherData": {"began": began + records[0].clock_offset},
+        "traceEvents": list(_events(on_clock, began)),
+    }
     storage, name = beside(os.fspath(output), {})
     storage.make_directory()
-    began = _began(on_clock) + records[0].clock_offset
-    content = {"displayTimeUnit": "ms", "otherData": {"began": began}, "traceEvents": events}
     storage.put(name, json.dumps(content).encode(), sync=False)
-    ends = [span.ended for record in on_clock for span in record.spans]
     return Traced(
         path=f"{storage.path}/{name}",
         saves=len({(record.rank, record.id) for record in records if record.kind != "load"}),
         loads=sum(record.kind == "load" for record in records),
         ranks=len({record.rank for record in records}),
         hosts=len({record.boot for record in records}),
-        spans=sum(len(record.spans) for record in records),
-        seconds=max(ends) - _began(on_clock),
+        spans=len(spans),
+        seconds=max(span.ended for span in spans) - began,
     )
 
 
@@ -138,33 +148,17 @@ def _records(file: Path) -> Iterator[_Record]:
         yield record._replace(spans=spans[-1:]) if record.kind == "flush" else record
 
 
-def _on_one_clock(records: Sequence[_Record]) -> list[_Record]:
-    """Moves all spans to the clock of the first record's host, by the same offset for all records of a host.
-
-    Seconds since the epoch would round times to a quarter of a microsecond.
-    """
-    offsets: dict[str, float] = {}
-    moved = []
-    for record in records:
-        offset = offsets.setdefault(record.boot, record.clock_offset) - records[0].clock_offset
-        spans = (span._replace(began=span.began + offset, ended=span.ended + offset) for span in record.spans)
-        moved.append(record._replace(spans=tuple(spans)))
-    return moved
-
-
-def _began(records: Iterable[_Record]) -> float:
-    return min(span.began for record in records for span in record.spans)
-
-
-def _events(records: Sequence[_Record]) -> Iterator[dict[str, Any]]:
+def _events(records: Sequence[_Record], began: float) -> Iterator[dict[str, Any]]:
     """Yields the events of the trace: a process per rank, with rows in which spans nest and never overlap."""
-    zero = _began(records)
     free: dict[tuple[int, str], list[float]] = {}  # the time at which each row of a track becomes free
     for rank, host in sorted({(record.rank, record.host) for record in records}):
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank} on {host}"}}
         yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}
     for record in sorted(records, key=lambda record: record.spans[0].began):
-        for track, spans in _bundles(record.spans):
+        bundles: dict[tuple[str, str], list[Span]] = {}  # spans of one track and file nest, and so share a row
+        for span in record.spans:
+            bundles.setdefault((_TRACK_OF.get(span.name, "save"), span.file), []).append(span)
+        for (track, _), spans in bundles.items():
             rows = free.setdefault((record.rank, track), [])
             known, starts = len(rows), min(span.began for span in spans)
             row = next((row for row, moment in enumerate(rows) if moment <= starts), known)
@@ -176,7 +170,7 @@ def _events(records: Sequence[_Record]) -> Iterator[dict[str, Any]]:
                 order = {"sort_index": thread}
                 yield {"ph": "M", "name": "thread_sort_index", "pid": record.rank, "tid": thread, "args": order}
             for span in spans:
-                begin, end = (round((moment - zero) * 1e6, 3) for moment in (span.began, span.ended))
+                begin, end = (round((moment - began) * 1e6, 3) for moment in (span.began, span.ended))
                 yield {
                     "ph": "X",
                     "name": span.name,
@@ -198,12 +192,3 @@ def _arguments(record: _Record, span: Span) -> dict[str, Any]:
     if span.verify_seconds:
         arguments["verify seconds of all threads"] = round(span.verify_seconds, 6)
     return arguments
-
-
-def _bundles(spans: Iterable[Span]) -> Iterator[tuple[str, list[Span]]]:
-    """Groups spans that nest, and so share a row: those of the same track and file."""
-    bundles: dict[tuple[str, str], list[Span]] = {}
-    for span in spans:
-        bundles.setdefault((_TRACK_OF.get(span.name, "save"), span.file), []).append(span)
-    for (track, _), bundle in bundles.items():
-        yield track, bundle

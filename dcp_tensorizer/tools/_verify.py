@@ -29,7 +29,7 @@ from .._storage.remote import RemoteStorage
 from .._tensor_file.digests import Digester, TensorHashes
 from .._tensor_file.encryption import Cipher
 from .._tensor_file.layout import END, Entry, lay_out
-from .._tensor_file.names import Derivation, StoredItem
+from .._tensor_file.names import StoredItem
 from .._writer_process.protocol import TensorSource
 from ..errors import CheckpointError, ChecksumMismatch, MetadataError, NotCommitted, ReadError, UnsupportedFormat
 from ._find import checkpoints_in, read_parts_at
@@ -433,7 +433,7 @@ def file_sections(items: Sequence[KeyedItem], nbytes: int, part: Metadata) -> It
     record = part.storage_data.get("encryption")
     cipher = None
     if record is not None:  # the layout does not depend on the key
-        cipher = Cipher(b"", None if record["derivation"] is None else Derivation(*record["derivation"]))
+        cipher = Cipher(b"", record["derivation"])
     tensors = [TensorSource(i.name, i.dtype, shape, i.length, i.kind) for _, i, shape in items]
     # The offsets of the tensors show which hashes the headers have, unless padding makes both layouts equal.
     layouts = [lay_out(tensors, cipher, sha256=sha256) for sha256 in (False, True)]

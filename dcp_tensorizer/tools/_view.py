@@ -162,7 +162,7 @@ def read_parts(storage: Storage) -> dict[int | None, Metadata]:
         if is_further and name not in known:
             raise MetadataError(
                 f"{storage.path} has {name}, but lacks {metadata_file_name(count)}, the metadata of rank {count}: the "
-                f"save never finished, or files were lost."
+                f"save never finished, or files were lost. Load another checkpoint."
             )
     return parts
 
@@ -233,7 +233,7 @@ def refused(source: str, path: Path, fault: str) -> StoredObject:
     key = key_of(path)
 
     def read() -> bytes:
-        raise ConversionError(f"{source}: {key!r} {fault}, which cannot be read")
+        raise ConversionError(f"{source}: {key!r} {fault}, and cannot be read")
 
     return StoredObject(key, path, 0, read, fault=fault)
 
@@ -375,6 +375,11 @@ class _Value:
     def size(self) -> torch.Size | None:
         return self.entry.size if isinstance(self.entry, TensorStorageMetadata) else None
 
+    @property
+    def is_whole(self) -> bool:
+        stored = sum(math.prod(piece.shape) for piece in self.pieces.values())
+        return self.size is None or stored == math.prod(self.size)
+
 
 def _values_of_ranks(
     storage: Storage, parts: Mapping[int | None, Metadata], ciphers: Mapping[str, Cipher | None]
@@ -399,12 +404,12 @@ def _values_of_ranks(
             for offset, piece in value.pieces.items()
         ):
             values[key] = together
-        elif all(_is_whole(value) for value in own.values()):
+        elif all(value.is_whole for value in own.values()):
             apart[key] = own
         else:
             ranks = ", ".join(map(str, own))
-            conflict = f"of {key!r}, ranks {ranks} saved for themselves (use_collectives=False) parts that differ."
-            values[key] = replace(together, conflict=conflict)
+            differ = f"ranks {ranks} each saved a part of {key!r} (use_collectives=False), and the parts differ."
+            values[key] = replace(together, conflict=f"{differ} Leave it out.")
     for key, own in apart.items():
         for rank, value in own.items():
             name = f"rank{rank}.{key}"
@@ -413,11 +418,6 @@ def _values_of_ranks(
             path = recorded_path(value.planner_data, key) if isinstance(key, str) else (key,)
             values[name] = replace(value, planner_data={name: (f"rank{rank}", *path)})
     return values
-
-
-def _is_whole(value: _Value) -> bool:
-    stored = sum(math.prod(piece.shape) for piece in value.pieces.values())
-    return value.size is None or stored == math.prod(value.size)
 
 
 def _are_same(storage: Storage, key: str, a: Piece, b: Piece, ciphers: Mapping[str, Cipher | None]) -> bool:

@@ -22,7 +22,7 @@ COMMAND = [shutil.which("node") or str(_NODE / "bin" / "node"), str(_MAIN)]
 
 
 def main() -> None:
-    """Installs it unless it is there."""
+    """Installs Azurite, unless it is installed."""
     if _MAIN.exists():
         return
     options = ["--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error", "--prefix", str(_FOLDER)]
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def _npm() -> list[str]:
-    """The command that runs npm: the system's, or else one from a wheel."""
+    """Returns the command that runs npm: the system's, or one from a wheel."""
     if shutil.which("npm") and shutil.which("node"):
         return ["npm"]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(_NODE.parent), _WHEEL]

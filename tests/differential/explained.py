@@ -147,7 +147,7 @@ def _is_no_plain_tensor(context: Context, difference: Difference) -> bool:
 
 
 def _does_not_convert(context: Context, difference: Difference) -> bool:
-    return difference.path[0] == "loads" and _ours_fails(difference, "which does not convert to the torch.")
+    return difference.path[0] == "loads" and _ours_fails(difference, "which cannot be converted to the")
 
 
 def _is_plain_copy(context: Context, difference: Difference) -> bool:
@@ -197,7 +197,7 @@ def _is_empty_in_list(context: Context, difference: Difference) -> bool:
 
 
 def _has_other_shape(context: Context, difference: Difference) -> bool:
-    return difference.path[0] == "saves" and _ours_fails(difference, "and its resolve_data gave one of")
+    return difference.path[0] == "saves" and _ours_fails(difference, "and its resolve_data gave")
 
 
 def _is_asked_at_once(context: Context, difference: Difference) -> bool:
@@ -208,7 +208,7 @@ def _is_asked_at_once(context: Context, difference: Difference) -> bool:
     if load is None or context.case.ranks < 2:
         return False
     return (load.planner == "transposing" and "bits" in difference.path) or (
-        load.planner == "shrinking" and _ours_fails(difference, "do not fit a target of")
+        load.planner == "shrinking" and _ours_fails(difference, "needs a target of shape")
     )
 
 

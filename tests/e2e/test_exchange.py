@@ -1,4 +1,4 @@
-"""Loads whose ranks read for each other: each byte leaves the storage once, and every rank gets what it wants."""
+"""Tests of the exchange: ranks read each byte once in all, and every rank gets the values that it needs."""
 
 import functools
 import shutil
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 def _replicated(seed):
-    """What all ranks of a DDP job have: large and small tensors of several dtypes, and objects."""
+    """Returns the state of all ranks of a DDP job: large and small tensors of several dtypes, and objects."""
     state = {f"layer{n}": random_tensor(torch.bfloat16, (1024, 512), seed + n) for n in range(6)}
     state |= {f"norm{n}": random_tensor(torch.float32, (2000,), seed + n) for n in range(8)}  # not in the index
     state["bytes"] = random_tensor(torch.uint8, (333_333,), seed)
@@ -38,7 +38,7 @@ def _zeros(state):
 
 
 def _load(rank, path, state, exchange, planner=None, **options):
-    """Loads and returns what the load cost."""
+    """Loads; returns the report."""
     reports = []
     reader = TensorizerStorageReader(path, exchange=exchange, on_report=reports.append, **options)
     dcp.load(state, storage_reader=reader, process_group=rank.saves, planner=planner)
@@ -54,7 +54,7 @@ def _load_from_s3(rank, url, options):
 
 
 def test_ranks_with_the_same_state_read_it_once(s3):
-    """Four ranks read each byte once between them, about as many each, and the server sends no more than that."""
+    """Four ranks read about equal amounts and each byte once, and the server sends no more than that."""
     url = f"s3://{s3.bucket}/{uuid.uuid4().hex}"
     state = _replicated(7)
     with TensorizerStorageWriter(url, storage_options=s3.options()) as writer:
@@ -69,12 +69,12 @@ def test_ranks_with_the_same_state_read_it_once(s3):
 
 
 def _small_pieces():
-    """Has an exchange take many windows and pieces for a few megabytes."""
+    """Makes an exchange use many windows and pieces for a few megabytes."""
     deliver.Exchange = functools.partial(Exchange, window_bytes=1 << 20, round_bytes=100_000)
 
 
 def _load_mixed(rank, path, key):
-    """Targets that differ from rank to rank in what they want, their dtype and their strides."""
+    """Loads into targets with other regions, dtypes and strides on each rank."""
     _small_pieces()
     mesh = init_device_mesh("cpu", (2, 2))
     full = random_tensor(torch.float32, (1000, 700), 1)
@@ -109,9 +109,9 @@ def _load_mixed(rank, path, key):
 
 
 def test_ranks_that_want_different_things(tmp_path):
-    """What all want is exchanged in pieces, also if it is encrypted; each reads the rest. Replicas exchange alone.
+    """Ranks exchange data that all need, encrypted or not, and read the rest; a group of replicas exchanges alone.
 
-    What shares memory, as tied weights do, each reads by itself: the last one is there as a whole.
+    Each rank reads targets that share memory, such as tied weights, by itself: the last one is whole.
     """
     state = _replicated(7)
     full = random_tensor(torch.float32, (1000, 700), 1)
@@ -128,7 +128,7 @@ def test_ranks_that_want_different_things(tmp_path):
 
 
 class _OneByOne(DefaultLoadPlanner):
-    """A planner of the user's, with one scratch buffer."""
+    """A custom planner with one scratch buffer."""
 
     def commit_tensor(self, read_item, tensor):
         super().commit_tensor(read_item, tensor)
@@ -148,7 +148,7 @@ class _Refuses(DefaultLoadPlanner):
 
 
 def _load_alone(rank, path):
-    """Loads that exchange nothing, as one rank cannot, or as each loads for itself."""
+    """Loads that exchange nothing, because one rank cannot, or because each rank loads for itself."""
     expected = _replicated(7)
     state = _zeros(expected)
     report = _load(rank, path, state, rank.saves, _OneByOne() if rank.index == 1 else None)
@@ -160,7 +160,7 @@ def _load_alone(rank, path):
 
 
 def test_ranks_that_cannot_exchange(tmp_path):
-    """If one rank's planner gets tensors one by one, all read alone but for objects; likewise with no_dist."""
+    """If one rank's planner gets tensors one by one, ranks exchange only objects; with no_dist, nothing."""
     with TensorizerStorageWriter(tmp_path) as writer:
         dcp.save(_replicated(7), storage_writer=writer)
     assert all(received < 100_000 for received in run_ranks(2, _load_alone, tmp_path))
@@ -185,7 +185,7 @@ def _fail(rank, path, damaged):
 
 
 def test_a_rank_that_fails_tells_the_others(tmp_path):
-    """Each rank has the cause within seconds: damage that one has read, a target that does not fit, a planner."""
+    """Each rank raises the cause within seconds: damage that one has read, an unfit target, a planner's error."""
     with TensorizerStorageWriter(tmp_path / "whole") as writer:
         dcp.save(_replicated(7), storage_writer=writer)
     shutil.copytree(tmp_path / "whole", tmp_path / "damaged")
@@ -201,7 +201,7 @@ def test_a_rank_that_fails_tells_the_others(tmp_path):
 
 
 def _load_with_others(rank, path):
-    """Loads of which some ranks of a group know nothing, or are to exchange with others."""
+    """Loads in which some ranks of a group do not take part, or exchange with others."""
     state = _zeros(_replicated(7))
     pairs, (lone, *_) = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0], dist.new_subgroups(2)
     loads = [
@@ -216,7 +216,7 @@ def _load_with_others(rank, path):
 
 
 def test_ranks_of_a_group_that_do_not_load_together(tmp_path):
-    """All ranks that load are told before any of them waits for one that does not come."""
+    """All ranks that load raise an error before any of them waits for a missing rank."""
     with TensorizerStorageWriter(tmp_path) as writer:
         dcp.save(_replicated(7), storage_writer=writer)
     for of_rank in run_ranks(4, _load_with_others, tmp_path):
@@ -226,7 +226,7 @@ def test_ranks_of_a_group_that_do_not_load_together(tmp_path):
 
 
 def _die(rank, path):
-    """The second rank is killed when it has got something."""
+    """Loads; the second rank is killed after it has received data."""
     _small_pieces()
     state = _zeros(_replicated(7))
     if rank.index == 1:
@@ -240,7 +240,7 @@ def _die(rank, path):
 
 
 def test_a_rank_that_is_killed(tmp_path):
-    """The others fail within seconds."""
+    """The other ranks fail within seconds."""
     with TensorizerStorageWriter(tmp_path) as writer:
         dcp.save(_replicated(7), storage_writer=writer)
     _, *others = run_ranks(2, _die, tmp_path, killed={1})[::-1]

@@ -17,7 +17,7 @@ import gc, os, signal, sys
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
-from dcp_tensorizer._runtime.gc_pause import collector_paused
+from dcp_tensorizer._runtime.interpreter import collector_paused
 
 folder = sys.argv[1]
 

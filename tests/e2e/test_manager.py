@@ -139,7 +139,7 @@ _COPIES = {"survive": 60.0, "copies": 2}
 )
 def test_ranks_whose_managers_differ(tmp_path, options, words):
     """No rank gets a manager, and the error names the values and their ranks. Options of one host may differ."""
-    words = words and f"the managers of the ranks differ: {words}. Pass the same on every rank"
+    words = words and f"the managers of the ranks differ: {words}. Pass the same value on every rank."
     assert run_ranks(3, _differs, tmp_path / "run", options) == [words] * 3
 
 
@@ -164,7 +164,7 @@ def _ends(rank, folder, steps):
     [
         ((12, 12), [10, 12], None),
         ((0, 0), [], None),
-        ((12, 11), [10], "the ranks save different steps, from 11 to 12: all must be at the same step"),
+        ((12, 11), [10], "the ranks save different steps, from 11 to 12. Save the same step on every rank."),
     ],
 )
 def test_the_last_step_of_all_ranks_is_saved(tmp_path, steps, saved, error):

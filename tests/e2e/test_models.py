@@ -1,4 +1,4 @@
-"""Models as Hugging Face has them, written by several ranks together."""
+"""Tests of models in Hugging Face's layout, written by several ranks together."""
 
 import itertools
 import json
@@ -35,9 +35,9 @@ from ..lab.ranks import attempt, kill_self, run_ranks
 
 
 def make_state(ranks):
-    """A sharded state and the whole one: rows, columns, a grid, few rows, replicas, and models under FSDP2.
+    """Returns a sharded state and the whole one: rows, columns, a grid, few rows, replicas, and models under FSDP2.
 
-    One of these is under tensor parallelism as well.
+    One of the models also uses tensor parallelism.
     """
     mesh, grid = init_device_mesh("cpu", (ranks,)), init_device_mesh("cpu", (2, ranks // 2))
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def make_state(ranks):
 
 
 def save_all(rank, folder):
-    """Saves in each way: as on a disk of one machine, as on a mount of several, from a buffer and without, cast."""
+    """Saves in each way: as on one machine's disk, as on a shared mount, with and without staging, and cast."""
     warnings.simplefilter("ignore")
     state, full = make_state(rank.world_size)
     with SafetensorsStorageWriter(max_shard_bytes=150_000) as writer:
@@ -96,7 +96,7 @@ RENAME = {
 
 
 def save_in_parts(rank, folder):
-    """Saves tensors in parts and together, as on a disk and as on a mount; loads them onto other shards."""
+    """Saves tensors in parts and joined, as on a disk and on a mount; loads them with other shardings."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (rank.world_size,))
     shapes = {"0.w13": (5, 34, 40), "1.w13": (5, 34, 40), "0.w2": (5, 40, 17), "0.qkv": (66, 40), "embed": (50, 40)}
@@ -117,7 +117,7 @@ def save_in_parts(rank, folder):
 
 
 def in_files(saved):
-    """What the files have of tensors that were saved in parts and together."""
+    """Returns the expected contents of the files for tensors saved in parts and joined."""
     full = {f"hf.0.{n}.down": part for n, part in enumerate(saved["0.w2"])}
     for layer, n in itertools.product(range(2), range(5)):
         halves = saved[f"{layer}.w13"][n].chunk(2, dim=1)
@@ -131,7 +131,7 @@ def in_files(saved):
 
 
 def assert_holds(path, full, scratch):
-    """The files are what the library makes of the whole tensors."""
+    """The files have the library's bytes for the whole tensors."""
     files = sorted(path.glob("*.safetensors"))
     index = path / "model.safetensors.index.json"
     found = {}
@@ -147,9 +147,9 @@ def assert_holds(path, full, scratch):
 
 
 def test_ranks_write_their_parts_in_place(tmp_path):
-    """What is on disk is, byte for byte, what one process would have written from the gathered state.
+    """The files have the bytes that one process would have written from the gathered state.
 
-    Also where experts are saved one by one and projections by themselves, or the reverse; a load brings these back.
+    This also holds for experts and projections that are saved in parts or joined, and a load reverses that.
     """
     full, saved = run_ranks(4, save_all, tmp_path)[0]
     for name in ("disk", "mount", "sync"):
@@ -161,7 +161,7 @@ def test_ranks_write_their_parts_in_place(tmp_path):
 
 
 def tie(rank, folder):
-    """Saves whole tensors that are tied on no rank, on one, on all, and on all in another order."""
+    """Saves whole tensors that are tied on no rank, on one rank, on all, and on all in another order."""
     warnings.simplefilter("ignore")
     failures = {}
     for name, tied in {"none": [], "0": [0], "1": [1], "both": [0, 1], "turned": [0, 1]}.items():
@@ -180,12 +180,12 @@ def tie(rank, folder):
 
 
 def test_whole_tensors_are_tied_on_all_ranks_or_on_none(tmp_path):
-    """Whichever rank would write them: otherwise a name, and perhaps its values, would be lost in silence."""
+    """A tensor that is tied on some ranks only is an error, whichever rank would write it."""
     for failures in run_ranks(2, tie, tmp_path):
         for name, untied in ("0", 1), ("1", 0):
             for failure in failures.pop(name):
                 (error,) = failure.causes.values()
-                assert f"'b' is tied to another tensor on some rank, and not on rank {untied}. Tie it" in str(error)
+                assert f"'b' is tied to another tensor on some rank, but not on rank {untied}. Tie" in str(error)
             assert not list((tmp_path / name).glob("*.safetensors"))
         assert {name: [failure.causes for failure in both] for name, both in failures.items()} == {
             "none": [{}, {}],
@@ -197,7 +197,7 @@ def test_whole_tensors_are_tied_on_all_ranks_or_on_none(tmp_path):
 
 
 def fail_on_one(rank, folder):
-    """One rank cannot write: before the exchange, in the middle of it; then a save that goes well."""
+    """One rank cannot write: before the exchange, and during it; then a save succeeds."""
     warnings.simplefilter("ignore")
     state, _ = make_state(2)
     failures = []
@@ -226,7 +226,7 @@ def fail_on_one(rank, folder):
 
 @pytest.mark.promise("model-save-fails", reason="the error on every rank")
 def test_a_rank_that_fails_keeps_nobody_waiting(tmp_path):
-    """All ranks have the cause within seconds, the old model stays, and nothing of the new one does."""
+    """All ranks raise the cause within seconds, the old model stays, and no new file is left."""
     for failures in run_ranks(2, fail_on_one, tmp_path / "model"):
         for failure in failures:
             assert [(rank, str(error)) for rank, error in failure.causes.items()] == [(1, "rank 1: out of order")]
@@ -235,7 +235,7 @@ def test_a_rank_that_fails_keeps_nobody_waiting(tmp_path):
 
 
 def interrupt_one(rank, folder):
-    """One rank is interrupted when it has not written anything; then a save goes well."""
+    """One rank is interrupted before it has written anything; then a save succeeds."""
     warnings.simplefilter("ignore")
     state, _ = make_state(2)
     LocalStorage.granule_of = lambda self, nbytes: 4096
@@ -257,7 +257,7 @@ def interrupt_one(rank, folder):
 
 
 def test_a_rank_that_is_interrupted_keeps_nobody_waiting(tmp_path):
-    """All ranks have the cause within seconds, also if it comes from the user's on_progress."""
+    """All ranks raise the cause within seconds, even if the user's on_progress raises it."""
     for failure in run_ranks(2, interrupt_one, tmp_path / "model"):
         assert [(rank, repr(error)) for rank, error in failure.causes.items()] == [(1, "KeyboardInterrupt('Ctrl-C')")]
         assert failure.seconds < 30
@@ -272,7 +272,7 @@ def assert_is_whole(path):
 
 
 def die(rank, folder, victim):
-    """A rank is killed in the middle of its part."""
+    """A rank is killed while it writes its part."""
     warnings.simplefilter("ignore")
     state, _ = make_state(2)
     config = folder.parent / "config.json"
@@ -288,7 +288,7 @@ def die(rank, folder, victim):
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["coordinator", "other"])
 def test_a_rank_that_is_killed_leaves_the_old_model(tmp_path, victim):
-    """What the next save finds of a killed one it removes."""
+    """The next save removes the leftovers of a killed one."""
     run_ranks(2, die, tmp_path / "model", victim, killed=[victim])
     left = sorted(file.name for file in (tmp_path / "model").iterdir())
     assert any(name.endswith(".tmp") for name in left) == (victim == 0)
@@ -305,7 +305,7 @@ def test_a_rank_that_is_killed_leaves_the_old_model(tmp_path, victim):
 
 
 def save_to_s3(rank, url, options):
-    """Saves files of several parts each, of which ranks share some; then one rank cannot send its own."""
+    """Saves files of several parts each, some of them shared by ranks; then one rank cannot send its part."""
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", (rank.world_size,))
     full = {f"w{n}": torch.randn(1000 + n, 3001) for n in range(3)} | {"c": torch.randn(2000, 999)}
@@ -325,7 +325,7 @@ def save_to_s3(rank, url, options):
 
 
 def test_ranks_share_one_upload_for_each_file(s3, tmp_path):
-    """Objects are what the library makes of the whole tensors; a save that fails leaves no upload open."""
+    """The objects have the library's bytes for the whole tensors; a failed save leaves no upload."""
     prefix = uuid.uuid4().hex
     results = run_ranks(3, save_to_s3, f"s3://{s3.bucket}/{prefix}", s3.options())
     full = results[0][0]
@@ -339,7 +339,7 @@ def test_ranks_share_one_upload_for_each_file(s3, tmp_path):
 
 
 def export_steps(rank, folder):
-    """Trains under FSDP2, saves every second step and exports every fourth one, and the last one at the end."""
+    """Trains under FSDP2, saves every second step, and exports every fourth and the last one."""
     warnings.simplefilter("ignore")
     torch.manual_seed(rank.index)
     model = torch.nn.Sequential(torch.nn.Linear(50, 61), torch.nn.Linear(61, 50))
@@ -371,7 +371,7 @@ def export_steps(rank, folder):
 
 
 def test_a_manager_exports_what_it_saves(tmp_path):
-    """The model of the very step, cast; the checkpoints stay what they are. A job that fails exports nothing more."""
+    """Each export is the cast model of its step, and checkpoints are not changed; a failed job exports nothing more."""
     wanted = run_ranks(2, export_steps, tmp_path)[0]
     assert sorted(path.name for path in (tmp_path / "models").iterdir()) == ["4", "6"]
     for step in (4, 6):
@@ -387,7 +387,7 @@ def test_a_manager_exports_what_it_saves(tmp_path):
 
 
 class StateOf:
-    """A member of a state, which fails to give it once."""
+    """A member of a state that fails to return it once."""
 
     def __init__(self, failure):
         self.failure = failure
@@ -403,7 +403,7 @@ class StateOf:
 
 
 def save_where_a_rank_fails(rank, folder):
-    """Saves and waits, while one rank cannot give its state; then again, and closes."""
+    """Saves and waits, while one rank cannot return its state; then saves again, and closes."""
     warnings.simplefilter("ignore")
     export = Export(folder / "models" / "{}", every=1, publish=Publish(folder / "published"))
     manager = CheckpointManager(folder / "run", save_every=1, export=export)
@@ -415,14 +415,14 @@ def save_where_a_rank_fails(rank, folder):
 
 
 def test_a_save_that_one_rank_fails_waits_for_no_publication(tmp_path):
-    """That rank has raised, and does not come to where all ranks agree on what was published."""
+    """The failed rank raises, and does not take part in the agreement about publishing."""
     assert run_ranks(2, save_where_a_rank_fails, tmp_path) == [["StagingError"], ["ValueError"]]
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["2"]
     assert [(version.version, version.step) for version in list_versions(tmp_path / "published")] == [(1, 2)]
 
 
 def publish_in_vain(rank, folder):
-    """Exports two steps, of which neither can be published; returns what `wait` and `close` have raised."""
+    """Exports two steps that cannot be published; returns the errors of `wait` and `close`."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     weight = distribute_tensor(torch.randn(8, 4), init_device_mesh("cpu", (rank.world_size,)), [Shard(0)])
@@ -436,7 +436,7 @@ def publish_in_vain(rank, folder):
 
 @pytest.mark.promise("not-published", reason="with a manager, on every rank")
 def test_all_ranks_learn_that_a_model_cannot_be_published(tmp_path):
-    """Though one of them publishes for all, none goes on as if it had been."""
+    """Although one rank publishes for all, all ranks raise its error."""
     (tmp_path / "a file").touch()
     for failures in zip(*run_ranks(2, publish_in_vain, tmp_path), strict=True):
         for failure in failures:

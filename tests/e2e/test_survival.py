@@ -287,4 +287,4 @@ def test_two_machines(tmp_path, machines, order, reached):
         assert any("restored from memory" in line for line in said) == reached
         assert number == 3 if reached else number < 4
     if not reached:
-        assert any("no state in memory is there for all ranks" in line for line in results[0][2])
+        assert any("no state in memory can be loaded by all ranks" in line for line in results[0][2])

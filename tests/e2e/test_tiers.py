@@ -31,7 +31,7 @@ def _manager(folder, node):
 
 
 def _restore(rank, folder, nodes):
-    """What is restored, by ranks on these nodes."""
+    """Returns the restored step and values."""
     state = _state(rank.world_size)
     with _manager(folder, nodes[rank.index]) as manager:
         step = manager.restore(state)
@@ -40,7 +40,7 @@ def _restore(rank, folder, nodes):
 
 @pytest.fixture
 def cut_off(tmp_path):
-    """A folder with step 1 on the remote, and step 2 in the local folders of two nodes alone."""
+    """Returns a folder with step 1 on the remote, and step 2 in the local folders of two nodes alone."""
     run_ranks(2, _save, tmp_path)
     (tmp_path / "remote").unlink()
     shutil.move(tmp_path / "away", tmp_path / "remote")
@@ -66,14 +66,14 @@ def _save(rank, folder):
 
 @pytest.mark.parametrize("nodes", [(0, 1), (1, 0)], ids=["same-ranks", "other-ranks"])
 def test_what_lies_on_several_nodes_is_brought_together(cut_off, nodes):
-    """The next job waits until the remote has the step, whichever node each rank is on now, and restores it."""
+    """The next job waits until the remote has the step, and restores it, whichever node each rank is on."""
     assert run_ranks(2, _restore, cut_off, nodes) == [(2, 2, [2.0], [2.0])] * 2
     assert directories_in(cut_off / "remote") == ["step-1", "step-2"]
 
 
 @pytest.mark.parametrize("node", [0, 1], ids=["of-the-coordinator", "of-another-rank"])
 def test_a_step_of_a_lost_node_is_given_up(cut_off, node):
-    """A node that is lost takes its step with it: each rank says so once, and the remote keeps the one before alone."""
+    """The step of a lost node is an error on each rank, and the remote keeps only the step before."""
     (cut_off / "remote" / "step-2").mkdir()
     for file in (cut_off / "node-0" / "step-2").iterdir():  # it was sent
         shutil.copy(file, cut_off / "remote" / "step-2")
@@ -89,7 +89,7 @@ def test_a_step_of_a_lost_node_is_given_up(cut_off, node):
 
 
 def _restore_after_a_loss(rank, folder):
-    """What is restored, the errors of the log, and that of waiting for the remote."""
+    """Returns the restored values, the logged errors, and the error of `wait_remote`."""
     handler, errors, state = logging.Handler(logging.ERROR), [], _state(rank.world_size)
     handler.emit = lambda record: errors.append(record.getMessage())
     logging.getLogger("dcp_tensorizer").addHandler(handler)

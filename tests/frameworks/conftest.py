@@ -1,4 +1,4 @@
-"""As in tests/e2e: after every test nothing may be left, neither processes nor shared memory nor temporary files."""
+"""As in tests/e2e, no process, shared memory or temporary file may be left after a test."""
 
 from ..lab.leak_check import nothing_left
 
@@ -6,5 +6,5 @@ __all__ = ["nothing_left"]
 
 
 def pytest_configure(config):
-    """The frameworks warn, of what they and torch will change."""
+    """Ignores warnings of the frameworks about future changes of theirs and of torch."""
     config.addinivalue_line("filterwarnings", "default")

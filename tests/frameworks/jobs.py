@@ -1,4 +1,4 @@
-"""Jobs on real ranks that frameworks set up by themselves, and digests of what is trained."""
+"""Jobs on real ranks that frameworks set up by themselves, and digests of their states."""
 
 import hashlib
 import inspect
@@ -22,7 +22,7 @@ ranks._IMPORTED += ["accelerate", "lightning.fabric", "lightning.pytorch", "torc
 
 
 def run_job(world_size, fn, *args, killed=False, timeout=150.0):
-    """Runs ``fn(rank, *args)`` on every rank, in the environment that torchrun makes; returns what each returned."""
+    """Runs ``fn(rank, *args)`` on every rank, in the environment of torchrun; returns each rank's result."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -57,25 +57,25 @@ def _work(rank, port, fn, *args):
 
 
 def run_python(*arguments):
-    """Runs Python in a process of its own, with what it is given on its command line."""
+    """Runs Python with these arguments in a separate process."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def let_accelerate_shard():
-    """Accelerate turns FSDP on only beside a GPU, though it does as well on the CPU: it is told that there is one."""
+    """Pretends to Accelerate that there is a GPU, without which it does not turn FSDP on."""
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
 
 
 def die():
-    """Ends all ranks as a crash would, when all of them have come here."""
+    """Ends all ranks as a crash does, once all of them have called this."""
     dist.barrier()
     ranks.kill_self()
 
 
 def digests(state):
-    """SHA-256 of each tensor of nested state dicts, gathered from all ranks, and all other values; a collective."""
+    """Returns the SHA-256 of each tensor of nested state dicts, gathered from all ranks, and all other values."""
     return dict(_digests(full(state), ()))
 
 
@@ -93,7 +93,7 @@ def _digests(value, path):
 
 
 def is_ours(path):
-    """Whether this package has saved the checkpoint."""
+    """Returns whether this package has saved the checkpoint."""
     return is_index((path / ".metadata").read_bytes())
 
 

@@ -1,4 +1,4 @@
-"""A plugin of pytest that puts this package's manager in the place of torch_checkpointing's."""
+"""A pytest plugin that replaces torch_checkpointing's manager by this package's."""
 
 import torch_checkpointing
 from torch_checkpointing import checkpoint_manager

@@ -16,7 +16,7 @@ from .jobs import die, digests, is_ours, let_accelerate_shard, run_job, run_pyth
 
 
 class _Job:
-    """A model that Accelerate shards, and steps of it."""
+    """A model that Accelerate shards, and its training steps."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -43,7 +43,7 @@ class _Job:
 
 
 def _train_and_die(rank, folder, ours):
-    """Saves after three steps, writes what was saved, and dies after the fourth."""
+    """Saves after three steps, writes the saved digests, and dies after the fourth step."""
     if ours:
         install()
     job = _Job()
@@ -55,7 +55,7 @@ def _train_and_die(rank, folder, ours):
 
 
 def _resume(rank, folder, source, target, ours):
-    """What a job resumes with; it is saved again."""
+    """Returns the digests with which a job resumes, and saves its state again."""
     del rank
     if ours:
         install()
@@ -70,7 +70,7 @@ def _resume(rank, folder, source, target, ours):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
-    """A folder with the state that a killed job of two ranks has saved, and its digests."""
+    """Returns a folder with the state that a killed job of two ranks has saved, and its digests."""
     folder = tmp_path_factory.mktemp("killed")
     run_job(2, _train_and_die, folder, True, killed=True)
     saved = torch.load(folder / "digests-0")
@@ -79,7 +79,7 @@ def killed(tmp_path_factory):
 
 
 def test_a_killed_job_resumes_on_other_numbers_of_ranks(killed):
-    """Saved on two ranks, it is bit for bit the same on one and on three."""
+    """A state saved on two ranks is bit for bit the same on one rank and on three."""
     folder, saved = killed
     for world in (1, 3):
         assert run_job(world, _resume, folder, "state", f"again-{world}", True) == [saved] * world
@@ -89,7 +89,7 @@ def test_a_killed_job_resumes_on_other_numbers_of_ranks(killed):
 
 
 def test_merging_weights(killed):
-    """`merge_fsdp_weights`, by the command line of Accelerate, makes the file that `from_pretrained` loads."""
+    """Accelerate's command `merge_fsdp_weights` makes a file that `from_pretrained` loads."""
     folder, saved = killed
     arguments = ["merge-weights", str(folder / "state" / "pytorch_model_fsdp_0"), str(folder / "merged")]
     done = run_python("-m", "dcp_tensorizer.run", "-m", "accelerate.commands.accelerate_cli", *arguments)
@@ -113,7 +113,7 @@ job.accelerator.end_training()
 
 
 def test_a_script_that_is_not_changed(tmp_path):
-    """`torchrun -m dcp_tensorizer.run` saves by this package what the script saves by Accelerate."""
+    """Under `dcp_tensorizer.run`, a script that saves by Accelerate saves by this package."""
     (tmp_path / "train.py").write_text(SCRIPT)
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = ["-m", "dcp_tensorizer.run", str(tmp_path / "train.py"), str(tmp_path / "state")]
@@ -124,7 +124,7 @@ def test_a_script_that_is_not_changed(tmp_path):
 
 
 def test_a_job_changes_its_storage_and_goes_back(tmp_path):
-    """Three steps in torch's format; `install` alone, and it resumes and saves in ours; `convert`, and torch loads."""
+    """A job moves from torch's format to this package's by `install`, and back by `convert`."""
     run_job(2, _train_and_die, tmp_path, False, killed=True)
     saved = torch.load(tmp_path / "digests-0")
     assert not is_ours(tmp_path / "state" / "optimizer_0")

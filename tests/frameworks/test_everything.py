@@ -1,4 +1,4 @@
-"""All that a job has to remember, in one checkpoint: nothing of it is lost when the job is killed."""
+"""One checkpoint has the whole state of a job, and a killed job loses none of it."""
 
 import random
 
@@ -29,7 +29,7 @@ class _Numbers(torch.utils.data.Dataset):
 
 
 class _Generators(Stateful):
-    """The states of the generators of Python, NumPy and torch."""
+    """The states of the random number generators of Python, NumPy and torch."""
 
     def state_dict(self):
         return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
@@ -92,7 +92,7 @@ class _Job:
         self.step = state["step"]
 
     def train(self):
-        """One step; returns its batch, and numbers drawn in it."""
+        """Trains one step; returns its batch, and random numbers drawn in it."""
         self.batches = self.batches or iter(self.loader)
         batch = next(self.batches)
         self.scaler.scale(self.model(batch).square().sum()).backward()
@@ -105,12 +105,12 @@ class _Job:
         return batch, random.random(), np.random.rand(3), torch.rand(3)
 
     def now(self):
-        """Everything there is, on every rank whole."""
+        """Returns the whole state, gathered on every rank."""
         return full({key: value.state_dict() for key, value in self.state.items()})
 
 
 def _train_and_die(rank, folder):
-    """Saves after four steps; writes what it was then, and what three more steps have made of it."""
+    """Saves after four steps; writes the state then and after three more steps."""
     dist.init_process_group("gloo")
     group = dist.new_group(backend="gloo")
     job = _Job(seed=rank)
@@ -134,7 +134,7 @@ def _resume(rank, folder):
 
 
 def test_a_killed_job_goes_on_as_if_nothing_had_been(tmp_path):
-    """Model, AdamW with groups, average, schedulers, scaler, data and generators: then, and three steps later."""
+    """A resumed job has the state of the save, and of the killed job three steps later."""
     run_job(2, _train_and_die, tmp_path, killed=True)
     for rank, resumed in enumerate(run_job(2, _resume, tmp_path)):
         expected = torch.load(tmp_path / f"state-{rank}", weights_only=False)

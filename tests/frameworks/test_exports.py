@@ -1,4 +1,4 @@
-"""Exports of sharded models, as transformers and PEFT load them."""
+"""Exports of sharded models, which transformers and PEFT load."""
 
 import warnings
 
@@ -46,7 +46,7 @@ def adapted():
 
 
 def export(rank, folder):
-    """Exports models under FSDP2, and loads one of Hugging Face's into shards."""
+    """Exports models under FSDP2, and loads a model of Hugging Face into shards."""
     warnings.simplefilter("ignore")
     del rank
     dist.init_process_group("gloo")
@@ -75,7 +75,7 @@ def export(rank, folder):
 
 
 def test_transformers_and_peft_load_what_is_exported(tmp_path):
-    """One file and several, cast, tied, experts one by one, an adapter; and experts the other way round."""
+    """transformers and PEFT load exports of one file and several, cast, tied, with experts and adapters."""
     kinds = {"one": llama(tied=False), "many": llama(tied=False).bfloat16(), "tied": llama(tied=True)}
     kinds["experts"] = mixtral()
     for name, model in kinds.items():

@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric by the strategies of `dcp_tensorizer.integrations.lightning`."""
+"""Lightning's Trainer and Fabric with the strategies of `dcp_tensorizer.integrations.lightning`."""
 
 import shutil
 import threading
@@ -82,21 +82,21 @@ def _fit_module(module, strategy, *callbacks, world=1, path=None):
 
 
 class _EachStep(Callback):
-    """Calls a function after each step; it comes before the callbacks that save."""
+    """A callback that calls a function after each step, before the callbacks that save."""
 
     def __init__(self, function):
         self.on_train_batch_end = lambda trainer, module, *_: function(trainer, module)
 
 
 class _Resumed(Callback):
-    """What a run began with."""
+    """A callback that records the state with which a run begins."""
 
     def on_train_start(self, trainer, module):
         self.step, self.digests = trainer.global_step, module.digests()
 
 
 def _train_and_die(rank, folder, strategy):
-    """Saves at each step in place of the one before, and dies in the fourth."""
+    """Saves at each step in place of the previous save, and dies in the fourth step."""
 
     def note(trainer, module):
         torch.save(module.digests(), folder / f"digests-{trainer.global_step}-{rank}")
@@ -116,7 +116,7 @@ def _resume(rank, world, path, strategy):
 
 
 def test_a_killed_trainer_resumes_on_other_numbers_of_ranks(tmp_path):
-    """What `ModelCheckpoint` saved on two ranks is the same on one and on three; Lightning reads it, too."""
+    """What `ModelCheckpoint` saved on two ranks is the same on one and three, and loads in Lightning."""
     run_job(2, _train_and_die, tmp_path, TensorizerStrategy, killed=True)
     saved = torch.load(tmp_path / "digests-3-0")
     assert [key for key in saved[0] if "exp_avg" in key]
@@ -128,7 +128,7 @@ def test_a_killed_trainer_resumes_on_other_numbers_of_ranks(tmp_path):
 
 
 def test_a_job_of_lightnings_own_storage_goes_on(tmp_path):
-    """What `ModelParallelStrategy` has saved in torch's format is loaded by ours."""
+    """Checkpoints of Lightning's `ModelParallelStrategy` in torch's format load."""
     run_job(2, _train_and_die, tmp_path, ModelParallelStrategy, killed=True)
     last = tmp_path / "saved" / "last.ckpt"
     assert not is_ours(last)
@@ -137,7 +137,7 @@ def test_a_job_of_lightnings_own_storage_goes_on(tmp_path):
 
 
 def _save_and_remove(rank, folder):
-    """Whether an old checkpoint is there: while its successor is written, when that is committed or has failed."""
+    """Returns whether an old checkpoint exists while its successor is written, and after a commit or a failure."""
     seen = []
 
     def step(trainer, module):
@@ -166,7 +166,7 @@ def _save_and_remove(rank, folder):
 
 
 def test_what_a_save_replaces_is_removed_when_it_is_committed(tmp_path):
-    """And stays if it fails; that is raised once, on every rank."""
+    """A replaced checkpoint is removed after the commit, and stays if the save fails."""
     for seen in run_job(2, _save_and_remove, tmp_path):
         assert seen == [True, False, True, WriteError, True]
 
@@ -185,7 +185,7 @@ def _fail_at_last(rank, folder):
 
 
 def test_a_failed_save_is_raised(tmp_path):
-    """By the end of training, by the next save, and on every rank if it is rank 0 that cannot begin one."""
+    """The next save, or the end of training, raises the error of a failed save on every rank."""
     run_job(2, _fail_at_last, tmp_path)
 
 
@@ -233,7 +233,7 @@ def _resume_fabric(rank, world, path):
 
 
 def test_a_killed_fabric_resumes_on_other_numbers_of_ranks(tmp_path):
-    """Also when the job was killed after a save had written its `meta.pt` into a checkpoint that it was to replace."""
+    """A Fabric job resumes, also if a killed save left a new `meta.pt` beside old weights."""
     run_job(2, _train_fabric_and_die, tmp_path, killed=True)
     saved = torch.load(tmp_path / "digests-3-0")
     shutil.copy(tmp_path / "next" / "meta.pt", tmp_path / "last" / "meta.pt")
@@ -242,7 +242,7 @@ def test_a_killed_fabric_resumes_on_other_numbers_of_ranks(tmp_path):
 
 
 def _resume_with_others(rank, path):
-    """A scheduler, and a model with a layer more than was saved."""
+    """Loads into a scheduler, and into a model with one layer more than was saved."""
     del rank
     fabric, model, optimizer = _fabric(1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -272,12 +272,12 @@ def _resume_with_others(rank, path):
 
 
 def test_fabric_loads_a_scheduler_and_not_strictly(tmp_path):
-    """A scheduler is given its state, and not replaced by it; with `strict=False` a new layer stays as it is."""
+    """A scheduler gets its state in place, and with `strict=False` a new layer stays as it is."""
     run_job(1, _resume_with_others, tmp_path / "saved")
 
 
 def _train_batch_norm(rank, path, kind):
-    """A save whose copy has no memory before somebody waits for it, and a forward pass after it."""
+    """Begins a save whose copy is delayed, and runs a forward pass after it."""
     del rank
     options = {"data_parallel_size": 1, "tensor_parallel_size": 1, "writer_options": {"overlap_staging": True}}
 
@@ -322,7 +322,7 @@ class _Normed(_Module):
 
 @pytest.mark.parametrize("kind", ["trainer", "fabric"])
 def test_buffers_are_saved_as_they_were(tmp_path, kind):
-    """With overlap a save waits for a model that the next forward pass may change."""
+    """With overlap, a save waits for the copy of a model whose buffers the next forward pass changes."""
     (seen,) = run_job(1, _train_batch_norm, tmp_path / "saved", kind)
     found = tensors_of(tmp_path / "saved")
     (key,) = (key for key in found if key.endswith("running_mean"))
@@ -341,8 +341,8 @@ def _bad_fabric(rank, folder):
         TensorizerFabricStrategy(_shard, writer_options={"no_such": 1})
 
 
-def test_arguments_that_make_no_sense_are_refused(tmp_path):
-    """By name, before anything is saved."""
+def test_unsupported_arguments_are_refused(tmp_path):
+    """Unsupported arguments are refused by name before anything is saved."""
     run_job(1, _bad_fabric, tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -352,7 +352,7 @@ STRATEGIES = [(TensorizerStrategy, ()), (TensorizerFabricStrategy, (_shard,))]
 
 @pytest.mark.parametrize(("strategy", "first"), STRATEGIES)
 def test_each_rank_saves_its_shards(strategy, first):
-    """Lightning's default may be given, by name or place; the other value is refused."""
+    """`save_distributed_checkpoint=True` is accepted by name or position, and False is refused."""
     strategy(*first, save_distributed_checkpoint=True)
     assert strategy(*first, "auto", "auto", True, "gloo").process_group_backend == "gloo"
     for arguments in (((), {"save_distributed_checkpoint": False}), (("auto", "auto", False), {})):
@@ -362,7 +362,7 @@ def test_each_rank_saves_its_shards(strategy, first):
 
 @pytest.mark.parametrize("strategy", [TensorizerStrategy, TensorizerFabricStrategy])
 def test_methods_take_what_those_of_the_base_class_take(strategy):
-    """Each argument, by its place and by its name."""
+    """Overridden methods take each argument of the base class by position and by name."""
     assert takes_what_its_base_takes(strategy, "dcp_tensorizer.integrations.lightning") >= {
         "__init__",
         "save_checkpoint",
@@ -370,14 +370,14 @@ def test_methods_take_what_those_of_the_base_class_take(strategy):
 
 
 def test_a_link_to_what_is_not_committed_is_refused(tmp_path):
-    """Before anything is trained: a job that is killed in the save could not resume from it."""
+    """``save_last="link"`` is refused before training, because the link would precede the commit."""
     callback = ModelCheckpoint(tmp_path, save_last="link")
     with pytest.raises(ValueError, match="save_last=True"):
         TensorizerStrategy().setup(SimpleNamespace(checkpoint_callbacks=[callback]))
 
 
 def test_urls_are_no_paths():
-    """A directory of that name would be made beside the job."""
+    """A URL is refused, because it would become a local directory."""
     with pytest.raises(ValueError, match="s3://bucket/run is a URL"):
         _local("s3://bucket/run")
     assert _local("saved/last") == Path("saved/last")

@@ -1,4 +1,4 @@
-"""OpenTelemetry gets the spans of each save and load, with its own SDK on the other end."""
+"""OpenTelemetry's SDK receives the spans of each save and load."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from dcp_tensorizer.integrations.opentelemetry import OpenTelemetrySpans
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_spans_are_exported(tmp_path):
-    """One trace for a save and one for a load, in which each span is in the one that contains it."""
+    """A save and a load are one trace each, in which spans nest."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     export = OpenTelemetrySpans(provider)
@@ -45,7 +45,7 @@ def test_spans_are_exported(tmp_path):
 
 
 def test_a_flush_is_exported_once(tmp_path):
-    """The second report of a save adds its last span alone."""
+    """The second report of a save adds only its last span."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     export = OpenTelemetrySpans(provider)

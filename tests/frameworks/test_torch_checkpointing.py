@@ -1,4 +1,4 @@
-"""torch_checkpointing's manager with this package's engine in it, on real ranks, and under its release's own tests."""
+"""torch_checkpointing's manager with this package's storage, on real ranks and under its own tests."""
 
 import re
 import shutil
@@ -37,7 +37,7 @@ def make(**options):
 
 
 def trained(rank):
-    """A model and an optimizer that have done a step, sharded over the ranks."""
+    """Returns a model and an optimizer after one step, sharded over the ranks."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.Linear(50, 7))
     fully_shard(model, mesh=init_device_mesh("cpu", (rank.world_size,)))
@@ -53,7 +53,7 @@ def step(model, optimizer):
 
 
 def whole(state):
-    """All tensors of a state, gathered."""
+    """Returns all tensors of a state, gathered."""
     tensors = torch.utils._pytree.tree_leaves(state)
     return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors if isinstance(t, torch.Tensor)]
 
@@ -63,7 +63,7 @@ def payload(model, optimizer, rank):
 
 
 def save(rank, path, options):
-    """Saves while the optimizer goes on, and returns what was to be saved."""
+    """Saves while the optimizer continues; returns the state to be saved."""
     model, optimizer = trained(rank)
     with_state = payload(model, optimizer, rank)
     expected = [tensor.clone() for tensor in whole(with_state)]
@@ -78,7 +78,7 @@ def save(rank, path, options):
 
 
 def restore(rank, path, options):
-    """Loads into a model that has gone on, and returns its tensors, and what is this rank's own."""
+    """Loads into a trained model; returns its tensors, and this rank's own items."""
     model, optimizer = trained(rank)
     step(model, optimizer)
     into = payload(model, optimizer, rank)
@@ -94,7 +94,7 @@ def restore(rank, path, options):
 
 
 def test_a_job_goes_on_with_other_numbers_of_ranks(tmp_path):
-    """FSDP2 with AdamW, saved beside an optimizer step by two ranks, and loaded by one, two and four, to the bit."""
+    """A state saved by two ranks beside an optimizer step is bit for bit the same on one, two and four."""
     path = str(tmp_path / "step-1")
     expected = run_ranks(2, save, path, {})[0]
     assert not verify(path).damages
@@ -108,7 +108,7 @@ def test_a_job_goes_on_with_other_numbers_of_ranks(tmp_path):
 
 
 def test_a_local_folder_is_flushed(tmp_path):
-    """`local=` of the writer, below the root that it mirrors."""
+    """With `local=`, checkpoints are flushed below the root."""
     options = {"root": str(tmp_path / "remote"), "writer_options": {"local": str(tmp_path / "local")}}
     expected = run_ranks(1, save, str(tmp_path / "remote" / "step-1"), options)[0]
     assert (tmp_path / "remote" / "step-1" / ".metadata").exists()
@@ -117,7 +117,7 @@ def test_a_local_folder_is_flushed(tmp_path):
 
 
 def test_an_object_store(tmp_path, s3):
-    """An id may be a URL, which torch_checkpointing's own paths cannot be."""
+    """A checkpoint's id may be a URL."""
     keys = {"storage_options": s3.options()}
     options = {"writer_options": keys, "reader_options": keys}
     url = f"s3://{s3.bucket}/torch-checkpointing/step-1"
@@ -129,7 +129,7 @@ def test_an_object_store(tmp_path, s3):
 
 
 def test_damage_is_found(tmp_path):
-    """A flipped bit is not loaded."""
+    """A checkpoint with a flipped bit is refused."""
     path = str(tmp_path / "a")
     _saved(path)
     (file,) = (tmp_path / "a").glob("*.tensors")
@@ -141,7 +141,7 @@ def test_damage_is_found(tmp_path):
 
 
 def _killed(rank, folder):
-    """Dies when a second save has written and not committed."""
+    """Dies when a second save has written its data and not committed."""
     import os
     import signal
 
@@ -155,7 +155,7 @@ def _killed(rank, folder):
 
 
 def test_a_job_that_is_killed_in_a_save(tmp_path):
-    """The checkpoint before is whole."""
+    """After a kill within a save, the previous checkpoint is complete."""
     run_ranks(1, _killed, tmp_path, killed=(0,))
     assert eventually(lambda: not workers())
     assert _loaded(str(tmp_path / "step-1"))["model"]["w"].unique().tolist() == [0.0]
@@ -176,7 +176,7 @@ def _loaded(path, **options):
 
 
 def test_items_without_a_target(tmp_path):
-    """They are loaded as they are, to a device if one is named; one that is not there is named."""
+    """Items without a target load as saved, to the given device; a missing item is named."""
     path = str(tmp_path / "a")
     _saved(path, nested={"deep": [torch.ones(2), "text"]})
     manager = make()
@@ -196,7 +196,7 @@ def test_items_without_a_target(tmp_path):
 @pytest.mark.parametrize("has_root", [False, True])
 @pytest.mark.parametrize("saved", [ItemSpec(), ItemSpec(resharder=DefaultResharder())], ids=["own", "resharded"])
 def test_items_that_were_saved_in_the_other_way(tmp_path, has_root, saved):
-    """Without a resharder and with one; also below a root. An item that is empty is loaded, as it was saved."""
+    """Items saved with a resharder load without one, and vice versa; empty items load, too."""
     options = {"root": str(tmp_path)} if has_root else {}
     path = str(tmp_path / "step-1")
     for spec in (saved, ItemSpec(resharder=DefaultResharder()), ItemSpec()):
@@ -212,7 +212,7 @@ def test_items_that_were_saved_in_the_other_way(tmp_path, has_root, saved):
 
 
 def test_what_torch_checkpointing_saved_is_loaded(tmp_path):
-    """So that a job resumes from its checkpoints, and saves its own from then on."""
+    """Checkpoints of torch_checkpointing load."""
     config = CheckpointManager.Config(items=ITEMS, save=CheckpointManager.Config.with_sync_save().save)
     config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)  # not every disk takes its direct writes
     theirs = config.build()
@@ -223,13 +223,13 @@ def test_what_torch_checkpointing_saved_is_loaded(tmp_path):
 
 
 class _Other(Resharder):
-    """A resharder of a class of its own."""
+    """A resharder of an unsupported class."""
 
     extract_sharding_metadata = generate_load_plans = reshard = lambda self, *_: {}
 
 
 def test_what_does_not_exist_here_is_refused(tmp_path):
-    """Layouts, other resharders, and what runs in torch_checkpointing's process: each is named."""
+    """Layouts, other resharders and hooks of torch_checkpointing's process are refused by name."""
     for name in ("pre_finalize_callback", "subprocess_init_fn"):
         with pytest.raises(ValueError, match=rf"^{name} runs in torch_checkpointing's own process"):
             make(**{name: print})
@@ -245,7 +245,7 @@ def test_what_does_not_exist_here_is_refused(tmp_path):
 
 
 def test_the_finalize_callback_is_called_for_a_committed_checkpoint(tmp_path):
-    """With its path, on each rank."""
+    """The finalize callback gets the path of a committed checkpoint on each rank."""
     seen = []
 
     def finalize(args):
@@ -274,7 +274,7 @@ OWN_SAVER = {
 
 
 def test_its_own_tests_pass_over_it(tmp_path):
-    """From its release: all that use its manager, but those that look into its own files or replace its own saver."""
+    """The tests of its release that use its manager pass, except those of its own files and saver."""
     download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
     build = ["--no-build-isolation", "torch_checkpointing==0.1.1", "--dest", str(tmp_path)]
     subprocess.run([*download, *build], check=True, timeout=600)

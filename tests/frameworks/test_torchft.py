@@ -1,4 +1,4 @@
-"""torchft heals replicas over this package's keeper: its release's own test of transports, and real replicas."""
+"""torchft heals replicas by this package's transport: its own tests of transports, and real replicas."""
 
 import inspect
 import unittest
@@ -19,7 +19,7 @@ from .jobs import digests
 
 
 def test_methods_take_what_those_of_torchft_take():
-    """Each argument, by its place and by its name."""
+    """Methods take each argument of torchft's interface by position and by name."""
     methods = [name for name, value in vars(CheckpointTransport).items() if inspect.isfunction(value)]
     assert len(methods) == 5
     for name in methods:
@@ -36,12 +36,12 @@ def _recover(rank):
 
 
 def test_the_test_of_transports_in_the_release_passes():
-    """Three replicas, two or one of them behind, a timeout, and a DTensor among the values."""
+    """torchft's own test of transports passes, with DTensors and a timeout."""
     assert run_ranks(1, _recover, distributed=False) == [True]
 
 
 def _train(rank, lighthouse, folder, in_place):
-    """Trains a replica until both have done three steps together; the second one joins after the first's third."""
+    """Trains a replica until both have done three steps together; the second joins after three steps of the first."""
     torch.manual_seed(rank.index)
     model = torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.Linear(50, 7))
     inner = torch.optim.AdamW(model.parameters())
@@ -89,7 +89,7 @@ def _train(rank, lighthouse, folder, in_place):
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_replica_that_joins_has_the_state_of_the_other(tmp_path, in_place):
-    """The first one trains alone. The second begins with other weights, and no optimizer state, and goes on with it."""
+    """A replica that joins with other weights and no optimizer state has the state of the first."""
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=100)
     try:
         found = run_ranks(2, _train, lighthouse.address(), tmp_path, in_place, distributed=False)

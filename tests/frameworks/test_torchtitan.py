@@ -27,7 +27,7 @@ from .jobs import die, digests, is_ours, run_job, takes_what_its_base_takes
 
 
 class _Data(torch.utils.data.IterableDataset):
-    """Numbers; it remembers where it is."""
+    """A dataset of numbers that stores its position."""
 
     def __init__(self):
         self.position = 0
@@ -45,7 +45,7 @@ class _Data(torch.utils.data.IterableDataset):
 
 
 class _Job:
-    """What torchtitan's trainer makes and saves."""
+    """The state that torchtitan's trainer makes and saves."""
 
     def __init__(self, folder, manager=TensorizerCheckpointManager, **options):
         dist.init_process_group("gloo")
@@ -106,7 +106,7 @@ def _train_and_die(rank, folder, manager, mode):
 
 
 def _resume(rank, folder, options):
-    """What a job begins with; it trains on, and saves its last step."""
+    """Returns the digests with which a job begins; trains on, and saves the last step."""
     del rank
     job = _Job(folder, **options)
     assert job.manager.load()
@@ -128,7 +128,7 @@ def _resume(rank, folder, options):
     ],
 )
 def test_a_killed_job_resumes(tmp_path, manager, mode):
-    """In each mode, and after torchtitan's own manager: the same bits on one rank and on two, there with its data."""
+    """In each mode, and after torchtitan's own manager, a job resumes with the same bits on one rank and on two."""
     run_job(2, _train_and_die, tmp_path, manager, mode, killed=True)
     assert is_ours(tmp_path / "checkpoint" / "step-4") == (manager is TensorizerCheckpointManager)
     saved = [torch.load(tmp_path / f"state-4-{rank}") for rank in range(2)]
@@ -142,7 +142,7 @@ def test_a_killed_job_resumes(tmp_path, manager, mode):
 
 
 def _purge(rank, folder):
-    """The checkpoints that are there while a save is in progress, when it has committed, and after one that failed."""
+    """Returns the checkpoints that exist during a save, after its commit, and after a failed save."""
     job = _Job(folder, async_mode="async", keep_latest_k=2)
     job.manager.save(1)
     job.manager.save(2)
@@ -172,7 +172,7 @@ def _committed(folder):
 
 
 def test_old_checkpoints_are_removed_when_a_new_one_is_committed(tmp_path):
-    """Not when its save begins, and not when it fails, which is raised once; `close` waits for the last one."""
+    """Old checkpoints are removed after the commit of a new one, not at its begin or after a failure."""
     first, _ = run_job(2, _purge, tmp_path)
     assert first == [["step-1", "step-2"], ["step-2", "step-3"], ["step-3", "step-5"]]
 
@@ -196,7 +196,7 @@ def _initial(rank, folder, options):
 
 
 def test_hugging_faces_names_out_and_in(tmp_path):
-    """The last step is exported as torchtitan does it, and another job begins with that."""
+    """torchtitan exports the last step, and another job begins with the export."""
     weights = run_job(2, _export, tmp_path / "exported")
     exported = tmp_path / "exported" / "checkpoint" / "step-1"
     assert "model.embed_tokens.weight" in load_file(next(exported.glob("*.safetensors")))
@@ -205,7 +205,7 @@ def test_hugging_faces_names_out_and_in(tmp_path):
 
 
 def _save_model(rank, folder):
-    """A whole checkpoint in each format that `initial_load_path` may name: ours, torch's, safetensors."""
+    """Saves a model in each format that `initial_load_path` may name."""
     del rank
     job = _Job(folder, async_mode="async")
     job.train()
@@ -215,7 +215,7 @@ def _save_model(rank, folder):
 
 
 def test_the_initial_checkpoint_may_be_of_any_format(tmp_path):
-    """Ours, torch's own, and safetensors under the model's own names."""
+    """`initial_load_path` may be a checkpoint of this package, of torch, or of safetensors files."""
     (weights,) = run_job(1, _save_model, tmp_path / "ours")
     ours = tmp_path / "ours" / "checkpoint" / "step-1"
     convert(ours, tmp_path / "torch", "dcp")
@@ -226,6 +226,6 @@ def test_the_initial_checkpoint_may_be_of_any_format(tmp_path):
 
 
 def test_methods_take_what_those_of_torchtitan_take():
-    """Each argument, by its place and by its name."""
+    """Overridden methods take each argument of torchtitan's by position and by name."""
     names = takes_what_its_base_takes(TensorizerCheckpointManager, "dcp_tensorizer.integrations.torchtitan")
     assert names >= {"__init__", "dcp_save", "dcp_load"}

@@ -1,4 +1,4 @@
-"""transformers: its Trainer with FSDP2 under `install`, and a model from safetensors that goes back to them."""
+"""transformers: its Trainer with FSDP2 under `install`, and training of a pretrained model."""
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ def _model(seed):
 
 
 class _Notes(TrainerCallback):
-    """Writes the state that each step begins with; dies in one, if told so."""
+    """A callback that writes the state at the begin of each step, and dies in a given step."""
 
     def __init__(self, folder, last):
         self.folder, self.last, self.first = folder, last, None
@@ -49,7 +49,7 @@ class _Notes(TrainerCallback):
 
 
 def _train(rank, folder, last, resume):
-    """Saves each step; returns what the first one began with."""
+    """Saves each step; returns the state at the begin of the first one."""
     del rank
     install()
     arguments = TrainingArguments(
@@ -73,7 +73,7 @@ def _train(rank, folder, last, resume):
 
 
 def test_a_killed_trainer_resumes_on_other_numbers_of_ranks(tmp_path):
-    """What it saved on two ranks is bit for bit the same on one and on three; old checkpoints are gone."""
+    """A state saved on two ranks is bit for bit the same on one and three, and old checkpoints are deleted."""
     for name in ("two", "one", "three"):
         (tmp_path / name).mkdir()
     run_job(2, _train, tmp_path / "two", 3, None, killed=True)
@@ -92,7 +92,7 @@ def test_a_killed_trainer_resumes_on_other_numbers_of_ranks(tmp_path):
 
 
 def _train_a_pretrained_model(rank, folder):
-    """From safetensors into a sharded model, which is trained, and saved while it is."""
+    """Loads safetensors files into a sharded model, trains it, and saves meanwhile."""
     dist.init_process_group("gloo")
     group = dist.new_group(backend="gloo")
     model = fully_shard(_model(1))
@@ -112,7 +112,7 @@ def _train_a_pretrained_model(rank, folder):
 
 
 def test_a_pretrained_model_is_trained_and_given_back(tmp_path):
-    """`save_pretrained`, `open_reader`, training on two ranks, `convert`, `from_pretrained`: no bit is lost."""
+    """A pretrained model loses no bit on its way through training and `convert` to `from_pretrained`."""
     pretrained = _model(0)
     pretrained.save_pretrained(tmp_path / "pretrained")
     (loaded, trained), _ = run_job(2, _train_a_pretrained_model, tmp_path)

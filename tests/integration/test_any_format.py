@@ -1,4 +1,4 @@
-"""One reader for what this package, torch and Hugging Face have saved."""
+"""Tests of open_reader: one reader loads what this package, torch and Hugging Face have saved."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def assert_is_saved(state: dict[str, object]) -> None:
 
 
 def test_it_reads_what_this_package_and_torch_have_saved(tmp_path: Path) -> None:
-    """Also one after the other by one reader, with a checkpoint_id: what is there is looked at in each load."""
+    """One reader loads both formats one after the other, by checkpoint_id, because each load recognises the format."""
     with TensorizerStorageWriter(tmp_path / "ours") as writer:
         dcp.save(SAVED, storage_writer=writer)
     dcp.save(SAVED, storage_writer=FileSystemWriter(tmp_path / "theirs"))
@@ -88,9 +88,9 @@ def test_it_reads_what_this_package_and_torch_have_saved(tmp_path: Path) -> None
 
 
 def test_it_reads_what_torchs_writer_has_saved_by_our_planner(tmp_path: Path) -> None:
-    """The pickle of its metadata has another form than with torch's planner, and also holds a framework's fields.
+    """The metadata of this package's planner in torch's format loads, including a framework's fields.
 
-    torch 2.11's own writer drops these fields.
+    torch 2.11's writer drops these fields.
     """
 
     class Writer(FileSystemWriter):
@@ -110,7 +110,7 @@ def test_it_reads_what_torchs_writer_has_saved_by_our_planner(tmp_path: Path) ->
 
 @pytest.mark.parametrize("by", ["open_reader", "install", "convert"])
 def test_it_reads_what_megatron_has_saved(tmp_path: Path, by: str) -> None:
-    """Its metadata has the plan of each rank, and fields that torch's class does not have."""
+    """Megatron's metadata has the plan of each rank, and fields that torch's class lacks."""
     path = tmp_path / "theirs"
     dcp.save(SAVED, checkpoint_id=path)
     metadata = FileSystemReader(path).read_metadata()
@@ -135,7 +135,7 @@ def test_it_reads_what_megatron_has_saved(tmp_path: Path, by: str) -> None:
 
 
 def test_it_reads_safetensors(tmp_path: Path) -> None:
-    """A directory as Hugging Face has them, of several files."""
+    """A directory in Hugging Face's layout, of several files, is loaded."""
     save_file({"w": SAVED["w"]}, tmp_path / "model-00001-of-00002.safetensors")
     save_file({"v": torch.ones(3)}, tmp_path / "model-00002-of-00002.safetensors")
     state = {"w": torch.zeros(2, 3), "v": torch.zeros(3)}
@@ -145,7 +145,7 @@ def test_it_reads_safetensors(tmp_path: Path) -> None:
 
 
 def test_a_header_that_contradicts_itself_is_an_error(tmp_path: Path) -> None:
-    """It is found before any target changes, and the file is named."""
+    """A header that contradicts itself is an error that names the file, before any target changes."""
     file = tmp_path / "model.safetensors"
     save_file({"v": torch.ones(3), "w": SAVED["w"]}, file)
     file.write_bytes(file.read_bytes().replace(b'"shape":[2,3]', b'"shape":[2,4]'))
@@ -157,7 +157,7 @@ def test_a_header_that_contradicts_itself_is_an_error(tmp_path: Path) -> None:
 
 
 def test_files_that_the_index_does_not_name_are_not_read(tmp_path: Path) -> None:
-    """They are of a save that was killed, or of one before."""
+    """Files of a killed or an earlier save, which the index does not name, are not read."""
     save_file({"w": SAVED["w"]}, tmp_path / "model-00001-of-00001.safetensors")
     save_file({"w": torch.ones(2, 3)}, tmp_path / "model-0123.safetensors")
     assert "has 'w' in two files" in str(error_of(tmp_path))
@@ -169,7 +169,7 @@ def test_files_that_the_index_does_not_name_are_not_read(tmp_path: Path) -> None
 
 
 def test_a_lone_file_that_is_replaced_meanwhile(tmp_path: Path) -> None:
-    """Its header is of one model and its data of another: that is an error, although both have the same header."""
+    """A file that is replaced during the load is an error, even if both files have the same header."""
     save_file({"w": SAVED["w"]}, tmp_path / "model.safetensors")
     save_file({"w": SAVED["w"] + 1}, tmp_path / "next")
 
@@ -201,7 +201,7 @@ READ_BY = pytest.mark.parametrize("by", ["open_reader", "convert"])
 @READ_BY
 @pytest.mark.parametrize("location", ["disk", "remote"])
 def test_parts_of_tensors_are_put_together(tmp_path: Path, by: str, location: str) -> None:
-    """As torch's writer leaves them without consolidation, also sharded, on any storage."""
+    """The parts that torch's writer saves without consolidation are joined, also sharded, on any storage."""
     model, url = tmp_path / "model", f"memory://parts-{uuid.uuid4().hex}"
     writer = HuggingFaceStorageWriter(str(model), save_distributed=True)
     dcp.save({"w": SAVED["w"]}, storage_writer=writer)
@@ -224,7 +224,7 @@ def test_parts_of_tensors_are_put_together(tmp_path: Path, by: str, location: st
 
 @READ_BY
 def test_parts_that_do_not_make_up_a_tensor_are_refused(tmp_path: Path, by: str) -> None:
-    """One is missing, or two are the same one."""
+    """Parts with a gap, or with a part twice, are an error."""
     for row in (0, 2):
         note = json.dumps({"w": {"saved_offsets": [row, 0]}})
         save_file({"w": torch.ones(1, 3)}, tmp_path / f"shard-{row}.safetensors", {"DCP_SHARDING_INFO": note})
@@ -234,7 +234,7 @@ def test_parts_that_do_not_make_up_a_tensor_are_refused(tmp_path: Path, by: str)
 
 @READ_BY
 def test_a_tensor_in_two_files_comes_from_the_one_that_the_index_names(tmp_path: Path, by: str) -> None:
-    """Both files are named, for other tensors."""
+    """If two files have a tensor, it is read from the file that the index names for it."""
     first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     save_file({"a": torch.ones(1), "w": torch.ones(2)}, tmp_path / first)
     save_file({"b": torch.ones(1), "w": torch.full((2,), 2.0)}, tmp_path / second)
@@ -246,7 +246,7 @@ def test_a_tensor_in_two_files_comes_from_the_one_that_the_index_names(tmp_path:
 
 @READ_BY
 def test_a_tensor_that_only_the_index_names_is_missed(tmp_path: Path, by: str) -> None:
-    """The error names it and the file where it should be; nothing is loaded."""
+    """The error names the missing tensor and its file, and nothing is loaded."""
     first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     save_file({"w": torch.ones(2)}, tmp_path / first)
     save_file({"b": torch.ones(2)}, tmp_path / second)
@@ -259,9 +259,9 @@ def test_a_tensor_that_only_the_index_names_is_missed(tmp_path: Path, by: str) -
 
 
 def test_new_names_are_for_safetensors(tmp_path: Path) -> None:
-    """Elsewhere they are refused, as is a rule that does not fit the model."""
+    """For other formats, rename= is refused, and so is a rule that does not fit the model."""
     dcp.save(SAVED, storage_writer=FileSystemWriter(tmp_path / "torch"))
-    assert "is of the format dcp, and rename= is for models" in str(error_of(tmp_path / "torch", rename={"w": "v"}))
+    assert "is of the format dcp. Omit rename=" in str(error_of(tmp_path / "torch", rename={"w": "v"}))
     (tmp_path / "model").mkdir()
     save_file({"e.0": torch.ones(2), "e.1": torch.ones(3)}, tmp_path / "model" / "model.safetensors")
     error = error_of(tmp_path / "model", rename={"w": Parts("e.{}")})
@@ -271,7 +271,7 @@ def test_new_names_are_for_safetensors(tmp_path: Path) -> None:
 
 
 def test_it_reads_what_each_rank_has_saved_for_itself(tmp_path: Path) -> None:
-    """Without collectives there is no metadata of all ranks, in either format."""
+    """Without collectives there is no metadata of all ranks, in this package's format and in torch's."""
     with TensorizerStorageWriter(tmp_path / "ours") as writer:
         dcp.save(SAVED, storage_writer=writer, use_collectives=False)
     dcp.save(SAVED, storage_writer=FileSystemWriter(tmp_path / "theirs"), use_collectives=False)
@@ -289,7 +289,7 @@ def run(value: str) -> None:
 
 
 class Runs:
-    """Runs code when it is unpickled."""
+    """An object that runs code when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return run, ("it",)
@@ -300,14 +300,14 @@ def torch_saves(path: Path, value: object = 7) -> None:
 
 
 def with_pickle(path: Path) -> Path:
-    """A checkpoint whose metadata runs code."""
+    """Makes a checkpoint whose metadata runs code."""
     path.mkdir(parents=True)
     (path / ".metadata").write_bytes(pickle.dumps(Runs()))
     return path
 
 
 def with_object(path: Path) -> Path:
-    """A checkpoint whose metadata is torch's, with an object that runs code."""
+    """Makes a checkpoint of torch's with an object that runs code."""
     torch_saves(path, Runs())
     return path
 
@@ -315,7 +315,7 @@ def with_object(path: Path) -> Path:
 @pytest.mark.promise("foreign-records")
 @pytest.mark.parametrize("make", [with_pickle, with_object])
 def test_code_in_what_torch_has_saved_does_not_run(tmp_path: Path, make: Callable[[Path], Path]) -> None:
-    """By no reader: of a path, of a URL, of `install`, of a manager; no target changes. What it needs is named."""
+    """No reader runs code, and no target changes; the error names the types that the object needs."""
     path = make(tmp_path / "step-9")
     state: dict[str, object] = {"w": torch.zeros(2, 3), "step": 0}
     RAN.clear()
@@ -338,7 +338,7 @@ def test_code_in_what_torch_has_saved_does_not_run(tmp_path: Path, make: Callabl
 
 
 def test_whoever_allows_it_gets_objects_of_any_type(tmp_path: Path) -> None:
-    """With ``allow_pickle``, as from torch's own reader: objects, and metadata of a planner of one's own."""
+    """With ``allow_pickle``, objects of any type load, and so does the metadata of a custom planner."""
     torch_saves(tmp_path, Path("x"))
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     metadata.planner_data = Inverse()
@@ -348,11 +348,11 @@ def test_whoever_allows_it_gets_objects_of_any_type(tmp_path: Path) -> None:
 
 
 class Inverse:
-    """What a planner might keep."""
+    """A value that a planner might store."""
 
 
 def test_what_torch_has_saved_is_looked_at_before_a_target_changes(tmp_path: Path) -> None:
-    """A file that is missing or short; bytes that are no tensor or of another shape are named with their key."""
+    """Missing or short files are an error before any target changes; damaged tensors are named with their key."""
     torch_saves(tmp_path)
     (path,) = tmp_path.glob("*.distcp")
     content = path.read_bytes()
@@ -369,7 +369,7 @@ def test_what_torch_has_saved_is_looked_at_before_a_target_changes(tmp_path: Pat
 
 
 def test_a_tensor_of_another_shape_is_not_spread_over_the_target(tmp_path: Path) -> None:
-    """Of a damaged checkpoint of torch's: the metadata says one shape, and the data has another."""
+    """If a damaged checkpoint's data has another shape than its metadata, the data is not broadcast to the target."""
     torch_saves(tmp_path)
     (path,) = tmp_path.glob("*.distcp")
     stream = io.BytesIO()
@@ -384,16 +384,16 @@ def test_a_tensor_of_another_shape_is_not_spread_over_the_target(tmp_path: Path)
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
-    """Nothing at all, and something else, of which a few names are given."""
+    """The error for a path without a checkpoint names some of its files."""
     assert isinstance(error_of(tmp_path / "nowhere"), NotCommitted)
     (tmp_path / "weights.bin").write_text("")
     error = error_of(tmp_path)
     assert isinstance(error, MetadataError)
-    assert f"{tmp_path} holds no checkpoint that can be loaded: it holds weights.bin." in str(error)
+    assert f"{tmp_path} is not a checkpoint that can be loaded: it holds weights.bin." in str(error)
 
 
 def test_a_key_is_refused_where_nothing_is_encrypted(tmp_path: Path) -> None:
-    """Whoever gives one expects that what is loaded is authentic."""
+    """encryption= is refused for other formats, because its user expects authentic data."""
     dcp.save(SAVED, storage_writer=FileSystemWriter(tmp_path))
     error = error_of(tmp_path, encryption=DecryptionParams.from_key(b"k" * 32))
     assert isinstance(error, DecryptionError)
@@ -401,13 +401,13 @@ def test_a_key_is_refused_where_nothing_is_encrypted(tmp_path: Path) -> None:
 
 
 def test_arguments_are_checked_where_they_are_given(tmp_path: Path) -> None:
-    """Not in the load, on one rank after the other."""
+    """Arguments are checked by open_reader, not by each rank's load."""
     with pytest.raises(TypeError, match="timeout"):
         open_reader(tmp_path, timeout="soon")
 
 
 def test_object_stores(s3: S3Server) -> None:
-    """Ours and safetensors are read there, by options of one kind."""
+    """Checkpoints of this package and safetensors load from an object store with the same options."""
     url, options = f"s3://{s3.bucket}/any_format", s3.options()
     with TensorizerStorageWriter(f"{url}/ours", storage_options=options) as writer:
         dcp.save(SAVED, storage_writer=writer)
@@ -424,7 +424,7 @@ def test_object_stores(s3: S3Server) -> None:
 
 
 def test_ranks_that_find_several_formats_load_nothing(tmp_path: Path) -> None:
-    """A job that has switched its storage replaces the checkpoint while others load it: whichever rank coordinates."""
+    """If ranks find different formats, because a job replaces the checkpoint meanwhile, no rank loads anything."""
     dcp.save(SAVED, storage_writer=FileSystemWriter(tmp_path / "torch"))
     dcp.save(SAVED, storage_writer=TensorizerStorageWriter(tmp_path / "ours"))
     plans, readers = [], [open_reader(tmp_path / name) for name in ("torch", "ours")]

@@ -1,4 +1,4 @@
-"""States of data-parallel ranks: as many ranks as before get them back, and others are told why not."""
+"""`DataParallelState`: states load on the same number of ranks, and are refused on another number."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 class Loader:
-    """Remembers where it is."""
+    """A data loader that saves its position."""
 
     def __init__(self, position: int = 0) -> None:
         self.position = position
@@ -29,8 +29,8 @@ class Loader:
         assert state["workers"][0]["next"].item() == self.position
 
 
-def test_a_loader_goes_on_where_it_was(tmp_path: Path) -> None:
-    """On as many ranks as before."""
+def test_a_loader_resumes_at_its_position(tmp_path: Path) -> None:
+    """With as many ranks as before."""
     loader = Loader()
     with CheckpointManager(tmp_path, stop_signals=()) as manager:
         manager.save(1, {"loader": DataParallelState(Loader(7)), "w": torch.ones(3)}, wait=True)
@@ -40,7 +40,7 @@ def test_a_loader_goes_on_where_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_another_number_of_ranks_is_refused(tmp_path: Path, size: int, caplog: pytest.LogCaptureFixture) -> None:
-    """With the reason, and before anything has changed; it can be left out."""
+    """The error has the reason, and comes before any change. The loader can be left out."""
     loader, w = Loader(), torch.zeros(3)
     state = {"jobs": {"loader": DataParallelState(loader, 1, size).state_dict()}, "w": w}
     with CheckpointManager(tmp_path, stop_signals=()) as manager:
@@ -63,7 +63,7 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path, size: int, caplog: p
 
 
 def test_only_other_numbers_are_found() -> None:
-    """Not a key that is missing for another reason."""
+    """`other_sizes` ignores keys that are missing for another reason."""
     stored = ["a.data-parallel-0-of-2.x", "a.data-parallel-1-of-2.x", "b"]
     assert other_sizes(["a.data-parallel-0-of-3.x"], stored) == {"a": (2, 3)}
     assert other_sizes(["data-parallel-0-of-3"], ["data-parallel-1-of-4"]) == {"": (4, 3)}
@@ -72,6 +72,6 @@ def test_only_other_numbers_are_found() -> None:
 
 @pytest.mark.parametrize(("rank", "size"), [(2, 2), (-1, 2)])
 def test_a_rank_is_below_the_size(rank: int, size: int) -> None:
-    """Anything else is a mistake."""
+    """Other ranks raise `ValueError`."""
     with pytest.raises(ValueError, match=rf"^rank must be at least 0 and less than size={size}, got {rank}.$"):
         DataParallelState(Loader(), rank, size)

@@ -41,6 +41,16 @@ def test_the_differences_are_those_of_the_documentation() -> None:
     assert sorted(rows) == sorted(["difference", *DIFFERENCES])
 
 
+def test_the_messages_of_the_differences_are_those_of_the_package() -> None:
+    """A message that was changed would make an explained difference unexplained, in cases that few runs generate."""
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "dcp_tensorizer").rglob("*.py"))
+    explained = (ROOT / "tests" / "differential" / "explained.py").read_text(encoding="utf-8")
+    calls = re.findall(r'_ours_fails\(difference, (".*")\)|words = \((".*")\)', explained)
+    words = [word for call in calls for word in re.findall(r'"(.*?)"', "".join(call))]
+    assert len(words) >= 11
+    assert [word for word in words if word not in source and not word.startswith("KeyError")] == []
+
+
 @pytest.mark.parametrize("planner", ["none", EACH_ITS_OWN])
 @pytest.mark.parametrize("mode", ["save", "async_save"])
 def test_ranks_that_disagree_are_told_apart(tmp_path: Path, mode: str, planner: str) -> None:

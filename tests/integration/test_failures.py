@@ -108,7 +108,7 @@ REFUSALS: dict[str, tuple[Callable[[], AbstractContextManager[object]], str]] = 
         lambda: mock.patch("os.memfd_create", side_effect=PermissionError(errno.EPERM, os.strerror(errno.EPERM))),
         r"Operation not permitted: .*refuses memfd_create.*seccomp",
     ),
-    "ulimit -f": (lambda: file_size_limit(1 << 20), r"needs 8,[\d,]+ bytes.*File too large.*ulimit -f"),
+    "ulimit -f": (lambda: file_size_limit(1 << 20), r"8,[\d,]+ bytes.*File too large.*ulimit -f"),
     "memory": (
         lambda: mock.patch.object(memory_limit, "available_memory", return_value=1 << 20),
         r"needs 8,[\d,]+ bytes and 1,048,576 bytes of memory are available",

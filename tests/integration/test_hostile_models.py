@@ -1,4 +1,4 @@
-"""Headers and indices of models that were made to harm: each is read, or refused by an error that names the file."""
+"""Tests of hostile models: each header or index is read, or refused with an error that names the file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAP = b'"weight_map":{"w":"a.safetensors"}'
 
 
 def header(content: bytes | dict[str, Any], data: bytes = b"", length: int | None = None) -> bytes:
-    """A safetensors file."""
+    """Returns a safetensors file."""
     text = json.dumps(content).encode() if isinstance(content, dict) else content
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
@@ -37,7 +37,7 @@ def tensor(shape: Any = (2,), offsets: Any = (0, 8), dtype: Any = "F32") -> dict
 
 
 def one(entry: dict[str, Any], nbytes: int = 8, **notes: Any) -> bytes:
-    """A file of one tensor."""
+    """Returns a file of one tensor."""
     return header(({"__metadata__": notes} if notes else {}) | {"w": entry}, bytes(nbytes))
 
 
@@ -122,7 +122,7 @@ ONLY_TO_PUBLISH = {  # metadata, which only a publisher reads
 
 @pytest.fixture(scope="module")
 def published() -> Any:
-    """A directory with a version of a good model."""
+    """Returns a directory with one version of a valid model."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         model.mkdir()
@@ -132,7 +132,7 @@ def published() -> Any:
 
 
 def metadata_of(path: Path) -> set[str]:
-    """The keys that a load finds; raises what it raises."""
+    """Returns the keys that a load finds; raises the load's errors."""
     reader = open_reader(path)
     with contextlib.suppress(CheckpointError):
         metadata = reader.read_metadata()
@@ -162,7 +162,7 @@ def check(model: Path, published: Path, *, is_read: bool, is_published: bool) ->
 
 @pytest.mark.parametrize("name", [*READ, *REFUSED])
 def test_headers(tmp_path: Path, published: Path, name: str) -> None:
-    """In the only file of a model, and in one that an index names."""
+    """Each header is tested in the only file of a model, and in one that an index names."""
     for file in ("model.safetensors", FILE):
         model = tmp_path / file / "model"
         model.mkdir(parents=True)
@@ -178,7 +178,7 @@ def test_headers(tmp_path: Path, published: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", [*INDICES_READ, *INDICES_REFUSED, *ONLY_TO_PUBLISH])
 def test_indices(tmp_path: Path, published: Path, name: str) -> None:
-    """Beside a good file; a model is also saved over each of them."""
+    """Each index is tested beside a valid file; a model is also saved over each of them."""
     model = tmp_path / "model"
     model.mkdir()
     (model / FILE).write_bytes(GOOD)

@@ -1,4 +1,4 @@
-"""torch's own storage replaced for a whole process, and given back."""
+"""`install` replaces torch's storage in a process, and `uninstall` reverts that."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class OfAFramework(DefaultLoadPlanner):
 
 
 def options_of(writer: object) -> set[str]:
-    """The options that a writer shows, such as ``sha256=True``."""
+    """Returns the options in a writer's representation, such as ``sha256=True``."""
     return set(repr(writer).rstrip(")").split(", "))
 
 
@@ -78,7 +78,7 @@ def loaded(path: Path, **options: object) -> object:
 
 @pytest.mark.usefixtures("ours")
 def test_saves_without_a_storage(tmp_path: Path) -> None:
-    """`dcp.save`, `async_save` (also one that was imported before) and `load` with a checkpoint_id alone."""
+    """Saves and loads with only a checkpoint_id use this package, also by functions imported before."""
     dcp.save(state(1), checkpoint_id=tmp_path / "a")
     dcp.async_save(state(2), checkpoint_id=tmp_path / "b").result()
     async_save(state(3), checkpoint_id=str(tmp_path / "c")).result()
@@ -88,7 +88,7 @@ def test_saves_without_a_storage(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("ours")
 def test_saves_by_a_writer_that_a_framework_makes(tmp_path: Path) -> None:
-    """A new one for every save, with torch's arguments; what they make passes for what was asked for."""
+    """A FileSystemWriter with torch's arguments saves with this package, and passes for torch's."""
     for value in (1, 2):
         writer = FileSystemWriter(tmp_path, single_file_per_rank=True, sync_files=False, thread_count=2)
         dcp.async_save(state(value), storage_writer=writer).result()
@@ -106,7 +106,7 @@ def test_saves_by_a_writer_that_a_framework_makes(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("ours")
 def test_saves_and_loads_without_a_planner_are_planned_by_ours(tmp_path: Path) -> None:
-    """Only `LoadPlanner` gives a value back to a key that is a number; a planner of another class stays."""
+    """Saves and loads without a planner use this package's, and other planners stay."""
     dcp.save({"w": torch.ones(2), "by number": {1: 0.5}}, checkpoint_id=tmp_path)
     found: dict[str, Any] = {"w": torch.zeros(2), "by number": {1: 0.0}}
     dcp.load(found, checkpoint_id=tmp_path)
@@ -117,7 +117,7 @@ def test_saves_and_loads_without_a_planner_are_planned_by_ours(tmp_path: Path) -
 
 
 def test_planners_that_frameworks_make() -> None:
-    """They pass for torch's, keep their arguments, and are torch's again afterwards."""
+    """DefaultSavePlanner and DefaultLoadPlanner make this package's planners until `uninstall`."""
     with installed():
         saves, loads = DefaultSavePlanner(False, dedup_save_to_lowest_rank=True), DefaultLoadPlanner(False)
         copied = copy.deepcopy(saves)
@@ -129,14 +129,14 @@ def test_planners_that_frameworks_make() -> None:
 
 @pytest.mark.usefixtures("ours")
 def test_object_stores_and_other_urls(tmp_path: Path) -> None:
-    """A URL as checkpoint_id, for which torch would take its FsspecWriter."""
+    """A checkpoint_id may be a URL, for which torch would use its FsspecWriter."""
     dcp.save(state(5), checkpoint_id="memory://install/checkpoint")
     assert loaded(tmp_path, checkpoint_id="memory://install/checkpoint") == 5
     assert loaded(tmp_path, storage_reader=TensorizerStorageReader("memory://install/checkpoint")) == 5
 
 
 def test_a_job_changes_its_storage_and_goes_back(tmp_path: Path) -> None:
-    """What torch has saved is loaded when this package is installed; without it, torch's own is back."""
+    """Checkpoints of torch load while installed, and `uninstall` brings torch's storage back."""
     dcp.save(state(1), checkpoint_id=tmp_path / "before")
     with installed():
         assert loaded(tmp_path / "before") == 1
@@ -151,7 +151,7 @@ def test_a_job_changes_its_storage_and_goes_back(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("ours")
 def test_subclasses_of_torchs_stay_what_they_are(tmp_path: Path) -> None:
-    """Whoever asks for another storage gets it."""
+    """Subclasses of torch's storage are not replaced."""
     writers = [FsspecWriter(str(tmp_path)), HuggingFaceStorageWriter(str(tmp_path))]
     assert [type(writer) for writer in writers] == [FsspecWriter, HuggingFaceStorageWriter]
     dcp.async_save(state(6), storage_writer=FsspecWriter(str(tmp_path))).result()
@@ -160,7 +160,7 @@ def test_subclasses_of_torchs_stay_what_they_are(tmp_path: Path) -> None:
 
 
 def attributes_of(made: object) -> dict[str, Any]:
-    """The attributes of an object. Private ones are left out, and ids, of which each save has another."""
+    """Returns the public attributes of an object, without ids, which differ by save."""
     found = {name: getattr(made, name) for name in vars(made) if not name.startswith("_") and not name.endswith("_id")}
     plain = (str, int, Path, type(None))
     return {name: value if isinstance(value, plain) else type(value) for name, value in found.items()}
@@ -168,7 +168,7 @@ def attributes_of(made: object) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 def test_what_is_made_instead_has_the_attributes_of_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that torch's own object has, with the same values: when it is made, when it is used, and with an id."""
+    """The replacements have the attributes and values of torch's own objects."""
 
     def attributes(folder: str) -> list[dict[str, Any]]:
         (tmp_path / folder).mkdir()
@@ -191,7 +191,7 @@ def test_what_is_made_instead_has_the_attributes_of_torchs(tmp_path: Path, monke
 
 @pytest.mark.parametrize("checkpoint_id", ["abc://a/b", "", None])
 def test_an_id_that_no_storage_knows(checkpoint_id: str | None) -> None:
-    """The error is torch's own, which is an Exception."""
+    """An unknown checkpoint_id raises torch's own error, which is an Exception."""
 
     def errors() -> list[tuple[type, str]]:
         found = []
@@ -208,7 +208,7 @@ def test_an_id_that_no_storage_knows(checkpoint_id: str | None) -> None:
 
 @pytest.mark.usefixtures("ours")
 def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
-    """`dcp_to_torch_save`, which makes a FileSystemReader of its own."""
+    """`dcp_to_torch_save`, which makes a FileSystemReader, reads checkpoints of this package."""
     dcp.save(state(7), checkpoint_id=tmp_path / "checkpoint")
     dcp_to_torch_save(tmp_path / "checkpoint", tmp_path / "file.pt")
     content = torch.load(tmp_path / "file.pt")
@@ -217,7 +217,7 @@ def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
 
 
 def test_options_reach_all_writers_and_readers(tmp_path: Path) -> None:
-    """Arguments of one FileSystemWriter go before them; to install again changes them; errors change nothing."""
+    """Options apply to all writers and readers, and another `install` changes them."""
     reports: list[LoadReport] = []
     with installed(writer_options={"sync_files": False, "sha256": True}, reader_options={"on_report": reports.append}):
         writer = FileSystemWriter(tmp_path)
@@ -232,7 +232,7 @@ def test_options_reach_all_writers_and_readers(tmp_path: Path) -> None:
 
 
 def test_what_a_framework_says_goes_before_the_options(tmp_path: Path) -> None:
-    """Also where it says what is torch's default."""
+    """Arguments of a FileSystemWriter override the options, even torch's defaults."""
     with installed(writer_options={"sync_files": False, "overwrite": False, "thread_count": 3}):
         options = options_of(FileSystemWriter(tmp_path, sync_files=True, overwrite=True, thread_count=1))
         others = options_of(FileSystemWriter(tmp_path, True))
@@ -241,7 +241,7 @@ def test_what_a_framework_says_goes_before_the_options(tmp_path: Path) -> None:
 
 
 class Inverted(StreamTransformExtension):
-    """An encoding of torch's streams that turns every bit."""
+    """An encoding of torch's streams that inverts every bit."""
 
     @staticmethod
     def registry_name() -> str:
@@ -273,7 +273,7 @@ class InvertedOutput(io.RawIOBase):
 
 
 def test_what_torch_has_encoded_is_decoded(tmp_path: Path) -> None:
-    """By the extensions that a FileSystemReader is given, which torch's own reader gets."""
+    """The extensions of a FileSystemReader decode what torch's writer encoded."""
     dcp.save(state(9), storage_writer=FileSystemWriter(tmp_path, _extensions=[Inverted()]))
     registry = ExtensionRegistry()
     registry.register(Inverted)
@@ -284,7 +284,7 @@ def test_what_torch_has_encoded_is_decoded(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("ours")
 def test_it_may_be_installed_for_a_while_where_it_is_installed(tmp_path: Path) -> None:
-    """The options of before are back afterwards, and this package stays in the place of torch's storage."""
+    """After a nested `installed` block, the previous options are back."""
     install(writer_options={"sha256": True})
     with installed(writer_options={"sync_files": False}):
         assert "sha256=False" in options_of(FileSystemWriter(tmp_path))
@@ -293,7 +293,7 @@ def test_it_may_be_installed_for_a_while_where_it_is_installed(tmp_path: Path) -
 
 @pytest.mark.usefixtures("ours")
 def test_arguments_without_a_meaning_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Those that say how torch's writer works are silent; those that would change what is written are named."""
+    """Arguments that have no effect and would change the content are logged once."""
     for _ in range(2):
         FileSystemWriter(tmp_path, per_thread_copy_ahead=1, _extensions=[])
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
@@ -303,7 +303,7 @@ def test_arguments_without_a_meaning_are_named_once(tmp_path: Path, caplog: pyte
 
 @pytest.mark.usefixtures("ours")
 def test_a_pickled_writer_is_one_of_ours(tmp_path: Path) -> None:
-    """Also where nothing is installed, as in a process that is sent one."""
+    """A pickled writer is unpickled as this package's, also where nothing is installed."""
     sent = pickle.dumps(FileSystemWriter(tmp_path))
     uninstall()
     writer = pickle.loads(sent)
@@ -312,7 +312,7 @@ def test_a_pickled_writer_is_one_of_ours(tmp_path: Path) -> None:
 
 
 def test_what_torch_has_made_is_copied_as_it_is(tmp_path: Path) -> None:
-    """A writer and a reader from before `install` stay torch's, and so do their copies."""
+    """Writers and readers from before `install`, and their copies, stay torch's."""
     writer, reader = FileSystemWriter(tmp_path), FileSystemReader(tmp_path)
     with installed():
         copies = [copy.copy(writer), copy.deepcopy(reader), pickle.loads(pickle.dumps(reader))]
@@ -320,7 +320,7 @@ def test_what_torch_has_made_is_copied_as_it_is(tmp_path: Path) -> None:
 
 
 def test_training_waits_for_what_another_writer_saves(tmp_path: Path) -> None:
-    """Whatever stages for `async_save` waits for its state, though the save is a FileSystemWriter's by then."""
+    """Training waits for the state's copy also if another writer saves it."""
     gate = Gate()
     shared = {"w": torch.full((100,), 1.0).share_memory_(), "step": 1}
     with installed(writer_options={"staging": "shared"}):
@@ -334,7 +334,7 @@ def test_training_waits_for_what_another_writer_saves(tmp_path: Path) -> None:
 
 
 def test_uninstall_waits_for_saves_without_a_writer(tmp_path: Path) -> None:
-    """Also when they have begun."""
+    """`uninstall` waits for saves without a writer that are in progress."""
     gate = Gate()
     with installed():
         future = dcp.async_save(state(4), checkpoint_id=tmp_path, planner=HeldPlanner(gate))
@@ -367,7 +367,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("how", ["script", "module", "package"])
 def test_running_a_script_unchanged(tmp_path: Path, how: str) -> None:
-    """`python -m dcp_tensorizer.run`: a script, a module, a package with a ``__main__``; and what they spawn."""
+    """`python -m dcp_tensorizer.run` runs scripts, modules, packages and the processes that they spawn."""
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "__init__.py").write_text("")
     (tmp_path / "job" / "__main__.py").write_text(SCRIPT)
@@ -393,7 +393,7 @@ def run_by_arguments(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_running_a_package_that_cannot_be_imported_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is there, and something that it needs is not."""
+    """A package that cannot be imported is an error with the reason."""
     (tmp_path / "broken_job").mkdir()
     (tmp_path / "broken_job" / "__init__.py").write_text("import no_such_dependency")
     monkeypatch.syspath_prepend(tmp_path)
@@ -411,6 +411,6 @@ def test_running_a_package_that_cannot_be_imported_says_why(tmp_path: Path, monk
     ],
 )
 def test_running_nothing_says_how(arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one line, without a traceback, and without an import of torch."""
+    """A missing or wrong argument is one line of usage, without importing torch."""
     with pytest.raises(SystemExit, match=words):
         run_by_arguments(arguments, monkeypatch)

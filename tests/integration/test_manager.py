@@ -1,4 +1,4 @@
-"""The manager in one process: what it saves, keeps, refuses and says."""
+"""The manager in one process: what it saves, retains and refuses, and its messages."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def manager_of(folder: Path, **options: Any) -> CheckpointManager:
 
 
 def saved(folder: Path, *steps: int, **options: Any) -> None:
-    """Saves some steps, and ends."""
+    """Saves some steps, and closes the manager."""
     with manager_of(folder, **options) as manager:
         for step in steps:
             manager.save(step, state_of(step))
 
 
 def said(caplog: pytest.LogCaptureFixture) -> str:
-    """The warnings and errors of this package."""
+    """Returns the logged warnings and errors of this package."""
     records = [entry for entry in caplog.records if entry.name == "dcp_tensorizer" and entry.levelno >= logging.WARNING]
     return "\n".join(entry.getMessage() for entry in records)
 
@@ -77,7 +77,7 @@ def record_of(folder: Path, name: str) -> SaveRecord:
 
 
 def test_a_job_and_the_next_one(tmp_path: Path) -> None:
-    """Steps are saved when they are due, old ones go, and the next job resumes from the newest."""
+    """Due steps are saved, old ones are deleted, and the next job resumes from the newest."""
     rules: dict[str, Any] = {"save_every": 2, "keep_latest": 2, "keep_every": 6, "keep_best": "loss"}
     with manager_of(tmp_path, **rules) as manager:
         assert manager.restore(state_of(0)) is None
@@ -96,28 +96,28 @@ def test_a_job_and_the_next_one(tmp_path: Path) -> None:
 
 def not_saved(folder: Path, step: int, last: str) -> str:
     return (
-        f"{folder}: the job ends at step {step}, and {last}. To save its last step, pass save_at_end=True to the "
+        f"{folder}: the job ends at step {step}, and {last}. To save the last step, pass save_at_end=True to the "
         f"manager, or force=True to the last save"
     )
 
 
 def test_the_end_of_training_that_is_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A warning names the last step that was given, and the last one that is committed, of this run or an earlier."""
+    """A warning names the step of the last call, and the last committed step of this run or an earlier one."""
     saved(tmp_path, *range(1, 32), save_every=500)
     assert said(caplog) == not_saved(tmp_path, 31, "no step is committed")
     caplog.clear()
     saved(tmp_path, *range(1, 32), save_every=10)
-    assert said(caplog) == not_saved(tmp_path, 31, "the last one that is committed is 30")
+    assert said(caplog) == not_saved(tmp_path, 31, "the last committed step is 30")
     caplog.clear()
     with manager_of(tmp_path, save_every=500) as manager:
         assert manager.restore(state_of(0)) == 30
         manager.save(32, state_of(32))
         manager.close(timeout=60)
-    assert said(caplog) == not_saved(tmp_path, 32, "the last one that is committed is 30")
+    assert said(caplog) == not_saved(tmp_path, 32, "the last committed step is 30")
 
 
 def test_the_end_of_training_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With ``save_at_end`` the objects of the last call are saved, with its metrics; a step that is saved is not."""
+    """With ``save_at_end``, `close` saves the objects of the last call with its metrics, unless its step is saved."""
     state = state_of(0)
     rules: dict[str, Any] = {"save_every": 10, "save_at_end": True, "keep_latest": 2}
     export = Export(tmp_path / "model", rename={"model.*": "*"})
@@ -144,7 +144,7 @@ def test_the_end_of_training_is_saved(tmp_path: Path, caplog: pytest.LogCaptureF
 
 @pytest.mark.parametrize("save_at_end", [False, True])
 def test_what_is_no_end_of_training(tmp_path: Path, caplog: pytest.LogCaptureFixture, save_at_end: bool) -> None:
-    """An error in the block, a signal, whose step is saved, a forked child and a restore save and warn of nothing."""
+    """After an error, a signal or a restore, and in a forked child, `close` neither saves the last step nor warns."""
     options: dict[str, Any] = {"save_every": 10, "save_at_end": save_at_end}
     with suppress(KeyError), manager_of(tmp_path / "error", **options) as manager:
         manager.save(1, state_of(1))
@@ -175,7 +175,7 @@ def test_what_is_no_end_of_training(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_what_the_index_says(tmp_path: Path) -> None:
-    """Step, parent, branch and metrics stand in the checkpoint itself."""
+    """The index of a checkpoint has its step, parent, branch and metrics."""
     with manager_of(tmp_path) as manager:
         manager.save(1, state_of(1))
         manager.save(2, state_of(2), metrics={"loss": torch.tensor(0.5)})
@@ -187,7 +187,7 @@ def test_what_the_index_says(tmp_path: Path) -> None:
 
 
 def test_a_job_records_how_long_it_has_run_and_how_often_it_failed(tmp_path: Path) -> None:
-    """A run that was told to stop has not failed; what is recorded resumes from the checkpoint that was restored."""
+    """A run that a signal stopped has not failed. The records continue those of the restored checkpoint."""
     with manager_of(tmp_path, save_interval="auto") as manager:
         manager.save(1, state_of(1), wait=True)
     with manager_of(tmp_path, save_interval=(0, 0.001), stop_signals=[signal.SIGUSR1]) as manager:
@@ -206,11 +206,11 @@ def test_a_job_records_how_long_it_has_run_and_how_often_it_failed(tmp_path: Pat
 
 
 def test_going_back_begins_a_branch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What lies beyond is not counted and not deleted, also by the next job, and a warning names it."""
+    """Later checkpoints are neither counted nor deleted, also by the next job, and a warning names them."""
     saved(tmp_path, 5, 10, 15, 20)
     with manager_of(tmp_path, keep_latest=1) as manager:
         assert manager.restore(state_of(0), 10) == 10
-        assert "does not continue from step-15, step-20: they are not counted and not deleted" in said(caplog)
+        assert "does not continue from 'step-15', 'step-20': they are not counted and not deleted" in said(caplog)
         manager.save(12, state_of(12), wait=True)
         assert manager.steps() == [12]
     assert directories_in(tmp_path) == ["step-12", "step-15", "step-20"]
@@ -221,7 +221,7 @@ def test_going_back_begins_a_branch(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 
 def test_the_same_step_after_going_back(tmp_path: Path) -> None:
-    """What was saved last is of the branch that was left: the step is saved anew, and has another parent."""
+    """The existing checkpoint is on the old branch, so the step is saved again with another parent."""
     with manager_of(tmp_path) as manager:
         for step in (1, 2, 3):
             manager.save(step, state_of(step), wait=True)
@@ -235,7 +235,7 @@ def test_the_same_step_after_going_back(tmp_path: Path) -> None:
 
 
 def test_a_job_that_loads_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Beyond the newest checkpoint it resumes from that; below, it began anew, and is told so."""
+    """A job that saves a later step resumes from the newest checkpoint. With an earlier step it is a new job."""
     saved(tmp_path, 10)
     with manager_of(tmp_path) as manager:
         manager.save(11, state_of(11), wait=True)
@@ -244,11 +244,11 @@ def test_a_job_that_loads_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFix
     with manager_of(tmp_path) as manager:
         manager.save(1, state_of(1), wait=True)
         assert manager.steps() == [1]
-    assert "step-10, step-11" in said(caplog)
+    assert "'step-10', 'step-11'" in said(caplog)
 
 
 def test_a_job_that_goes_back_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It says so, and what it saves then is a branch: the next job resumes from there, and nothing new is deleted."""
+    """A warning is logged, and the saves form a branch: the next job resumes from it, and no new step is deleted."""
     with manager_of(tmp_path, keep_latest=2, save_every=5) as manager:
         for step in (5, 10, 15):
             manager.save(step, state_of(step), wait=True)
@@ -263,7 +263,7 @@ def test_a_job_that_goes_back_by_itself(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_a_step_that_was_moved_and_linked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is restored, counted, not saved again and not deleted through the link."""
+    """A linked step is restored and counted, but not saved again, and not deleted through the link."""
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     saved(run, 1, 2)
     shutil.move(run / "step-2", elsewhere)
@@ -279,7 +279,7 @@ def test_a_step_that_was_moved_and_linked(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_a_checkpoint_that_cannot_be_read_stands_in_nobodys_way(tmp_path: Path) -> None:
-    """The others are listed, restored and deleted as ever; the newest is an error, unless another is to be taken."""
+    """Other checkpoints are listed, restored and deleted. If the newest is unreadable, only ``fallback`` restores."""
     saved(tmp_path, 1, 2, 3)
     for step in (1, 3):
         (tmp_path / f"step-{step}" / ".metadata").unlink()
@@ -295,9 +295,9 @@ def test_a_checkpoint_that_cannot_be_read_stands_in_nobodys_way(tmp_path: Path) 
 
 @pytest.mark.promise("other-names")
 def test_no_silent_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Checkpoints under other names, or in a folder that is one itself, are named; logs and leftovers are none.
+    """The error names checkpoints under other names, but not logs and leftovers.
 
-    But data without metadata is told: it may be what a copy without hidden files has left of a checkpoint.
+    A warning names data without metadata, which may be a checkpoint that was copied without its hidden files.
     """
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "events.log").write_text("")
@@ -305,11 +305,11 @@ def test_no_silent_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     (tmp_path / "step-7" / f"__0_0_{'a' * 32}.tensors").write_bytes(b"half")
     with manager_of(tmp_path) as manager:
         assert manager.restore(state_of(0)) is None
-        assert "holds no committed checkpoint. But data lies in step-7, without .metadata" in caplog.text
+        assert "has no committed checkpoint, but 'step-7' has data without .metadata" in caplog.text
         saved(tmp_path / "elsewhere", 3, name="{}")
         shutil.move(tmp_path / "elsewhere" / "3", tmp_path / "checkpoint-20")
         shutil.rmtree(tmp_path / "elsewhere")
-        words = f"{tmp_path} holds no checkpoint named 'step-{{}}', but checkpoint-20: pass name="
+        words = f"{tmp_path} has no checkpoint named 'step-{{}}', but has 'checkpoint-20'. Pass a matching name="
         with pytest.raises(MetadataError, match=re.escape(words)):
             manager.restore(state_of(0))
     with manager_of(tmp_path, name="checkpoint-{}") as manager:
@@ -318,7 +318,7 @@ def test_no_silent_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_a_checkpoint_of_torch(tmp_path: Path) -> None:
-    """One that torch's own storage has saved under a step's name is restored, and never deleted."""
+    """A checkpoint of torch's own storage under a step's name is restored, and never deleted."""
     with quietly():
         dcp.save(state_of(4), storage_writer=FileSystemWriter(tmp_path / "step-4"))
     with manager_of(tmp_path, keep_latest=1) as manager:
@@ -330,20 +330,18 @@ def test_a_checkpoint_of_torch(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_a_checkpoint(tmp_path: Path) -> None:
-    """The error asks for the folder around it."""
+    """The error asks for the parent folder."""
     saved(tmp_path, 1)
     with manager_of(tmp_path / "step-1") as manager:
-        words = (
-            f"{tmp_path}/step-1 is a checkpoint itself, and not a folder of checkpoints. Give the manager its parent"
-        )
+        words = f"{tmp_path}/step-1 is a checkpoint, not a folder of checkpoints. Pass its parent folder to the manager"
         with pytest.raises(MetadataError, match=re.escape(words)):
             manager.restore(state_of(0))
 
 
 def test_keys_that_no_load_can_sort(tmp_path: Path) -> None:
-    """They are refused before anything is saved; keys of one type are not, nor are those of dicts inside."""
+    """Such keys are refused before the save. Keys of one type are accepted, and so are those of inner dicts."""
     with manager_of(tmp_path) as manager:
-        words = r"state has keys that cannot be sorted, such as 1, of type int and 'd', of type str: a load would fail"
+        words = r"state has keys that cannot be sorted, such as 1, of type int and 'd', of type str, so a load"
         with pytest.raises(TypeError, match=words):
             manager.save(1, {1: torch.ones(2), "d": torch.ones(2)})  # type: ignore[dict-item]
         for step, state in enumerate([{1: torch.ones(2), 2: 5}, {"a": {1: torch.ones(2), "d": 5}}]):
@@ -352,13 +350,13 @@ def test_keys_that_no_load_can_sort(tmp_path: Path) -> None:
 
 
 def test_an_exclude_that_matches_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A warning names the pattern once; patterns that leave something out are no matter, in whatever save they do."""
+    """A warning names the pattern once. Patterns that match in any save are not named."""
     with manager_of(tmp_path) as manager:
         for step in (1, 2):
             manager.save(step, state_of(step), exclude=["modle.*", "model", "model.bias", "s*p"], wait=True)
     assert said(caplog) == (
-        "exclude: no key of the state on the first rank matches 'model', 'modle.*': nothing is left out by it. Keys of "
-        "nested dicts are joined by dots, as 'model.weight', and a list is one key"
+        "exclude: no key of the state on the first rank matches 'model', 'modle.*'. Keys of nested dicts "
+        "are joined by dots, such as 'model.weight', and a list is one key"
     )
 
 
@@ -367,7 +365,7 @@ def test_an_exclude_that_matches_nothing(tmp_path: Path, caplog: pytest.LogCaptu
 def test_one_error_for_one_failure(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, Any], fails: str
 ) -> None:
-    """It is logged once, with the checkpoint's path and the cause, and raised at the end."""
+    """The error is logged once, with the checkpoint's path and the cause, and raised by `close`."""
     state: dict[str, Any] = state_of(1)
     if fails == "staging":
         state["model"]["weight"] = torch.ones(2, device="meta")
@@ -383,7 +381,7 @@ def test_one_error_for_one_failure(
 
 
 def test_two_directories_of_one_step(tmp_path: Path) -> None:
-    """Which one is meant nobody can tell. One that holds no checkpoint is not meant."""
+    """Two checkpoints of one step are an error. A directory without a checkpoint does not count."""
     saved(tmp_path, 12)
     (tmp_path / "step-0012").mkdir()
     with manager_of(tmp_path) as manager:
@@ -396,7 +394,7 @@ def test_two_directories_of_one_step(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_is_spelled_otherwise(tmp_path: Path) -> None:
-    """It is the same step: 10 comes after 9, and no second directory is made."""
+    """A directory with other padding is the same step, in numeric order, and no second directory is made."""
     saved(tmp_path, 9, 10, name="step-{:06}")
     with manager_of(tmp_path) as manager:
         assert manager.restore(state_of(0)) == 10
@@ -407,7 +405,7 @@ def test_a_directory_that_is_spelled_otherwise(tmp_path: Path) -> None:
 
 
 def test_a_step_whose_index_says_another(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A copy under another name is restored as it is named, with a warning that says of which step it is."""
+    """A copy under another name is restored as the step of its name, and a warning names the recorded step."""
     saved(tmp_path, 1)
     shutil.copytree(tmp_path / "step-1", tmp_path / "step-10")
     with manager_of(tmp_path) as manager:
@@ -418,7 +416,7 @@ def test_a_step_whose_index_says_another(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
-    """No job begins at 0 because of it: the error names the file, and what it is."""
+    """The error names the file and its format, so that no job silently begins anew."""
     torch.save({}, tmp_path / "run.pt")
     with manager_of(tmp_path / "run.pt") as manager:
         with pytest.raises(MetadataError, match=r"run\.pt is a file of torch\.save: load it by torch\.load"):
@@ -430,7 +428,7 @@ def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
 
 
 def test_flags_of_calls_are_booleans(tmp_path: Path) -> None:
-    """Text such as "no" would count as true."""
+    """Strings such as "no" would count as true."""
     with manager_of(tmp_path) as manager:
         for call, given in ((manager.save, (1, state_of(0))), (manager.restore, (state_of(0),))):
             flags = [name for name, p in inspect.signature(call).parameters.items() if p.annotation == "bool"]
@@ -441,7 +439,7 @@ def test_flags_of_calls_are_booleans(tmp_path: Path) -> None:
 
 
 def test_a_step_that_is_not_there(tmp_path: Path) -> None:
-    """The error says which ones are."""
+    """The error lists the existing steps."""
     saved(tmp_path, 1, 2)
     with manager_of(tmp_path) as manager, pytest.raises(NotCommitted, match=r"of step 3\. There are: 1, 2$"):
         manager.restore(state_of(0), 3)
@@ -449,7 +447,7 @@ def test_a_step_that_is_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.promise("newest-damaged")
 def test_falling_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A damaged checkpoint is an error, or with fallback the one before it is loaded, and the log says so."""
+    """A damaged checkpoint is an error. With ``fallback`` the previous one is loaded, and an error is logged."""
     saved(tmp_path, 1, 2, 3)
     for damaged in (2, 3):
         (file,) = (tmp_path / f"step-{damaged}").glob("*.tensors")
@@ -471,7 +469,7 @@ def test_falling_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_falling_back_is_for_damage(tmp_path: Path) -> None:
-    """A key that is not there, or a tensor of another shape, is an error of the state: the checkpoint is whole."""
+    """A missing key or another shape is an error of the state, and no earlier checkpoint is loaded."""
     saved(tmp_path, 1, 2)
     with manager_of(tmp_path) as manager, quietly():
         with pytest.raises(MetadataError, match=r"step-2.*head"):
@@ -484,7 +482,7 @@ def test_falling_back_is_for_damage(tmp_path: Path) -> None:
 
 
 def test_nothing_of_a_damaged_checkpoint_stays(tmp_path: Path) -> None:
-    """The one before lacks a key that the damaged one may have changed: that is an error, also if it is not strict."""
+    """If the previous checkpoint lacks a key that the damaged one may have changed, the restore fails."""
     with manager_of(tmp_path) as manager:
         manager.save(1, state_of(1), exclude=["model.bias"], wait=True)
         manager.save(2, state_of(2), wait=True)
@@ -499,7 +497,7 @@ def test_nothing_of_a_damaged_checkpoint_stays(tmp_path: Path) -> None:
 
 
 def test_only_some_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Patterns say which are loaded; one of another shape can be left out, and one that is not stored."""
+    """Patterns select the loaded keys, so keys of another shape and missing keys can be left out."""
     saved(tmp_path, 5)
     with manager_of(tmp_path) as manager:
         state = state_of(0)
@@ -523,7 +521,7 @@ def test_only_some_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
 
 
 class HistoryOptimizer(torch.optim.Optimizer):
-    """An optimizer with lists, dicts and a value of its own in its state, and no use of its learning rate."""
+    """Optimizer with lists, dicts and an object in its state, which ignores its learning rate."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": torch.tensor(0.5)})
@@ -573,7 +571,7 @@ def assert_same(state: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def test_a_new_optimizer_gets_its_state(tmp_path: Path) -> None:
-    """It has the state that was saved, bit for bit, and goes on as the one that was saved does."""
+    """A new optimizer gets the saved state, bit for bit, and continues like the saved one."""
     with manager_of(tmp_path) as manager:
         for step, kind in enumerate(OPTIMIZERS):
             train(state := trainer(kind))
@@ -587,7 +585,7 @@ def test_a_new_optimizer_gets_its_state(tmp_path: Path) -> None:
 
 
 class MasterOptimizer(torch.optim.Optimizer):
-    """An optimizer with a master, moments in a list, and counts in a dict, in other dtypes than its parameters."""
+    """Optimizer with a master copy, moments in a list and counts in a dict, in other dtypes than its parameters."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -616,7 +614,7 @@ LOW: dict[str, Any] = {
 
 
 def low(kind: str) -> dict[str, Any]:
-    """A model in bfloat16."""
+    """Makes a model in bfloat16."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)).bfloat16()
     return {"model": model, "optimizer": LOW[kind](model.parameters())}
 
@@ -624,7 +622,7 @@ def low(kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", LOW)
 @pytest.mark.parametrize("is_new", [True, False], ids=["new", "used"])
 def test_an_optimizers_state_keeps_its_dtypes(tmp_path: Path, kind: str, is_new: bool) -> None:
-    """torch's ``load_state_dict`` casts it to the dtype of the parameters; the user's hooks see what is restored."""
+    """The state keeps its dtypes, which torch's ``load_state_dict`` would cast, and the user's hooks see them."""
     state, new = low(kind), low(kind)
     train(state, dtype=torch.bfloat16)
     if not is_new:
@@ -648,7 +646,7 @@ def test_an_optimizers_state_keeps_its_dtypes(tmp_path: Path, kind: str, is_new:
 def test_an_optimizers_state_follows_parameters_of_another_dtype(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, names: bool
 ) -> None:
-    """If it was in the dtype of its parameter when it was saved, as torch's own optimizers need it."""
+    """State that was saved in the dtype of its parameter gets the new dtype, which torch's own optimizers need."""
     train(state := trainer("adamw"))
     with manager_of(tmp_path) as manager:
         manager.save(1, state, wait=True)
@@ -665,7 +663,7 @@ def test_an_optimizers_state_follows_parameters_of_another_dtype(
 
 
 def test_an_optimizer_of_an_older_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before 2.4, what is in a list without tensors was saved as one object. A new optimizer gets that as well."""
+    """torch before 2.4 saved a list without tensors as one object. A new optimizer gets it as well."""
     train(state := trainer("adamw"))
     with monkeypatch.context() as older:
         older.setattr("torch.distributed.checkpoint._version._derived_version", "2_3")
@@ -680,15 +678,13 @@ def test_an_optimizer_of_an_older_torch(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_an_optimizer_that_does_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It stays as it is, and the error says what it has no place for; so does a warning with ``strict=False``."""
+    """The optimizer does not change. The error, or with ``strict=False`` a warning, names the other values."""
     train(state := trainer("tensor_lr"))
     with manager_of(tmp_path) as manager:
         manager.save(1, state, wait=True)
         new = trainer("tensor_lr")
         fewer = torch.optim.Adam([*new["model"].parameters()][:3], lr=torch.tensor(0.7))
-        with pytest.raises(
-            StateMismatch, match=r"'optimizer\.state\.3\.step'.*has no place for them: it has other param"
-        ):
+        with pytest.raises(StateMismatch, match=r"'optimizer\.state\.3\.step'.*cannot take them: it has other param"):
             manager.restore({"model": new["model"], "optimizer": fewer})
         assert (fewer.state_dict()["state"], fewer.param_groups[0]["lr"].item()) == ({}, pytest.approx(0.7))
         assert_same({"model": new["model"]}, {"model": trainer("tensor_lr")["model"]})
@@ -702,7 +698,7 @@ def test_an_optimizer_that_does_not_fit(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_a_setting_that_only_a_scheduler_adds(tmp_path: Path) -> None:
-    """The error names the setting, and says that the scheduler comes first; then the state fits."""
+    """The error names the setting, and asks for the scheduler first. With a scheduler the state fits."""
 
     def with_scheduler(state: dict[str, Any]) -> dict[str, Any]:
         torch.optim.lr_scheduler.StepLR(state["optimizer"], 1)
@@ -710,14 +706,14 @@ def test_a_setting_that_only_a_scheduler_adds(tmp_path: Path) -> None:
 
     with manager_of(tmp_path) as manager:
         manager.save(1, with_scheduler(trainer("momentum")), wait=True)
-        words = r"'optimizer\.param_groups\.0\.initial_lr', .* have no such setting.*make the scheduler before restore"
+        words = r"'optimizer\.param_groups\.0\.initial_lr', .* have no such setting.*Make the scheduler before restore"
         with pytest.raises(StateMismatch, match=words):
             manager.restore(trainer("momentum"))
         assert manager.restore(with_scheduler(trainer("momentum"))) == 1
 
 
 def test_an_empty_dict_does_not_swallow_what_was_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What a checkpoint has in its place is an error, or a warning: by the manager, and by ``dcp.load``."""
+    """Stored keys below a dict that is empty here are an error or a warning, of the manager and of ``dcp.load``."""
     train(state := trainer("momentum"))
     lost = "'optimizer.state.0.momentum_buffer', 'optimizer.state.1.momentum_buffer', "
     with manager_of(tmp_path) as manager:
@@ -754,7 +750,7 @@ def test_an_empty_dict_does_not_swallow_what_was_saved(tmp_path: Path, caplog: p
 
 
 def test_tensors_of_another_shape(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """All are named, with both shapes. They may stay as they are, and then so does the optimizer's state of them."""
+    """The error names all such tensors with both shapes. If allowed, they and their optimizer state stay unchanged."""
     train(state := trainer("adamw"))
     with manager_of(tmp_path) as manager:
         manager.save(1, state, wait=True)
@@ -775,7 +771,7 @@ def test_tensors_of_another_shape(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_what_a_save_leaves_out_a_restore_leaves_out(tmp_path: Path) -> None:
-    """By the same patterns: of a list, too, which is one value in a save, and many keys in a checkpoint."""
+    """The same patterns work for both, also for a list, which is one value in a save and many keys in a checkpoint."""
 
     def optimizer(lr: float) -> dict[str, Any]:
         return {"model": {"w": torch.full((4,), lr)}, "opt": {"groups": [{"lr": lr}, {"lr": lr}], "step": lr}}
@@ -793,7 +789,7 @@ def test_what_a_save_leaves_out_a_restore_leaves_out(tmp_path: Path) -> None:
 
 
 def test_a_state_that_does_not_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A save that holds what the one before held is reported, and one in which no chosen key has changed."""
+    """A warning is logged if a save equals the previous one, or if no key of ``must_change`` has changed."""
     frozen = state_of(1)
     with manager_of(tmp_path) as manager:
         manager.save(1, frozen, wait=True)
@@ -814,7 +810,7 @@ def test_a_state_that_does_not_change(tmp_path: Path, caplog: pytest.LogCaptureF
 
 @pytest.mark.promise("manager-save-fails")
 def test_a_save_that_fails(tmp_path: Path) -> None:
-    """The error is the package's own, in the future, in `wait` and in `close`; three in a row end the job."""
+    """The future, `wait` and `close` raise an error of this package. Three failures in a row end the job."""
     (tmp_path / "step-1").write_text("in the way")
     manager = manager_of(tmp_path)
     with quietly():
@@ -833,7 +829,7 @@ def test_a_save_that_fails(tmp_path: Path) -> None:
 
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
-    """One that is in progress, was saved or was restored is not saved again."""
+    """A step that is being saved, was saved or was restored is not saved again."""
     with manager_of(tmp_path) as manager:
         first = manager.save(1, state_of(1))
         assert manager.save(1, state_of(9), force=True) is first
@@ -851,7 +847,7 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
 def test_a_step_that_somebody_has_deleted_is_saved_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, survive: float
 ) -> None:
-    """One of this job, just saved or earlier, and one of the job before; nothing is looked at but for such a step."""
+    """A deleted step of this or an earlier job is saved again. The storage is asked only for such a step."""
     saved(tmp_path, 1, 2)
     with manager_of(tmp_path, survive=survive) as manager:
         assert manager.restore(state_of(0)) == 2
@@ -880,7 +876,7 @@ def test_a_step_that_somebody_has_deleted_is_saved_again(
 
 
 def test_nothing_is_deleted_while_the_best_is_not_known(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One warning says that the metric of ``keep_best`` is missing; when a checkpoint has it, the rules hold."""
+    """One warning names the missing metric of ``keep_best``. Once a checkpoint has it, the rules apply."""
     with manager_of(tmp_path, keep_latest=1, keep_best="loss") as manager:
         manager.save(1, state_of(1), wait=True)
         assert "step 1 was saved without the metric 'loss', which keep_best needs: pass metrics" in said(caplog)
@@ -900,7 +896,7 @@ def test_nothing_is_deleted_while_the_best_is_not_known(tmp_path: Path, caplog: 
 
 
 def test_nothing_is_deleted_while_the_metric_is_nan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A loss that is NaN from the first step on names no best checkpoint: all stay, and one warning says so."""
+    """If the loss is always NaN, all checkpoints stay, and one warning is logged."""
     with manager_of(tmp_path, keep_latest=1, keep_best="loss") as manager:
         for step in (1, 2, 3):
             manager.save(step, state_of(step), metrics={"loss": math.nan}, wait=True)
@@ -914,7 +910,7 @@ def test_nothing_is_deleted_while_the_metric_is_nan(tmp_path: Path, caplog: pyte
 
 
 def test_clocks_that_are_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`latest` moves with each save, and the next job resumes from the last branch, also of two that began alike."""
+    """`latest` names the last save, and the next job resumes from the last branch, whatever clocks show."""
     now, hours = time.time_ns, 0
     monkeypatch.setattr(time, "time_ns", lambda: now() - hours * 3600 * 10**9)
     saved(tmp_path, 5)
@@ -937,7 +933,7 @@ def test_clocks_that_are_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_is_never_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A checkpoint that somebody loads, or that holds what no save wrote, stays, and the log says why."""
+    """A checkpoint that is being loaded, or has files that no save wrote, stays, and the log has the reason."""
     saved(tmp_path, 1, 2, 3)
     (tmp_path / "step-1" / "notes.txt").write_text("the good one")
     lock = LocalStorage(tmp_path / "step-2").lock_directory()
@@ -946,7 +942,8 @@ def test_what_is_never_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         manager.restore(state_of(0))
         manager.save(4, state_of(4), wait=True)
         assert manager.steps() == [1, 2, 4]
-        assert f"{tmp_path}/step-1 is not deleted: it holds what no save wrote: notes.txt" in said(caplog)
+        words = f"{tmp_path}/step-1 is not deleted: it contains files or directories that no save wrote: notes.txt"
+        assert words in said(caplog)
         assert f"{tmp_path}/step-2 is not deleted: it is being saved or loaded" in said(caplog)
         lock.release()
         manager.save(5, state_of(5), wait=True)
@@ -979,7 +976,7 @@ def test_a_checkpoint_that_cannot_be_deleted(
 
 
 def test_other_files_are_deleted_if_the_manager_is_told_to(tmp_path: Path) -> None:
-    """Also those in folders; what another checkpoint holds stays."""
+    """With ``delete_other_files``, files in inner folders are deleted as well. Other checkpoints stay."""
     saved(tmp_path, 1, 2)
     for step in (1, 2):
         (tmp_path / f"step-{step}" / "logs" / "deep").mkdir(parents=True)
@@ -996,7 +993,7 @@ def test_other_files_are_deleted_if_the_manager_is_told_to(tmp_path: Path) -> No
 
 
 def test_storage_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There a checkpoint is deleted when it is old enough."""
+    """On storage without locks a checkpoint is deleted when it is older than ``delete_after``."""
     monkeypatch.setattr(LocalStorage, "locks_are_visible", False)
     for seconds, left in ((3600.0, [1, 2]), (0.0, [2])):
         folder = tmp_path / str(seconds)
@@ -1008,7 +1005,7 @@ def test_storage_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.promise("manager-job-killed")
 def test_what_a_killed_job_has_left(tmp_path: Path) -> None:
-    """It is removed when the next one begins, where it is proven to be of a dead save."""
+    """The next job removes files that are proven to be of a dead save."""
     saved(tmp_path, 1, 2)
     storage = LocalStorage(tmp_path / "step-2")
     save_id = committed(storage).head.save_id  # type: ignore[union-attr]
@@ -1020,7 +1017,7 @@ def test_what_a_killed_job_has_left(tmp_path: Path) -> None:
 
 
 def test_signals(tmp_path: Path) -> None:
-    """A real one is noted, and the next save is done at once; it alone changes `stopping`."""
+    """After a real signal the next call saves at once, and only that call changes `stopping`."""
     before = signal.getsignal(signal.SIGUSR1)
     with manager_of(tmp_path, save_every=100, stop_signals=[signal.SIGUSR1]) as manager:
         assert manager.save(1, state_of(1)) is None
@@ -1034,7 +1031,7 @@ def test_signals(tmp_path: Path) -> None:
 
 
 class Interrupted:
-    """A part of a state that is interrupted by a signal when it is staged."""
+    """Value of a state whose staging is interrupted by a signal."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> str:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -1042,7 +1039,7 @@ class Interrupted:
 
 
 def test_a_signal_in_the_middle_of_staging(tmp_path: Path) -> None:
-    """That save is done as it is, and the next call stops the job."""
+    """The interrupted save is completed, and the next call stops the job."""
     with manager_of(tmp_path, save_every=5, stop_signals=[signal.SIGUSR1]) as manager:
         manager.save(5, state_of(5) | {"interrupted": Interrupted()})
         assert not manager.stopping
@@ -1052,7 +1049,7 @@ def test_a_signal_in_the_middle_of_staging(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_the_writer(tmp_path: Path) -> None:
-    """What was saved without a manager is restored by its directory's number, and counts."""
+    """Checkpoints that were saved without a manager are restored by the number of their directory, and count."""
     with quietly(), TensorizerStorageWriter() as writer:
         for step in (8, 16):
             dcp.async_save(state_of(step), storage_writer=writer, checkpoint_id=tmp_path / f"step-{step}").result()
@@ -1066,7 +1063,7 @@ def test_checkpoints_of_the_writer(tmp_path: Path) -> None:
 
 
 def test_memory_urls(tmp_path: Path) -> None:
-    """Any URL will do, and a report adds up what the saves have cost."""
+    """The folder may be any URL, and the report has the costs of all saves."""
     with CheckpointManager(f"memory://{tmp_path.name}", keep_latest=1, stop_signals=()) as manager:
         for step in (1, 2):
             manager.save(step, state_of(step), wait=True)
@@ -1079,7 +1076,7 @@ def test_memory_urls(tmp_path: Path) -> None:
 
 
 def test_after_close(tmp_path: Path) -> None:
-    """Nothing can be saved any more; closing twice does nothing."""
+    """After `close` no save is possible, and a second `close` does nothing."""
     manager = manager_of(tmp_path)
     manager.close()
     manager.close()
@@ -1089,7 +1086,7 @@ def test_after_close(tmp_path: Path) -> None:
 
 
 def test_overlapping_staging(tmp_path: Path) -> None:
-    """The writer's options are the manager's: inside `lock` the state may be changed, and saves have the old values."""
+    """Inside `lock` the state may change, and saves have the old values."""
     with manager_of(tmp_path, overlap_staging=True, sha256=True) as manager:
         state = state_of(1)
         for step in (1, 2):
@@ -1104,13 +1101,13 @@ def test_overlapping_staging(tmp_path: Path) -> None:
 
 
 def test_best_needs_a_rule(tmp_path: Path) -> None:
-    """Without ``keep_best`` there is none."""
+    """Without ``keep_best``, `best` raises an error."""
     with manager_of(tmp_path) as manager, pytest.raises(ValueError, match="keep_best="):
         manager.best()
 
 
 def test_a_part_of_the_state_is_saved(tmp_path: Path) -> None:
-    """What is left out is not in the checkpoint, and stays as it is when that is restored."""
+    """Keys that are left out are not in the checkpoint, and a restore does not change them."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, bias=False))
     model[0].requires_grad_(False)
     with manager_of(tmp_path) as manager:
@@ -1124,7 +1121,7 @@ def test_a_part_of_the_state_is_saved(tmp_path: Path) -> None:
         assert manager.restore({"model": model}, strict=False) == 1
         assert torch.equal(model[0].weight, before[0] + 1)
         assert torch.equal(model[1].weight, before[1])
-        with pytest.raises(StagingError, match="nothing in the state says what is trained"):
+        with pytest.raises(StagingError, match="the state has no module or parameter"):
             manager.save(2, {"model": model.state_dict()}, trainable_only=True)
         with pytest.raises(TypeError, match="exclude must be a list of patterns"):
             manager.save(2, {"model": model}, exclude="data")
@@ -1133,7 +1130,7 @@ def test_a_part_of_the_state_is_saved(tmp_path: Path) -> None:
 
 
 def test_a_close_that_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It can be done once more, and then does all that is left."""
+    """A second `close` after an interruption does the rest."""
     manager = manager_of(tmp_path)
     manager.save(1, state_of(1))
 
@@ -1152,7 +1149,7 @@ def test_a_close_that_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_callbacks_that_load_and_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """DCP's error is no `Exception`: it is logged, and old checkpoints are deleted as always."""
+    """The error of DCP, which is not an `Exception`, is logged, and old checkpoints are deleted nevertheless."""
 
     def fail(future: Any) -> None:
         raise CheckpointException("a load in it", {})
@@ -1166,7 +1163,7 @@ def test_callbacks_that_load_and_fail(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def test_nobody_cancels_a_save(tmp_path: Path) -> None:
-    """The other ranks save in any case: a future that can be cancelled, by a timeout say, would tell lies."""
+    """The future cannot be cancelled, because the other ranks save regardless."""
     with manager_of(tmp_path) as manager:
         future = manager.save(1, state_of(1))
         assert future is not None
@@ -1177,7 +1174,7 @@ def test_nobody_cancels_a_save(tmp_path: Path) -> None:
 
 
 def test_a_callback_that_waits(tmp_path: Path) -> None:
-    """It waits for the save alone, which is over: what comes after the save waits for the callback."""
+    """In a callback, `wait` waits only for the save, because the work after it waits for the callback."""
     waited: list[int | None] = []
 
     def wait(future: Any) -> None:
@@ -1192,7 +1189,7 @@ def test_a_callback_that_waits(tmp_path: Path) -> None:
 
 
 def test_states_that_cannot_be_collected_for_a_load_that_failed(tmp_path: Path) -> None:
-    """It fails the save, as any other error of a `state_dict` does, and the next one works."""
+    """A load that fails inside ``state_dict`` fails the save like any other error, and the next save works."""
 
     class Model:
         fails = True
@@ -1203,7 +1200,7 @@ def test_states_that_cannot_be_collected_for_a_load_that_failed(tmp_path: Path) 
             return {"w": torch.ones(4)}
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
-            """Never called here."""
+            """Not called."""
 
     model = Model()
     with manager_of(tmp_path) as manager:
@@ -1215,7 +1212,7 @@ def test_states_that_cannot_be_collected_for_a_load_that_failed(tmp_path: Path) 
 
 
 def test_a_restore_reads_past_the_page_cache_what_it_does_not_hold(tmp_path: Path) -> None:
-    """What it holds comes from there, and stays; `reader_options` may say otherwise."""
+    """Cached pages are read and stay cached. `reader_options` may choose otherwise."""
     state = {"x": torch.arange(4 << 20, dtype=torch.int32)}
     with CheckpointManager(tmp_path, save_every=1) as manager:
         manager.save(1, state, wait=True)

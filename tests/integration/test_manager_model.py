@@ -1,4 +1,4 @@
-"""The manager does what its model does, whatever happens to a job."""
+"""Tests of the manager against a model of its behaviour."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SETTINGS = settings(
 
 
 def test_on_a_local_disk() -> None:
-    """After each of a job's saves, failures, restarts, damages and steps back, the folder holds what it should."""
+    """After each save, failure, restart, damage and step back, the folder has the contents that the model predicts."""
     run_state_machine_as_test(ManagerModel, settings=_SETTINGS)
 
 
 def test_on_an_object_store(s3: S3Server) -> None:
-    """The same on SeaweedFS, where there are no locks and no directories."""
+    """The same holds on SeaweedFS, which has neither locks nor directories."""
 
     class OnS3(ManagerModel):
         url = f"s3://{s3.bucket}/{uuid.uuid4().hex}-{{}}"

@@ -1,4 +1,4 @@
-"""Models as Hugging Face has them, saved by one process: what is written, what is refused, what a failure leaves."""
+"""Tests of models in Hugging Face's layout, saved by one process: their files, errors, and leftovers of failures."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def save(path: Path | str, state: Mapping[str, Any], *, is_async: bool = True, *
 
 
 def refused(path: Path | str, state: Mapping[str, Any], **options: Any) -> str:
-    """The error of a save that fails."""
+    """Returns the error of a save that fails."""
     with pytest.raises(CheckpointException) as caught:
         save(path, state, is_async=False, **options)
     error = unwrap(caught.value)
@@ -74,7 +74,7 @@ def names(path: Path) -> list[str]:
 
 
 def loaded(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a model, of the files that its index names."""
+    """Returns the tensors of a model, from the files that its index names."""
     return {key: tensor for file in weight_files(path) for key, tensor in load_file(file).items()}
 
 
@@ -91,7 +91,7 @@ def expected() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 def test_files_are_what_the_library_makes_of_the_whole_state(tmp_path: Path, is_async: bool) -> None:
-    """Byte for byte, in one file or in several, which the index names; tied tensors are there once."""
+    """The files have the library's bytes, in one file or in several; tied tensors are written once."""
     save(tmp_path / "one", state(), is_async=is_async)
     save(tmp_path / "many", state(), is_async=is_async, max_shard_bytes=10_000)
     count = len(names(tmp_path / "many")) - 1
@@ -112,7 +112,7 @@ def test_files_are_what_the_library_makes_of_the_whole_state(tmp_path: Path, is_
 
 
 def specials(dtype: torch.dtype) -> torch.Tensor:
-    """NaNs of several kinds, infinities, zeros, the smallest and the largest numbers, and what lies between two."""
+    """Returns NaNs, infinities, zeros, the smallest and the largest numbers, and numbers between representable ones."""
     numbers = [
         0.0,
         -0.0,
@@ -135,7 +135,7 @@ def specials(dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 def test_progress_ends_with_all_bytes_of_the_files(tmp_path: Path, is_async: bool) -> None:
-    """It begins with none of them, never goes back, and always names the same total."""
+    """Progress starts with 0, never decreases, always has the same total, and ends with it."""
     seen: list[tuple[int, int]] = []
     save(
         tmp_path, state(), is_async=is_async, max_shard_bytes=10_000, on_progress=lambda *numbers: seen.append(numbers)
@@ -150,7 +150,7 @@ def test_progress_ends_with_all_bytes_of_the_files(tmp_path: Path, is_async: boo
     "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=dtype_name
 )
 def test_a_cast_is_that_of_the_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Bit for bit, in the writer process and in this one; tensors of integers stay as they are."""
+    """A cast in the writer process or in this one has the bits of ``tensor.to(dtype)``; integers stay."""
     sources = {dtype_name(d): specials(d) for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
     sources["ints"] = torch.arange(9)
     wanted = {key: tensor.to(dtype) if tensor.is_floating_point() else tensor for key, tensor in sources.items()}
@@ -162,7 +162,7 @@ def test_a_cast_is_that_of_the_tensor(tmp_path: Path, dtype: torch.dtype) -> Non
 
 
 def test_what_is_on_a_device_is_cast_there(tmp_path: Path) -> None:
-    """Before it crosses the bus: half of the bytes are staged, and the writer process has nothing left to cast."""
+    """Tensors on a device are cast before they cross the bus, so the writer process casts nothing."""
     device = SimulatedDevice()
     sources = {f"w{n}": device.declare(filled(torch.float32, (300, 400), seed=n)) for n in range(3)}
     sources["ints"] = device.declare(torch.arange(9))
@@ -178,7 +178,7 @@ def test_what_is_on_a_device_is_cast_there(tmp_path: Path) -> None:
 
 
 def test_every_dtype_of_the_format_comes_through(tmp_path: Path) -> None:
-    """Without a cast, bit for bit; pairs of 4-bit floats, too."""
+    """Every dtype of the format, including pairs of 4-bit floats, is written exactly."""
     tensors = {dtype_name(dtype): filled(dtype, (5, 6)) for dtype in NAMES}
     save(tmp_path / "model", tensors)
     found = load_file(tmp_path / "model" / "model.safetensors")
@@ -188,7 +188,7 @@ def test_every_dtype_of_the_format_comes_through(tmp_path: Path) -> None:
 
 
 def test_names_are_changed_by_patterns_and_files_come_along(tmp_path: Path) -> None:
-    """Of a directory all files but those of weights."""
+    """Keys are renamed by patterns, and all files of a directory except weights are copied."""
     (tmp_path / "from").mkdir()
     others = ("config.json", "tokenizer.json", "configuration_ckpt.py", "empty")
     weights = ("pytorch_model.bin", "tf_model.h5", "flax_model.msgpack", "rust_model.ot", "model.onnx", "m.onnx_data")
@@ -231,7 +231,7 @@ CONFIG = {"torch_dtype": "float32", "n": 1e-05, "text_config": {"dtype": "float3
 def test_the_configuration_names_the_dtype_of_a_cast(
     tmp_path: Path, config: str, dtype: torch.dtype | None, written: Any
 ) -> None:
-    """Where it named one before, also in the parts of a model of several; otherwise it stays as it is."""
+    """The copied configuration names the new dtype wherever it named one, also in nested configurations."""
     (tmp_path / "config.json").write_text(config)
     save(tmp_path / "to", state(), files=[tmp_path / "config.json"], dtype=dtype)
     found = (tmp_path / "to" / "config.json").read_text()
@@ -243,7 +243,7 @@ def test_the_configuration_names_the_dtype_of_a_cast(
 def test_files_that_come_along_are_replaced_by_the_commit(
     tmp_path: Path, failure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A save that fails leaves those of the model before; one into an empty directory leaves none."""
+    """A failed save leaves the copied files of the previous model; in an empty directory it leaves no file."""
     source, path = tmp_path / "config.json", tmp_path / "model"
     options: dict[str, Any] = {"files": [source], "overwrite": True}
     options["max_shard_bytes"] = 1_000_000 if failure == "one file" else 10_000
@@ -281,7 +281,7 @@ def test_files_that_come_along_are_replaced_by_the_commit(
 
 
 def test_an_adapter_is_one_file_beside_its_configuration(tmp_path: Path) -> None:
-    """Its name is the one that PEFT looks for; it is replaced by another one at once."""
+    """An adapter has the file name that PEFT reads; another adapter replaces it atomically."""
     (tmp_path / "adapter_config.json").write_text("{}")
     adapter = {"base_model.model.q.lora_A.default.weight": torch.ones(2, 4)}
     options: dict[str, Any] = {"files": [tmp_path / "adapter_config.json"]}
@@ -294,7 +294,7 @@ def test_an_adapter_is_one_file_beside_its_configuration(tmp_path: Path) -> None
     save(tmp_path / "to", {key: torch.zeros(2, 4)}, overwrite=True, **options)
     assert load_file(tmp_path / "to" / "adapter_model.safetensors").popitem()[1].tolist() == [[0.0] * 4] * 2
     two = adapter | {"more.lora_A.default.weight": torch.ones(2, 4)}
-    assert "PEFT loads an adapter of one file, and this one has 2" in refused(
+    assert "PEFT loads adapters of one file, but this one has 2" in refused(
         tmp_path / "2", two, max_shard_bytes=40, **options
     )
     with pytest.raises(ValueError, match="publish= takes whole models"):
@@ -302,7 +302,7 @@ def test_an_adapter_is_one_file_beside_its_configuration(tmp_path: Path) -> None
 
 
 def test_a_model_is_replaced_only_if_that_is_asked_for(tmp_path: Path) -> None:
-    """The new files have names of their own, and the old ones go when the new index is in place."""
+    """The new files have other names, and the old ones are removed after the new index is in place."""
     save(tmp_path / "model", state(), max_shard_bytes=10_000)
     before = names(tmp_path / "model")
     assert "holds a model already. Save to another path, or pass overwrite=True" in refused(tmp_path / "model", state())
@@ -322,17 +322,17 @@ def test_a_model_is_replaced_only_if_that_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_a_model_of_one_file_is_replaced_by_one_of_one_file(tmp_path: Path) -> None:
-    """At once; several files beside it would be hidden by it, and are refused."""
+    """A model of one file replaces another atomically; several files, which it would hide, are refused."""
     save(tmp_path / "model", {"a": torch.ones(3)})
     save(tmp_path / "model", {"a": torch.zeros(3)}, overwrite=True)
     assert loaded(tmp_path / "model")["a"].tolist() == [0.0] * 3
     words = refused(tmp_path / "model", state(), max_shard_bytes=10_000, overwrite=True)
-    assert "holds model.safetensors, which readers prefer to the index of several files, and this model has" in words
+    assert "holds model.safetensors, which readers prefer to an index, but this model needs an index of" in words
     assert names(tmp_path / "model") == ["model.safetensors"]
 
 
 def test_files_that_no_index_names_are_not_mixed_with_new_ones(tmp_path: Path) -> None:
-    """Somebody may be copying a model in; with overwrite=True they stay, and the index names others."""
+    """Files that no index names are refused; with overwrite=True they stay, and the index names other files."""
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"?")
     words = refused(tmp_path, state(), max_shard_bytes=10_000)
     assert "holds model-00001-of-00002.safetensors, which no index lists" in words
@@ -342,7 +342,7 @@ def test_files_that_no_index_names_are_not_mixed_with_new_ones(tmp_path: Path) -
 
 
 def test_a_checkpoint_is_not_joined_by_a_model(tmp_path: Path) -> None:
-    """A reader would have to choose between them."""
+    """A model is refused in the directory of a checkpoint, because readers could not choose."""
     with TensorizerStorageWriter(tmp_path) as writer:
         dcp.save({"a": torch.ones(2)}, storage_writer=writer)
     assert "holds a checkpoint. Save the model to another path" in refused(tmp_path, state(), overwrite=True)
@@ -351,11 +351,11 @@ def test_a_checkpoint_is_not_joined_by_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "options", "words"),
     [
-        ({"w": torch.ones(2), "step": 7}, {}, "'step' is not of tensors, which safetensors cannot hold. Leave it out"),
+        ({"w": torch.ones(2), "step": 7}, {}, "'step' is not a tensor, and safetensors holds only tensors. Leave it"),
         ({"w": torch.ones(2, dtype=torch.complex128)}, {}, "'w' is of torch.complex128, which safetensors does not"),
-        ({"a": torch.ones(2), "b": torch.ones(2)}, {"rename": {"*": "c*", "x": "y"}}, "no tensor matches 'x'"),
+        ({"a": torch.ones(2), "b": torch.ones(2)}, {"rename": {"*": "c*", "x": "y"}}, "rules of rename=: 'x'"),
         ({"m.a": torch.ones(2), "a": torch.ones(2)}, {"rename": {"m.*": "*"}}, "'m.a' and 'a' would both be 'a'"),
-        ({"m.a": torch.ones(2), "b": torch.ones(2)}, {"rename": {"m.*": "*"}}, "would take that for 'm.b'"),
+        ({"m.a": torch.ones(2), "b": torch.ones(2)}, {"rename": {"m.*": "*"}}, "would map back to 'm.b'"),
         ({"__metadata__": torch.ones(2)}, {}, "'__metadata__' cannot be a key in safetensors"),
     ],
     ids=["object", "dtype", "unused rule", "collision", "no way back", "key"],
@@ -363,24 +363,24 @@ def test_a_checkpoint_is_not_joined_by_a_model(tmp_path: Path) -> None:
 def test_what_cannot_be_saved_is_refused(
     tmp_path: Path, state: dict[str, Any], options: dict[str, Any], words: str
 ) -> None:
-    """The error names the key, and says what to do; nothing is left."""
+    """The error names the key and what to do, and no file is left."""
     assert words in refused(tmp_path / "model", state, **options)
     assert names(tmp_path / "model") == []
 
 
 def test_files_that_would_be_parts_of_the_model_are_refused(tmp_path: Path) -> None:
-    """And one that cannot be read."""
+    """Files that look like parts of the model, or cannot be read, are refused."""
     (tmp_path / "x.safetensors").write_bytes(b"")
     words = refused(tmp_path / "model", state(), files=[tmp_path / "x.safetensors"])
-    assert "which would be taken for a part of the model. Leave it out" in words
-    assert f"{tmp_path / 'missing'}, which files= has, cannot be read" in refused(
+    assert "which readers would take for weights. Leave it out" in words
+    assert f"files= has {tmp_path / 'missing'}, which cannot be read" in refused(
         tmp_path / "model", state(), files=[tmp_path / "missing"]
     )
     assert names(tmp_path / "model") == []
 
 
 def test_a_storage_that_several_processes_cannot_write_to_is_refused() -> None:
-    """It says where a model can be saved: when the writer is made, or by the save that has such an id."""
+    """The error names the storages that can hold a model; the writer raises it, or the save with such an id."""
     words = "memory://models/a: several processes cannot .* Save the model to a local directory, a network mount or S3"
     with pytest.raises(WriteError, match=words):
         SafetensorsStorageWriter("memory://models/a")
@@ -402,7 +402,7 @@ def test_a_storage_that_several_processes_cannot_write_to_is_refused() -> None:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_arguments_are_checked(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    """At once, with the argument and what is allowed."""
+    """An invalid argument is an error of the constructor, which names the argument and the allowed values."""
     with pytest.raises(error, match=re.escape(message)):
         SafetensorsStorageWriter("x", **options)
 
@@ -410,7 +410,7 @@ def test_arguments_are_checked(options: dict[str, Any], error: type[Exception], 
 def test_a_writer_process_that_dies_is_replaced_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The bytes are written to their places once more; a second death fails the save, and leaves the old model."""
+    """After the first death, the pieces are written again; a second death fails the save and leaves the old model."""
     deaths = [1]
     original: Callable[..., Any] = WriterProcess.ask
 
@@ -434,7 +434,7 @@ def test_a_writer_process_that_dies_is_replaced_once(
 
 
 def test_an_index_that_cannot_be_written_leaves_the_old_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no file of the new one."""
+    """If the index cannot be written, the old model stays, and no new file is left."""
     save(tmp_path, state(), max_shard_bytes=10_000)
     before = names(tmp_path)
 
@@ -458,21 +458,21 @@ def test_an_index_that_cannot_be_written_leaves_the_old_model(tmp_path: Path, mo
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_is_exported_is_checked(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    """When it is described, and not when the first export is due."""
+    """The options of an export are checked when it is made, not when the first export is due."""
     with pytest.raises(error, match=re.escape(message)):
         Export("models", **options)
 
 
 @pytest.mark.parametrize("options", [{"staging": "shared"}, {"cache_staged_state_dict": False}])
 def test_a_manager_that_keeps_no_copy_exports_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
-    """There would be nothing to export from."""
+    """An export with a manager that makes no staged copy is an error."""
     with pytest.raises(ValueError, match="cannot be combined"):
         CheckpointManager(tmp_path, export=Export(tmp_path / "model"), **options)
 
 
 @pytest.fixture
 def prefix(s3: S3Server) -> Iterator[str]:
-    """A place for objects, which are gone afterwards."""
+    """Yields a prefix for objects, which are deleted afterwards."""
     name = uuid.uuid4().hex
     yield name
     for key in s3.objects(name):
@@ -480,7 +480,7 @@ def prefix(s3: S3Server) -> Iterator[str]:
 
 
 def in_shards(storage_options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The options of a writer that replaces a model, and a state that takes two files with them."""
+    """Returns the options of a writer that replaces a model, and a state of two files."""
     options = {"max_shard_bytes": 1_000_000, "storage_options": storage_options, "overwrite": True}
     return options, {"a": torch.ones(250_000), "b": torch.ones(250_000)}
 
@@ -504,7 +504,7 @@ dcp.save({"a": torch.ones(250_000), "b": torch.ones(250_000)}, storage_writer=wr
 def test_files_that_come_along_are_uploads_of_their_own(
     s3: S3Server, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An empty file, and one of several parts; a save that fails completes none of them, and leaves no upload."""
+    """Copied files are separate uploads; a failed save completes none of them, and leaves no upload."""
     url = f"s3://{s3.bucket}/{prefix}"
     contents = {"config.json": b"old", "empty": b"", "tokenizer.json": bytes(range(256)) * (9 << 12)}
     options, tensors = in_shards(s3.options())
@@ -534,8 +534,9 @@ def test_files_that_come_along_are_uploads_of_their_own(
 
 @pytest.mark.parametrize(("at", "begun"), [("open_shared", 2), ("begin_shared", 1)])
 def test_uploads_of_a_killed_coordinator_are_aborted(s3: S3Server, at: str, begun: int) -> None:
-    """Its record names them, also if it was killed while it began them: the next save to the place aborts them, and so
-    does gc, when they are old enough.
+    """The record of the killed coordinator names its uploads, so the next save to the path aborts them.
+
+    gc aborts them when they are old enough.
     """
     prefix = uuid.uuid4().hex
     url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
@@ -556,7 +557,7 @@ def test_uploads_of_a_killed_coordinator_are_aborted(s3: S3Server, at: str, begu
 
 
 def test_files_of_a_coordinator_that_was_killed_before_the_index(s3: S3Server) -> None:
-    """They say whose they are: the next save needs no overwrite=True, and removes them; so does gc. Others' stay."""
+    """The record names the killed save's files, so the next save or gc removes them; other files stay."""
     prefix = uuid.uuid4().hex
     url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
     files = [f"model/model-0000{n}-of-00002.safetensors" for n in (1, 2)]
@@ -584,7 +585,7 @@ def test_files_of_a_coordinator_that_was_killed_before_the_index(s3: S3Server) -
 
 @pytest.mark.parametrize("has_index", [True, False], ids=["several files", "one file"])
 def test_files_of_a_killed_coordinator_beside_a_model(s3: S3Server, prefix: str, has_index: bool) -> None:
-    """The next save with overwrite=True removes them; until then, also after a save that fails, their record stays."""
+    """The next save with overwrite=True removes the files; until then, their record stays."""
     url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
     state = {"a": torch.ones(250_000), "b": torch.ones(250_000)}
     shards = {"max_shard_bytes": 1_000_000} if has_index else {}
@@ -608,7 +609,7 @@ def test_files_of_a_killed_coordinator_beside_a_model(s3: S3Server, prefix: str,
 @pytest.mark.parametrize("moment", ["unmark", "remove"], ids=["after the index", "before the first file"])
 @pytest.mark.parametrize("end", ["save", "gc"])
 def test_files_that_a_killed_coordinator_was_to_remove(s3: S3Server, prefix: str, moment: str, end: str) -> None:
-    """The next save removes the replaced model, and so does gc; not what another has put under its names meanwhile."""
+    """The next save or gc removes the replaced model, but not files that have replaced its files meanwhile."""
     url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
     shards: dict[str, Any] = {"max_shard_bytes": 1_000_000, "storage_options": options, "overwrite": True}
     save(url, state := {"a": torch.ones(250_000), "b": torch.ones(250_000)}, **shards)
@@ -630,7 +631,7 @@ def test_files_that_a_killed_coordinator_was_to_remove(s3: S3Server, prefix: str
 def test_a_save_whose_files_another_has_removed_is_refused(
     s3: S3Server, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stops before its index, and another save takes its files for a dead one's: the model is the other's, whole."""
+    """If another save removes a paused save's files as leftovers, the paused save is refused; the other is whole."""
     url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
     shards, state = in_shards(options)
     save(url, state, **shards)
@@ -643,7 +644,7 @@ def test_a_save_whose_files_another_has_removed_is_refused(
         return original(self, *arguments, **given)
 
     monkeypatch.setattr(S3Storage, "put_if", late)
-    assert "another save has put a model there just now" in refused(url, state, **shards)
+    assert "another save has just put a model there" in refused(url, state, **shards)
     assert puts == [INDEX]
     index = s3.client().get_object(Bucket=s3.bucket, Key=f"{prefix}/model/{INDEX}")["Body"].read()
     named = set(json.loads(index)["weight_map"].values())
@@ -653,7 +654,7 @@ def test_a_save_whose_files_another_has_removed_is_refused(
 def test_a_replaced_model_keeps_its_record_until_it_is_removed(
     s3: S3Server, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own save, which removes older files only after a later save has written the record, leaves the record."""
+    """A save that removes older files late, after the next save has written the record again, leaves the record."""
     url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
     shards, state = in_shards(options)
     goes_on, original, seen = threading.Event(), WriterClient.publish, list[list[str]]()
@@ -681,7 +682,7 @@ def test_a_replaced_model_keeps_its_record_until_it_is_removed(
 def test_files_that_are_being_published_are_not_those_of_a_dead_save(
     s3: S3Server, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They stay until they are published, also where a killed save has left files, and other saves follow meanwhile."""
+    """Files that are being published stay until then, even if killed saves and other saves follow meanwhile."""
     url, options = f"s3://{s3.bucket}/{prefix}/model", s3.options()
     shards, state = in_shards(options)
     goes_on, original = threading.Event(), WriterClient.publish

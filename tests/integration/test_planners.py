@@ -1,4 +1,4 @@
-"""Planners of the user's own: what torch's storage promises them holds here too."""
+"""Users' planners, for which the reader and the writer keep the promises of torch's storage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEYS = [f"layer{number}" for number in range(4)]
 
 
 class ScratchLoadPlanner(DefaultLoadPlanner):
-    """Reads every tensor into one buffer, and copies it to its place when it hears that it is there."""
+    """A planner that reads all tensors into one buffer, and copies each in `commit_tensor`."""
 
     def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
         super().set_up_planner(state_dict, *args, **kwargs)
@@ -36,7 +36,7 @@ class ScratchLoadPlanner(DefaultLoadPlanner):
 
 
 class ScratchSavePlanner(DefaultSavePlanner):
-    """Makes what is saved, tensors and objects, in one buffer."""
+    """A planner that makes all saved tensors and objects in one buffer."""
 
     scratch = torch.zeros(1)
     text = io.BytesIO()
@@ -61,7 +61,7 @@ def values(loaded: dict[str, Any]) -> list[float]:
 
 @pytest.mark.parametrize("ours", [True, False], ids=["dcp_tensorizer", "torch"])
 def test_a_planner_with_one_buffer_loads_every_tensor(tmp_path: Path, ours: bool) -> None:
-    """Each tensor is committed before the next one is resolved, as torch's own reader does."""
+    """Each tensor is committed before the next one is resolved, as by torch's reader."""
     done: list[tuple[int, int]] = []
     if ours:
         with TensorizerStorageWriter(tmp_path) as writer:
@@ -82,7 +82,7 @@ def test_a_planner_with_one_buffer_loads_every_tensor(tmp_path: Path, ours: bool
 
 @pytest.mark.parametrize("staged", [True, False], ids=["async_save", "save"])
 def test_a_planner_with_one_buffer_saves_every_item(tmp_path: Path, staged: bool) -> None:
-    """What it gives is copied before it is asked for the next item."""
+    """The result of each `resolve_data` is copied before the next call."""
     saved = {**state(1.0), "a": "one", "b": "two"}
     with TensorizerStorageWriter(tmp_path) as writer:
         if staged:
@@ -96,7 +96,7 @@ def test_a_planner_with_one_buffer_saves_every_item(tmp_path: Path, staged: bool
 
 
 class Doubles(SavePlanner):
-    """Saves twice what is there, and other objects."""
+    """A planner that saves doubled tensors and other objects."""
 
     def lookup_object(self, index: Any) -> Any:
         value = super().lookup_object(index)
@@ -113,7 +113,7 @@ class Doubles(SavePlanner):
 
 @pytest.mark.parametrize("ours", [True, False], ids=["dcp_tensorizer", "torch"])
 def test_a_subclass_of_our_planner_saves_what_it_makes(tmp_path: Path, ours: bool) -> None:
-    """Its own ``lookup_object``, ``transform_object`` and ``resolve_data``, at the first save and at a repeat."""
+    """Overridden methods that make values are called, at the first save and at a repeat."""
     planner = Doubles()
     with TensorizerStorageWriter() as writer:
         for number in range(2):
@@ -127,7 +127,7 @@ def test_a_subclass_of_our_planner_saves_what_it_makes(tmp_path: Path, ours: boo
 
 
 def plan_of(reader: TensorizerStorageReader) -> LoadPlan:
-    """A rank's plan, up to the point where DCP gathers the plans of all ranks."""
+    """Returns a rank's plan, as DCP gathers it."""
     reader.reset()
     metadata = reader.read_metadata()
     planner = DefaultLoadPlanner()
@@ -138,7 +138,7 @@ def plan_of(reader: TensorizerStorageReader) -> LoadPlan:
 
 @pytest.mark.promise("index-overwritten")
 def test_ranks_that_read_two_saves_are_refused(tmp_path: Path) -> None:
-    """Another job overwrites the path after one rank has read the metadata: an error, and no mixture."""
+    """If another job overwrites the path between the reads of two ranks, the load fails without changing a target."""
     ranks = [TensorizerStorageReader(tmp_path) for _ in range(3)]
     plans = []
     for number, reader in enumerate(ranks):
@@ -152,7 +152,7 @@ def test_ranks_that_read_two_saves_are_refused(tmp_path: Path) -> None:
 
 
 def test_plans_that_lost_their_save_are_refused(tmp_path: Path) -> None:
-    """Where a planner drops what plans carry nobody can tell; one rank alone needs no agreement."""
+    """Plans without ``storage_data`` are refused for several ranks; a single rank needs no agreement."""
     with TensorizerStorageWriter(tmp_path) as writer:
         dcp.save(state(1.0), storage_writer=writer)
     reader = TensorizerStorageReader(tmp_path)

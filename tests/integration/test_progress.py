@@ -1,4 +1,4 @@
-"""The line of progress on a real terminal: saves and loads of a process whose standard error stream is one."""
+"""`ProgressLine` on a real terminal."""
 
 import os
 import pty
@@ -35,7 +35,7 @@ def said(tmp_path, stderr, read):
 
 
 def test_a_terminal_shows_bytes_and_rate_from_the_first_moment(tmp_path):
-    """Of saves by a manager and by a writer, and of a load; each line is gone in the end."""
+    """Saves of a manager and of a writer, and a load, show a line, which is cleared at the end."""
     ours, theirs = pty.openpty()
 
     def read(process):
@@ -59,6 +59,6 @@ def test_a_terminal_shows_bytes_and_rate_from_the_first_moment(tmp_path):
     assert lines[-1] == ""
 
 
-def test_what_is_no_terminal_gets_nothing(tmp_path):
-    """As the file of a scheduler."""
+def test_a_stream_that_is_not_a_terminal_gets_nothing(tmp_path):
+    """The log file of a scheduler is such a stream."""
     assert said(tmp_path, subprocess.PIPE, lambda process: process.stderr.read()) == b""

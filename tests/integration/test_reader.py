@@ -1,4 +1,4 @@
-"""Loading in one process: targets, conversions, trust, damage, coverage."""
+"""Tests of loads in one process: targets, conversions, trust, damage, coverage."""
 
 import copy
 import logging
@@ -50,7 +50,7 @@ class Custom:
 
 
 class Named(torch.Tensor):
-    """A tensor subclass that has bytes of its own, and fails when it is unpickled."""
+    """A tensor subclass that has its own bytes, and fails when it is unpickled."""
 
     def __setstate__(self, state):
         raise AssertionError("unpickled")
@@ -77,7 +77,7 @@ def weights(tmp_path):
 
 
 def test_targets_of_any_layout(weights):
-    """A transposed target and a strided one receive the values; one that requires grad keeps its identity."""
+    """Transposed and strided targets receive the values; a target that requires grad stays the same object."""
     path, expected = weights
     target = {"w": torch.zeros(500, 200).t()}
     load(path, target)
@@ -92,7 +92,7 @@ def test_targets_of_any_layout(weights):
 
 
 def test_targets_of_one_element(tmp_path):
-    """An element of a larger tensor is saved from where it is, and loaded to where it belongs."""
+    """One element of a larger tensor is saved and loaded without its neighbours."""
     base = torch.arange(15.0).view(5, 3)
     save(tmp_path, {"w": base[1:2, 1]})
     other = torch.zeros(5, 3)
@@ -102,7 +102,7 @@ def test_targets_of_one_element(tmp_path):
 
 
 def test_targets_that_are_made_of_other_tensors(weights):
-    """Their class copies plain values into them, as with torch's reader; many of them, and of another dtype."""
+    """The class of a wrapper copies plain values into it, as with torch's reader, also with another dtype."""
     path, expected = weights
     save(path, {f"w{n}": expected + n for n in range(3)})
     target = {f"w{n}": TwoTensor(torch.zeros(200, 500), torch.zeros(200, 500)) for n in range(2)}
@@ -114,7 +114,7 @@ def test_targets_that_are_made_of_other_tensors(weights):
 
 
 def test_in_inference_mode(weights):
-    """Scripts that serve a model load it so; the tensors are those of that mode."""
+    """A load in inference mode returns tensors of that mode."""
     path, expected = weights
     with torch.inference_mode():
         target = {"w": torch.zeros(200, 500, dtype=torch.float64)}
@@ -123,7 +123,7 @@ def test_in_inference_mode(weights):
 
 
 class LooksFirst(DefaultLoadPlanner):
-    """Asks the metadata for a key before DCP has let the storage raise an error."""
+    """A planner that reads the metadata before DCP lets the storage raise an error."""
 
     def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
         assert metadata.state_dict_metadata["w"].size == state_dict["w"].shape
@@ -132,7 +132,7 @@ class LooksFirst(DefaultLoadPlanner):
 
 @pytest.mark.parametrize("make", [TensorizerStorageReader, open_reader])
 def test_a_planner_that_looks_into_metadata_that_cannot_be_read(weights, make):
-    """It raises what is wrong with them, and no error of its own."""
+    """If the metadata cannot be read, such a planner gets the reader's error."""
     path, expected = weights
     target = {"w": torch.zeros(200, 500)}
     dcp.load(target, storage_reader=make(path), planner=LooksFirst())
@@ -164,7 +164,7 @@ def test_a_safe_conversion_is_done_and_said(weights, caplog):
 
 
 def test_a_lossy_conversion_is_an_error(weights):
-    """float32 does not go into an integer target, which stays as it was."""
+    """float32 is not converted to integers, and the target does not change."""
     path, _ = weights
     target = {"w": torch.full((200, 500), 7, dtype=torch.int32)}
     with pytest.raises(CheckpointException) as caught:
@@ -177,7 +177,7 @@ def test_a_lossy_conversion_is_an_error(weights):
 @pytest.mark.promise("block-damaged")
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_flipped_byte_is_found(weights, verify):
-    """A damaged block is a ChecksumMismatch naming key, file and offset; verify=False reads it as it is."""
+    """A damaged block is a ChecksumMismatch that names key, file and offset; verify=False reads it as it is."""
     path, expected = weights
     file = next(path.glob("*.tensors"))
     with open(file, "r+b") as stream:
@@ -211,7 +211,7 @@ def damage(path, offset):
 @pytest.mark.promise("loaded-is-saved")
 @pytest.mark.promise("index-damaged")
 def test_a_flip_of_any_byte_is_an_error_or_changes_nothing(tmp_path, monkeypatch):
-    """Of every byte that a load reads, `.metadata` included, and of a sample of the others.
+    """A flip of any byte that a load reads is an error, or changes nothing.
 
     Damage to `.metadata` is found before a target changes.
     """
@@ -260,7 +260,7 @@ def test_a_flip_of_any_byte_is_an_error_or_changes_nothing(tmp_path, monkeypatch
 @pytest.mark.promise("loaded-is-saved", reason="files exist before a target changes")
 @pytest.mark.parametrize("damage", ["missing", "short", "long"])
 def test_files_are_checked_before_a_target_changes(weights, damage):
-    """A file that is missing or has another size is an error naming it and both sizes, and no target has changed."""
+    """A missing file, or one of another size, is an error that names it and the sizes, and no target has changed."""
     path, _ = weights
     file = next(path.glob("*.tensors"))
     if damage == "missing":
@@ -281,7 +281,7 @@ def test_files_are_checked_before_a_target_changes(weights, damage):
 @pytest.mark.promise("chunks-missing")
 @pytest.mark.promise("loaded-is-saved", reason="chunks cover each tensor before a target changes")
 def test_incomplete_chunks_are_an_error(tmp_path):
-    """Metadata whose chunks do not cover a tensor names it, before its target changes."""
+    """If chunks do not cover a tensor, the error names it before its target changes."""
     make_checkpoint(tmp_path, {"w": torch.ones(200, 500)}, chunks={"w": [Region((0, 0), (100, 500))]})
     target = {"w": torch.full((200, 500), 7.0)}
     with pytest.raises(CheckpointException) as caught:
@@ -292,7 +292,7 @@ def test_incomplete_chunks_are_an_error(tmp_path):
 
 
 def test_objects_need_trust(tmp_path, caplog):
-    """An object of a foreign class is said when it is saved, refused by name when it is loaded, and can be allowed."""
+    """An object of a foreign class is reported when it is saved, refused when it is loaded, and can be allowed."""
     save(tmp_path, {"extra": Custom(5)})
     assert "'extra'" in caplog.text
     assert "Custom" in caplog.text
@@ -311,7 +311,7 @@ def test_objects_need_trust(tmp_path, caplog):
 
 
 def test_subclasses_with_bytes_need_no_trust(tmp_path):
-    """Their bytes are stored and no type: nothing is unpickled, and the target keeps its own type."""
+    """Their bytes are stored without a type, so nothing is unpickled, and the target keeps its type."""
     values = torch.arange(4.0).as_subclass(Named)
     values.attribute = 5  # with one, torch.save stores a state to set
     save(tmp_path, {"w": values})
@@ -323,7 +323,7 @@ def test_subclasses_with_bytes_need_no_trust(tmp_path):
 
 @pytest.mark.promise("not-committed")
 def test_no_checkpoint(tmp_path):
-    """A path without a checkpoint is NotCommitted and named, also when it does not exist; no target changes."""
+    """A path without a checkpoint, or a missing path, is NotCommitted, with the path, and no target changes."""
     target = torch.ones(1)
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(CheckpointException) as caught:
@@ -393,7 +393,7 @@ def test_progress(weights, caplog):
 
 
 class Rows(DefaultLoadPlanner):
-    """Loads some rows of a matrix, as the planner of a rank does that holds these."""
+    """A planner that loads some rows of a matrix, as the planner of a rank with these rows."""
 
     def create_local_plan(self):
         origin, rows = torch.Size((0, 0)), torch.Size((50, 0))
@@ -402,7 +402,7 @@ class Rows(DefaultLoadPlanner):
 
 
 def test_progress_of_a_part_begins_with_its_own_bytes(weights):
-    """A rank that needs half of a stored tensor is not told of the other half."""
+    """The progress of a rank that needs half of a stored tensor counts only that half."""
     path, expected = weights
     calls = []
     target, reader = torch.zeros(100, 500), TensorizerStorageReader(path, on_progress=lambda *call: calls.append(call))
@@ -412,7 +412,7 @@ def test_progress_of_a_part_begins_with_its_own_bytes(weights):
 
 
 def test_each_load_is_reported(tmp_path, caplog):
-    """To the log, to `last_report` and to the callback, with the id of the save that is loaded."""
+    """Each load is reported to the log, to `last_report` and to the callback, with the id of the save."""
     path, state = tmp_path, {"w": torch.ones(100, 70), "step": 5}
     with TensorizerStorageWriter(path) as writer:
         dcp.save(state, storage_writer=writer)
@@ -439,7 +439,7 @@ def test_each_load_is_reported(tmp_path, caplog):
 
 
 def test_saves_and_loads_have_ids(tmp_path):
-    """As with torch's own storage: on the writer, on the reader, in what a save returns and in the metadata."""
+    """The writer, the reader, the metadata and a save's result have ids, as with torch's own storage."""
     with TensorizerStorageWriter(tmp_path) as writer:
         returned = dcp.save({"w": torch.ones(2)}, storage_writer=writer)
         first = writer.save_id
@@ -456,7 +456,7 @@ def test_saves_and_loads_have_ids(tmp_path):
 
 
 def test_a_callback_that_fails_does_not_fail_the_load(weights, caplog):
-    """Its error is logged."""
+    """The callback's error is logged, and the load succeeds."""
     path, expected = weights
 
     def fail(report):
@@ -470,7 +470,7 @@ def test_a_callback_that_fails_does_not_fail_the_load(weights, caplog):
 
 
 def test_a_load_that_fails_is_not_reported(weights):
-    """There is nothing to say of it but its error."""
+    """A failed load raises its error, and has no report."""
     path, _ = weights
     next(path.glob("*.tensors")).unlink()
     reports = []
@@ -481,7 +481,7 @@ def test_a_load_that_fails_is_not_reported(weights):
 
 
 def test_objects_are_loaded_whatever_the_default_device_is(tmp_path):
-    """They go through host memory, and so does what is converted."""
+    """Objects and conversions use host memory, whatever the default device."""
     save(tmp_path, {"extra": {"name": "run"}, "w": torch.arange(5.0)})
     state = {"extra": {"name": ""}, "w": torch.zeros(5, dtype=torch.float64)}
     with torch.device("meta"):
@@ -516,7 +516,7 @@ def test_arguments_are_checked_when_they_are_given(options, error, words):
 
 
 def test_a_reader_shows_its_options_and_no_secrets():
-    """Neither those in its path, nor those in its options."""
+    """The repr hides the secrets in the path and in the options."""
     reader = TensorizerStorageReader(
         "sftp://user:walrus-password@host/walrus-token/ckpt",
         storage_options={"passphrase": "walrus-token", "port": 2222},
@@ -543,7 +543,7 @@ def test_a_reader_is_used_again(tmp_path):
 
 
 def test_fake_tensors(tmp_path):
-    """A state that has only shapes is loaded as torch loads it: objects come, and tensors stay as they are."""
+    """With fake tensors, objects are loaded and tensors stay fake, as with torch's reader."""
     path = tmp_path / "checkpoint"
     dcp.save({"w": torch.ones(8, 8), "note": {"step": 3}}, storage_writer=TensorizerStorageWriter(path))
     with FakeTensorMode():
@@ -554,7 +554,7 @@ def test_fake_tensors(tmp_path):
 
 
 def test_a_load_looks_at_the_files_that_it_reads(tmp_path):
-    """Values that stand in the metadata load without the data file; whoever wants more, or verifies, is told."""
+    """Values in the metadata load without the data file; other values need the file, and the verify tool reports it."""
     save(tmp_path, {"w": torch.arange(5000.0), "small": torch.arange(3.0), "step": 7})
     (path,) = tmp_path.glob("*.tensors")
     path.unlink()

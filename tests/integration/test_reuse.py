@@ -1,4 +1,4 @@
-"""Saves that do not write again what has not changed, on a real disk."""
+"""Saves with `reuse_unchanged`, on a real disk and on S3."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BASE_BYTES = 2_000_000
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """A base that is frozen, an adapter that is trained, and a step."""
+    """Returns a frozen base, a trained adapter, and a step."""
     generator = torch.Generator().manual_seed(0)
     base = {f"base.{n}": torch.rand(BASE_BYTES // 8, generator=generator) for n in range(2)}
     return {**base, "adapter": torch.full((1000,), float(step)), "step": step}
@@ -57,7 +57,7 @@ def check(path: Path | str, step: int, **options: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known() -> None:
-    """Of files of other tests."""
+    """Forgets the files of other tests."""
     engine_of_process(devices=False).files = KnownFiles()
 
 
@@ -78,13 +78,13 @@ def save(writer: TensorizerStorageWriter, path: Path | str, step: int, *, sync: 
 
 
 def largest(path: Path) -> Path:
-    """The data file that the base is in."""
+    """Returns the data file that contains the base."""
     return max(path.glob("*.tensors"), key=lambda file: file.stat().st_size)
 
 
 @pytest.mark.parametrize("sync", [True, False])
 def test_each_checkpoint_is_whole_by_itself(writer: TensorizerStorageWriter, tmp_path: Path, sync: bool) -> None:
-    """The base is one file with a name in each; any other checkpoint can be deleted; stock tensorizer reads them."""
+    """Checkpoints share the base's file by hard links. Each can be deleted, and stock tensorizer reads them."""
     reused = [save(writer, tmp_path / f"step-{step}", step, sync=sync) for step in range(5)]
     assert reused == [0, 0, BASE_BYTES, BASE_BYTES, BASE_BYTES]
     bases = [largest(tmp_path / f"step-{step}") for step in range(5)]
@@ -101,7 +101,7 @@ def test_each_checkpoint_is_whole_by_itself(writer: TensorizerStorageWriter, tmp
 
 
 def test_a_checkpoint_that_is_overwritten_keeps_the_data(writer: TensorizerStorageWriter, tmp_path: Path) -> None:
-    """Its file gets another name, and loses the old one when the new checkpoint is committed."""
+    """An overwriting save gives the reused file a new name, and the commit removes the old name."""
     for step in range(2):
         save(writer, tmp_path / "c", step)
     inode = largest(tmp_path / "c").stat().st_ino
@@ -112,7 +112,7 @@ def test_a_checkpoint_that_is_overwritten_keeps_the_data(writer: TensorizerStora
 
 
 def test_a_save_that_is_not_committed_takes_nothing_away(writer: TensorizerStorageWriter, tmp_path: Path) -> None:
-    """Neither from the checkpoint at its path, nor from the next save, which finds the file under an older name."""
+    """A failed save leaves the checkpoint at its path, and the next save adopts the file under an older name."""
     for step in range(3):
         save(writer, tmp_path / "c", step)
     before = {path.name for path in tmp_path.glob("c/*")}
@@ -151,9 +151,9 @@ def test_a_file_that_somebody_has_touched_is_written_again(
     change: Callable[[Path], object] | None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its inode, size and time must be as they were, and the system must link it (None: it does not).
+    """A file with another inode, size or time, or one that the system does not link (None), is written again.
 
-    The trainer sees nothing of it, and the next save reuses the new file.
+    The trainer sees no warning, and the next save reuses the new file.
     """
     for step in range(2):
         save(writer, tmp_path / f"step-{step}", step)
@@ -169,7 +169,7 @@ def test_a_file_that_somebody_has_touched_is_written_again(
 
 
 def test_damage_to_a_shared_file_is_found_in_each_checkpoint(writer: TensorizerStorageWriter, tmp_path: Path) -> None:
-    """And it is said that others have it, too."""
+    """`verify` finds damage to a shared file in each checkpoint, and reports that others share the file."""
     for step in range(4):
         save(writer, tmp_path / f"step-{step}", step)
     _flip(largest(tmp_path / "step-3"))
@@ -181,7 +181,7 @@ def test_damage_to_a_shared_file_is_found_in_each_checkpoint(writer: TensorizerS
 
 
 def test_everything_is_written_anew_after_some_reuses(tmp_path: Path) -> None:
-    """So that not all checkpoints have their base in one file."""
+    """After ``max_reuses`` saves the base is written again, so that not all checkpoints depend on one file."""
     with TensorizerStorageWriter(reuse_unchanged=True, limits=SaveLimits(max_reuses=2)) as writer:
         reused = [save(writer, tmp_path / f"step-{step}", step) > 0 for step in range(8)]
     assert reused == [False, False, True, True, False, True, True, False]
@@ -189,7 +189,7 @@ def test_everything_is_written_anew_after_some_reuses(tmp_path: Path) -> None:
 
 
 def test_a_writer_process_that_died_changes_nothing(writer: TensorizerStorageWriter, tmp_path: Path) -> None:
-    """What is known is known to the trainer."""
+    """The trainer remembers the files, so the next save reuses them after a death of the writer process."""
     for step in range(3):
         save(writer, tmp_path / f"step-{step}", step, sync=False)
     kill(writer_process())
@@ -198,7 +198,7 @@ def test_a_writer_process_that_died_changes_nothing(writer: TensorizerStorageWri
 
 
 def test_another_writer_reuses_what_the_first_has_written(tmp_path: Path) -> None:
-    """Also when that is closed. One without the option writes everything."""
+    """A new writer reuses files of a closed one; a writer without the option writes everything."""
     reused = []
     for step in range(5):
         with TensorizerStorageWriter(reuse_unchanged=step != 3) as other:
@@ -207,7 +207,7 @@ def test_another_writer_reuses_what_the_first_has_written(tmp_path: Path) -> Non
 
 
 def test_files_with_hashes_are_not_taken_for_files_without(tmp_path: Path) -> None:
-    """Also where the same tensors had to be written once more, without hashes, and that checkpoint is gone."""
+    """Files with and without SHA-256 are never adopted for each other, even if one of their checkpoints is deleted."""
     refused = mock.patch("os.link", side_effect=OSError(errno.EXDEV, os.strerror(errno.EXDEV)))
     for name, sha256, links in (
         ("hashes", True, nullcontext()),
@@ -224,7 +224,7 @@ def test_files_with_hashes_are_not_taken_for_files_without(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("staging", ["buffer", "shared"])
 def test_a_tensor_that_changed_under_a_save_spoils_no_later_one(tmp_path: Path, staging: Staging) -> None:
-    """A counter is counted up while it is saved from where it is, and set back to zero before the next save."""
+    """A tensor that changes during its save, and changes back before the next, is not reused with wrong values."""
     state = {"counter": torch.zeros(200_000).share_memory_()}
     target, name = (writer_client, "take_digests") if staging == "buffer" else (WriterProcess, "ask")
     sync, taken = staging == "buffer", getattr(target, name)
@@ -251,7 +251,7 @@ def test_a_tensor_that_changed_under_a_save_spoils_no_later_one(tmp_path: Path, 
 
 
 def test_the_tools_know_what_is_shared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`ls` says how much, and `gc` counts only what is free when the last name goes."""
+    """`ls` shows the shared bytes, and `gc` counts only bytes whose last name it removes."""
     with TensorizerStorageWriter(reuse_unchanged=True) as writer:
         for step in range(5):
             save(writer, tmp_path / f"step-{step}", step)
@@ -273,7 +273,7 @@ def test_the_tools_know_what_is_shared(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_manager_passes_the_option_on(tmp_path: Path) -> None:
-    """It deletes old checkpoints, and the new ones keep what these shared."""
+    """A manager's deletion of old checkpoints leaves the files that new ones share."""
     with CheckpointManager(tmp_path, keep_latest=2, reuse_unchanged=True) as manager:
         for step in range(1, 6):
             manager.save(step, state_of(step), wait=True)
@@ -283,7 +283,7 @@ def test_a_manager_passes_the_option_on(tmp_path: Path) -> None:
 
 
 def test_an_object_store_copies_what_is_reused(s3: S3Server, tmp_path: Path) -> None:
-    """Each checkpoint has objects of its own. Saves to a disk in between do no harm, nor the other way round."""
+    """On an object store each checkpoint has its own copies; saves to a disk in between change nothing."""
     options = s3.options()
     with TensorizerStorageWriter(reuse_unchanged=True, storage_options=options) as remote:
         reused = [save(remote, f"s3://{s3.bucket}/reuse/step-{step}", step, sync=False) for step in range(4)]
@@ -296,7 +296,7 @@ def test_an_object_store_copies_what_is_reused(s3: S3Server, tmp_path: Path) -> 
 
 
 def test_an_object_store_that_does_not_copy_in_time_is_written_to(s3: S3Server) -> None:
-    """However many places a file could be copied from: the save goes on before its process is taken for stuck."""
+    """A store that does not copy in time gets the data written, before the writer process's timeout."""
     with s3_proxy(s3.endpoint) as proxy:
         # Three attempts at a copy end long before the limit, on a busy machine too.
         options, limits = (

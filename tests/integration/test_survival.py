@@ -1,4 +1,4 @@
-"""Restarts of a manager's job from memory, in one process: what is used, and what stays there."""
+"""Restarts of a manager's job from memory, in one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dcp_tensorizer import (
 from dcp_tensorizer._index.container import committed
 from dcp_tensorizer._memory import client, runtime_directory, survival
 from dcp_tensorizer._memory.client import KeeperConnection, KeeperProcess, connect_to_keepers
-from dcp_tensorizer._memory.protocol import Extent, Hold, StateContent, StateHead
+from dcp_tensorizer._memory.protocol import Extent, StateHead, StatePart
 from dcp_tensorizer._runtime.threads import Deadline
 from dcp_tensorizer._saving.engine import engine_of_process
 from dcp_tensorizer._saving.save import Save
@@ -52,13 +52,13 @@ def state_of(value: int) -> dict[str, Any]:
 
 
 def step_of(state: dict[str, Any]) -> int:
-    """The step whose state it is."""
+    """Returns the step of a state."""
     assert state["model"]["w"].unique().tolist() == [float(state["step"])]
     return int(state["step"])
 
 
 def fail(folder: Path, *steps: int, **options: Any) -> None:
-    """Goes on with some steps, of which none is due, and fails: they are left in memory."""
+    """Runs some steps, none of which is due, and fails, which leaves them in memory."""
     with suppress(ZeroDivisionError), manager_of(folder, **{"save_every": 1000} | options) as manager:
         manager.restore(state_of(0))
         for step in steps:
@@ -67,7 +67,7 @@ def fail(folder: Path, *steps: int, **options: Any) -> None:
 
 
 def test_a_new_optimizer_gets_its_state_from_memory(tmp_path: Path, sockets: Path) -> None:
-    """As it does from storage: bit for bit, in its own dtypes, without a step."""
+    """A new optimizer gets its state from memory as from storage: bit for bit, in its own dtypes, without a step."""
     weight = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
     optimizer, new = torch.optim.NAdam([weight]), torch.optim.NAdam([weight])
     weight.grad = torch.rand(1000).bfloat16()
@@ -83,7 +83,7 @@ def test_a_new_optimizer_gets_its_state_from_memory(tmp_path: Path, sockets: Pat
 
 @pytest.mark.parametrize("stored", [0, 1], ids=["no checkpoint", "an older checkpoint"])
 def test_a_slip_does_not_cost_what_is_in_memory(tmp_path: Path, sockets: Path, stored: int) -> None:
-    """A pattern of no key, and a key that it lacks, are errors; then the state is loaded from memory all the same."""
+    """After an error for an unknown pattern or a missing key, a second restore loads the state from memory."""
     if stored:
         with manager_of(tmp_path / "run", survive=0, survive_every=None) as manager:
             manager.save(stored, state_of(stored), wait=True)
@@ -100,11 +100,11 @@ def test_a_slip_does_not_cost_what_is_in_memory(tmp_path: Path, sockets: Path, s
 def test_a_run_that_is_suspended_counts_as_alive(
     tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its keeper does not answer. A second run is refused, and told where; when the keeper goes on, it is asked."""
+    """A second run is refused if a keeper does not answer, with the socket's path, and asks again later."""
     fail(tmp_path / "run", 8, 9)
     (keeper,) = keepers_below(sockets)
     keeper.send_signal(signal.SIGSTOP)
-    monkeypatch.setattr(survival, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(survival, "_ANSWER_SECONDS", 0.1)
     state = state_of(0)
     with manager_of(tmp_path / "run", save_every=1000) as manager:
         with pytest.raises(WriteError, match=f"its keeper on .* does not answer at {sockets}/"):
@@ -118,7 +118,7 @@ def test_a_run_that_is_suspended_counts_as_alive(
 def test_a_machine_without_any_directory_for_sockets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing is kept, and the log says why; steps are saved and restored from storage."""
+    """No state is held, the log has the reason, and steps are saved to storage and restored from it."""
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(runtime_directory.tempfile, "gettempdir", _no_directory)
     for before, step in ((None, 1), (1, 2)):
@@ -134,7 +134,7 @@ def _no_directory() -> str:
 
 
 def test_managers_side_by_side(tmp_path: Path, sockets: Path) -> None:
-    """One that closes leaves the other one the staging buffers that it needs."""
+    """A manager that closes does not take the staging buffers of another one."""
     saves = engine_of_process(devices=False).saves
     with manager_of(tmp_path / "a", buffers=3) as manager:
         manager.save(1, state_of(1), wait=True)
@@ -146,7 +146,7 @@ def test_managers_side_by_side(tmp_path: Path, sockets: Path) -> None:
 
 
 def test_a_part_is_saved_when_the_job_goes_back(tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where that writes a step that was held in memory: of both no more than the part."""
+    """A step that was held in memory is also saved only in part."""
     gate, write_items = Gate(), Save.write_items
 
     def waits(save: Save, items: Sequence[Item]) -> WriteDone:
@@ -166,7 +166,7 @@ def test_a_part_is_saved_when_the_job_goes_back(tmp_path: Path, sockets: Path, m
 
 
 def test_a_job_that_has_gone_back_and_dies(tmp_path: Path, sockets: Path) -> None:
-    """The next run resumes from memory, on the branch that this began; and so does the one after that."""
+    """The next two runs resume from memory, on the new branch."""
     with manager_of(tmp_path / "run", save_every=5) as manager:
         for step in range(1, 11):
             manager.save(step, state_of(step), wait=True)
@@ -186,7 +186,7 @@ def test_a_job_that_has_gone_back_and_dies(tmp_path: Path, sockets: Path) -> Non
 
 
 def mixed_state() -> dict[str, Any]:
-    """Tensors of several blocks, of one, of an element and of none, two in one storage, and an object."""
+    """Returns tensors of several blocks, one block, one and no element, two views of one storage, and an object."""
     large, pair = torch.rand(2_000_000), torch.rand(100)
     small = {"half": torch.rand(77).bfloat16(), "scalar": torch.tensor(3), "empty": torch.empty(0)}
     return {"large": large, **small, "pair": pair, "first": pair[:10], "text": "some", "step": 1}
@@ -196,7 +196,7 @@ def mixed_state() -> dict[str, Any]:
 def test_the_digests_of_a_save_are_those_that_the_keeper_would_take(
     tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch, encrypts: bool
 ) -> None:
-    """Of all that is in the buffer; of an encrypted save there are none, and the keeper takes its own."""
+    """A save sends the digests of the buffer. An encrypted save sends none, and the keeper computes them."""
     told: list[tuple[str, Any]] = []
     tell = KeeperProcess.written
 
@@ -214,21 +214,21 @@ def test_the_digests_of_a_save_are_those_that_the_keeper_would_take(
         content, digests = taken_from(sockets, number)
         expected = {(extent.offset, extent.nbytes): own for extent, own in digests.items() if not extent.is_inline}
         assert len(expected) == 5 and known == ({} if encrypts else expected)
-        assert dict(zip(content.state.extents, content.digests, strict=True)) == digests
+        assert dict(zip(content.extents, content.digests, strict=True)) == digests
 
 
-def taken_from(sockets: Path, number: str) -> tuple[StateContent, dict[Extent, bytes]]:
-    """What a keeper gives of a state, and the digests of what is there."""
+def taken_from(sockets: Path, number: str) -> tuple[StatePart, dict[Extent, bytes]]:
+    """Returns a part of a state as a keeper sends it, and the digests of its bytes."""
     (path,) = sockets.iterdir()
     connection = runtime_directory.connect(path)
     assert connection is not None
     with closing(KeeperConnection(connection)) as keeper:
-        keeper.look(WAIT)
+        keeper.wait_listed(WAIT)
         content, buffer = keeper.part(number, 0)
     digests = {}
-    for extent in content.state.extents:
+    for extent in content.extents:
         digester = Digester(block_size(extent.nbytes))
-        inline = content.state.inline[extent.offset :][: extent.nbytes]
+        inline = content.inline[extent.offset :][: extent.nbytes]
         digester.update(
             memoryview(inline if extent.is_inline else os.pread(buffer.number, extent.nbytes, extent.offset))
         )
@@ -240,7 +240,7 @@ def taken_from(sockets: Path, number: str) -> tuple[StateContent, dict[Extent, b
 def test_a_keeper_that_is_stopped_holds_up_no_save(
     tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does not answer when it is told the digests: the save is committed, and the keeper is ended."""
+    """If the keeper does not take the digests, the save is committed, and the keeper is killed."""
     stopped = []
     write_items = Save.write_items
 
@@ -261,7 +261,7 @@ def test_a_keeper_that_is_stopped_holds_up_no_save(
 
 
 def test_a_stopped_keeper_holds_up_training_no_longer_than_the_limit(tmp_path: Path, sockets: Path) -> None:
-    """It does not answer when a state is to be forgotten: it is ended, and training goes on without it."""
+    """If the keeper does not answer a request to forget a state, it is killed, and training continues."""
     started = time.monotonic()
     with manager_of(tmp_path / "run", limits=SaveLimits(timeout=3.0)) as manager:
         manager.save(1, state_of(1), wait=True)
@@ -275,11 +275,12 @@ def test_a_stopped_keeper_holds_up_training_no_longer_than_the_limit(tmp_path: P
 
 @pytest.mark.parametrize("goes_on", ["before it is left", "afterwards"])
 def test_a_keeper_is_left_while_it_is_told_digests(sockets: Path, goes_on: str) -> None:
-    """It lives on with what it has: that its trainer cannot reach it any more is no reason to end it."""
+    """A keeper that its trainer leaves while it sends digests stays alive with its states."""
     head = StateHead("a", 1, "run", 0, 1, None)
     with closing(SharedBuffer(4096)) as buffer:
         process = KeeperProcess("job", "run", WAIT)
-        process.hold(Hold(head, buffer.nbytes, (Extent(False, 0, 100),), b"", b"", WAIT, digests_follow=True), buffer)
+        part = StatePart(head, buffer.nbytes, (Extent(False, 0, 100),), b"", b"", WAIT, digests_follow=True)
+        process.hold(part, buffer)
         (keeper,) = keepers_below(sockets)
         if goes_on == "afterwards":
             keeper.send_signal(signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""The command line's verbs from Python: plain, frozen records."""
+"""The commands as Python functions that return plain, frozen records."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RECORDS = [getattr(tools, name) for name in tools.__all__ if inspect.isclass(get
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Three steps of a tensor in two chunks, and an object."""
+    """Makes three steps of a tensor in two chunks and an object."""
     for step in (9, 10, 11):
         chunks = {"model.w": [Region((0, 0), (3, 2)), Region((3, 0), (1, 2))]}
         tensors = {"model.w": torch.full((4, 2), float(step)), "model.b": torch.ones(2, dtype=torch.bfloat16)}
@@ -37,21 +37,21 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
 def test_records_are_plain_and_documented(record: type) -> None:
-    """Frozen, of builtin types, and with a docstring of their own."""
+    """Records are frozen, hold builtin types, and have docstrings."""
     assert dataclasses.is_dataclass(record)
     assert record.__dataclass_params__.frozen  # type: ignore[attr-defined]
     assert record.__doc__ and not record.__doc__.startswith(f"{record.__name__}(")
 
 
 def test_functions_are_documented() -> None:
-    """With their arguments, and what they raise."""
+    """Docstrings of functions name all arguments and errors."""
     for name in ("list_checkpoints", "inspect", "verify", "diff", "collect", "report"):
         doc = getattr(tools, name).__doc__
         assert "Args:" in doc and "Raises:" in doc
 
 
 def test_what_is_listed(run: Path) -> None:
-    """Step by step, the highest first, with the time of the save in UTC."""
+    """`list_checkpoints` returns the highest step first, with the time of each save in UTC."""
     found = tools.list_checkpoints(run)
     assert [(c.path, c.step, c.state) for c in found] == [
         (str(run / f"step-{step}"), step, "committed") for step in (11, 10, 9)
@@ -62,7 +62,7 @@ def test_what_is_listed(run: Path) -> None:
 
 
 def test_what_is_in_a_checkpoint(run: Path) -> None:
-    """Shapes, chunks and where they are, values of objects, totals."""
+    """`inspect` returns shapes, chunks with locations, values of objects, and totals."""
     found = tools.inspect(run / "step-9")
     assert [tensor.key for tensor in found.tensors] == ["model.w", "model.b"]
     names = {file.rank: file.file for file in found.files}
@@ -78,7 +78,7 @@ def test_what_is_in_a_checkpoint(run: Path) -> None:
 
 
 def test_what_is_damaged(run: Path) -> None:
-    """Nothing, or the files."""
+    """`verify` returns no damage, or the damaged files."""
     assert tools.verify(run / "step-9", full=True).damages == ()
     gone = min((run / "step-9").glob("__1_*.tensors"))
     gone.unlink()
@@ -87,14 +87,14 @@ def test_what_is_damaged(run: Path) -> None:
 
 
 def test_what_differs(run: Path) -> None:
-    """Key by key."""
+    """`diff` returns the difference of each key."""
     found = tools.diff(run / "step-9", run / "step-11")
     assert found.changed == (Change("model.w", "value", "", "", 8, 8, 2.0, pytest.approx(2 / 11)),)
     assert (found.same, found.added, found.removed) == (2, (), ())
 
 
 def test_what_is_collected(run: Path) -> None:
-    """Shown first, if that is asked, and then removed."""
+    """`collect` with `dry_run` returns what it would remove, and without it removes that."""
     files = {path.name for path in (run / "step-9").iterdir()}
     nbytes = sum(path.stat().st_size for path in (run / "step-9").iterdir())
     (planned,) = tools.collect(run, keep_latest=2, dry_run=True)
@@ -108,7 +108,7 @@ def test_what_is_collected(run: Path) -> None:
 
 
 def test_a_path_whose_checkpoints_lie_below(run: Path) -> None:
-    """Says so, down to the second level, and names the highest steps."""
+    """The error for a path above checkpoints names the highest steps, two levels deep."""
     for path, hint in (
         (run, r"below it: step-11, step-10, step-9\.$"),
         (run.parent, r"below it: run/step-11, run/step-10, run/step-9\.$"),
@@ -122,14 +122,14 @@ def test_a_path_whose_checkpoints_lie_below(run: Path) -> None:
 
 
 def test_torchs_own_checkpoints_are_listed(run: Path) -> None:
-    """They are known for what they are."""
+    """`list_checkpoints` lists torch's own checkpoints as such."""
     convert(run / "step-9", run / "step-12", "dcp")
     assert next((c.step, c.state, c.tensors) for c in tools.list_checkpoints(run)) == (12, "torch", None)
 
 
 @pytest.mark.parametrize("form", sorted(TARGETS))
 def test_what_convert_writes_is_inspected_and_verified(tmp_path: Path, form: str) -> None:
-    """In each of its formats, with the same tensors and their bytes; only some formats have digests."""
+    """`inspect` and `verify` read each format that `convert` writes."""
     tensors = {"a.b": torch.arange(6.0).reshape(2, 3), "c": torch.ones(5, dtype=torch.bfloat16)}
     objects = {} if form in ("safetensors", "tensorizer") else {"step": 7}
     make_checkpoint(tmp_path / "source", tensors, objects)
@@ -156,7 +156,7 @@ def test_what_convert_writes_is_inspected_and_verified(tmp_path: Path, form: str
 
 
 def test_damage_in_a_tensorizer_file(tmp_path: Path) -> None:
-    """Its own CRC-32 finds it; a file of another format that is cut off is an error."""
+    """`verify` finds damage in a tensorizer file by its CRC-32, and fails for a truncated file."""
     make_checkpoint(tmp_path / "source", {"a": torch.ones(1000)})
     for form in ("tensorizer", "safetensors"):
         convert(tmp_path / "source", tmp_path / form, form)
@@ -175,7 +175,7 @@ def test_damage_in_a_tensorizer_file(tmp_path: Path) -> None:
 
 
 def test_a_run_is_verified_as_a_whole(run: Path) -> None:
-    """All its checkpoints, also one of another format; what is damaged is named by its step."""
+    """`verify` of a folder verifies all checkpoints of any format, and names damage by step."""
     convert(run / "step-9", run / "step-12", "dcp")
     whole = tools.verify(run)
     assert (whole.checkpoints, whole.damages, whole.digests) == (4, (), False)
@@ -194,7 +194,7 @@ def test_a_run_is_verified_as_a_whole(run: Path) -> None:
 
 
 def test_a_key_that_is_none(run: Path) -> None:
-    """Is found out before anything is read."""
+    """A key of a wrong type is a TypeError before anything is read."""
     for verb in (tools.inspect, lambda path, **key: tools.diff(path, path, **key)):
         with pytest.raises((DecryptionError, TypeError), match="encryption"):
             verb(run / "step-9", encryption=KEY)

@@ -1,4 +1,4 @@
-"""Two runs on one folder: the one that has claimed it last has it, and the other one is told."""
+"""Two runs on one folder: the last run that took the lease owns it, and the other one gets an error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def manager_of(folder: str | Path, **options: Any) -> CheckpointManager:
 
 @pytest.mark.promise("two-jobs", reason="with managers")
 def test_the_older_run_is_told(tmp_path: Path) -> None:
-    """Its save is refused, it deletes nothing, and its next call of `save` raises, due or not."""
+    """The older run's save fails, it deletes no checkpoint, and its next call of `save` raises, due or not."""
     with manager_of(tmp_path, save_every=2, keep_latest=1) as old, manager_of(tmp_path) as new:
         old.save(2, state_of(2), wait=True)
         assert new.restore(state_of(0)) == 2
@@ -56,7 +56,7 @@ def test_the_older_run_is_told(tmp_path: Path) -> None:
 
 
 def test_what_the_newer_run_commits_after_the_look_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The older run has looked, and the newer one claims the folder and commits the same step before it goes on."""
+    """If the newer run commits the same step after the older run's last check, the newer checkpoint stays."""
     with manager_of(tmp_path) as old, manager_of(tmp_path) as new:
         for step in (1, 2):
             old.save(step, state_of(step), wait=True)
@@ -76,7 +76,7 @@ def test_what_the_newer_run_commits_after_the_look_stays(tmp_path: Path, monkeyp
 
 
 def test_who_only_reads_claims_nothing(tmp_path: Path) -> None:
-    """Evaluators restore, and list, while a job saves; a folder that nobody saves to stays as it is."""
+    """Evaluators restore and list while a job saves, and change no file of the folder."""
     with manager_of(tmp_path) as trainer, manager_of(tmp_path, name="step-{:04}") as evaluator:
         assert (evaluator.restore(state_of(0)), evaluator.latest(), evaluator.steps()) == (None, None, [])
         assert os.listdir(tmp_path) == []
@@ -87,7 +87,7 @@ def test_who_only_reads_claims_nothing(tmp_path: Path) -> None:
 
 
 def test_one_run_after_the_other(tmp_path: Path) -> None:
-    """Each claims the folder at its first save, waits for nobody, and goes on; tools leave the files alone."""
+    """Each run takes the lease at its first save without waiting, and tools leave the lease's file alone."""
     for epoch in (1, 2, 3):
         with manager_of(tmp_path, keep_latest=2, delete_other_files=True) as manager:
             start = manager.restore(state_of(0)) or 0
@@ -101,7 +101,7 @@ def test_one_run_after_the_other(tmp_path: Path) -> None:
 
 
 def test_going_back_moves_the_file(tmp_path: Path) -> None:
-    """`latest` names what was saved last, on whatever branch that is."""
+    """`latest` names the last save, on any branch."""
     with manager_of(tmp_path) as manager:
         for step in (1, 2, 3):
             manager.save(step, state_of(step), wait=True)
@@ -113,7 +113,7 @@ def test_going_back_moves_the_file(tmp_path: Path) -> None:
 
 
 def test_jobs_of_other_names_share_a_folder(tmp_path: Path) -> None:
-    """Neither takes it from the other."""
+    """Jobs with other names have leases of their own."""
     with manager_of(tmp_path) as raw, manager_of(tmp_path, name="ema-{}") as averaged:
         for step in (1, 2):
             raw.save(step, state_of(step), wait=True)
@@ -152,7 +152,7 @@ print(json.dumps(told))
 
 @contextmanager
 def stopped_in_a_save(folder: str, options: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
-    """A run that has saved step 1, and stands still just before the commit of step 2."""
+    """Starts a run that has saved step 1, and stops just before the commit of step 2."""
     told = pickle.dumps((folder, options)).hex()
     with subprocess.Popen([sys.executable, "-c", _OLD_RUN, told], stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -165,7 +165,7 @@ def stopped_in_a_save(folder: str, options: dict[str, Any]) -> Iterator[subproce
 
 @pytest.mark.parametrize("where", ["local", "s3"])
 def test_a_run_that_comes_back(where: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """It was stopped in the middle of a save, and another one has taken its place: that one's steps are untouched."""
+    """A run that was stopped during a save, and then continued, does not change the steps of the run after it."""
     options: dict[str, Any] = {}
     folder = str(tmp_path / "run")
     if where == "s3":

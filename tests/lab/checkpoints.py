@@ -135,8 +135,8 @@ def save_wrapper(path: Path, chunks: list[bytes]) -> None:
         files = plan_files([source], rank, "a" * 32)
         options = SaveOptions(sync_files=False, thread_count=1)
         job = FileJob(storage, files, lambda _, content=content: memoryview(content), options)  # type: ignore[misc]
-        ((item, nbytes),) = job.run().places().values()
-        parts.append(RankLocations.of(rank, {("w", (2 * rank,)): item}, {item.file: nbytes}))
+        (file,) = job.run().files
+        parts.append(RankLocations.of(rank, {("w", (2 * rank,)): file.tensors[0]}, {file.name: file.nbytes}))
     regions = [ChunkStorageMetadata(torch.Size([2 * rank]), torch.Size([2])) for rank in range(len(chunks))]
     described = {"w": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([2 * len(chunks)]), regions)}
     metadata = Metadata(described, {"w": ("w",)}, storage_meta=StorageMeta(str(path), "a" * 32))

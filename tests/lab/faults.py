@@ -77,6 +77,7 @@ class _Proxy:
 
     def __init__(self) -> None:
         self._server = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.port = self._server.getsockname()[1]
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -103,7 +104,7 @@ class S3Proxy(_Proxy):
         super().__init__()
         self._upstream = _address(endpoint)
         self._sockets: set[socket.socket] = set()
-        self.endpoint = f"http://127.0.0.1:{self._server.getsockname()[1]}"
+        self.endpoint = f"http://127.0.0.1:{self.port}"
         self.rule: Rule = lambda request: None
         self.requests: list[Request] = []
         self.sent_bytes = 0  # in the bodies of answers whose heads have their lengths
@@ -344,7 +345,6 @@ class TcpProxy(_Proxy):
         super().__init__()
         self._upstream = port
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        self.port = self._server.getsockname()[1]
         self.forwarded = 0
         self.cut_after: int | None = None
         """After this many bytes, in both directions, every connection ends, once."""

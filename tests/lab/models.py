@@ -1,4 +1,4 @@
-"""Small models as Hugging Face lays them out, and how they change from version to version."""
+"""Small models in Hugging Face's layout, and their changes from version to version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def first_state(seed: int = 0) -> dict[str, np.ndarray]:
-    """Tensors of several dtypes and sizes: one is larger than a piece that is compared at once, one is empty."""
+    """Returns tensors of several dtypes and sizes: one is larger than a piece of a comparison, and one is empty."""
     random = np.random.default_rng(seed)
     return {
         "embed.weight": random.integers(0, 2**16, (700, 1100), dtype=np.uint16),
@@ -29,7 +29,7 @@ def first_state(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def next_state(state: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarray]:
-    """The same with some low bits flipped, as after a training step; the last layer stays as it was."""
+    """Returns the state with some low bits flipped, as after a training step; the last layer is unchanged."""
     random = np.random.default_rng(seed)
     changed = dict(state)
     for key in ("embed.weight", "layers.0.weight", "scale"):
@@ -41,7 +41,7 @@ def next_state(state: Mapping[str, np.ndarray], seed: int) -> dict[str, np.ndarr
 
 
 def write_model(path: Path, state: Mapping[str, np.ndarray], *, files: int = 2, config: str = "{}") -> Path:
-    """Writes a model's directory: with one file and no index, or with several files and one."""
+    """Writes a model's directory: one file without an index, or several files with one."""
     path.mkdir(parents=True)
     keys = sorted(state)
     names = (
@@ -61,26 +61,26 @@ def write_model(path: Path, state: Mapping[str, np.ndarray], *, files: int = 2, 
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The files of weights of a model's directory, in the order of their names: those that its index names, if any."""
+    """Returns a model's weight files in the order of their names: those that its index names, if there is an index."""
     if not (path / INDEX).exists():
         return [path / "model.safetensors"]
     return [path / name for name in sorted(set(json.loads((path / INDEX).read_text())["weight_map"].values()))]
 
 
 def weights_of(path: Path) -> list[str]:
-    """The SHA-256 of a model's files of weights, sorted: file names may differ between copies."""
+    """Returns the sorted SHA-256 of a model's weight files, because file names may differ between copies."""
     return sorted(hashlib.sha256(file.read_bytes()).hexdigest() for file in weight_files(path))
 
 
 def loaded(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a model's directory, as the safetensors library reads them."""
+    """Returns the tensors of a model's directory, as the safetensors library reads them."""
     return {key: value for file in weight_files(path) for key, value in load_file(file).items()}
 
 
 def not_of_versions(published: Path) -> list[str]:
-    """What is in a directory of versions and not of any of them, and what of them is missing.
+    """Returns the files in a directory of versions that belong to no version, and the missing files of versions.
 
-    What a killed publisher leaves of its claim is left to ``gc``.
+    Leftovers of a killed publisher's lease count for neither: ``gc`` removes them.
     """
     odd = [path.name for path in published.iterdir() if not path.is_dir() and ".publish.claim" not in path.name]
     for folder in filter(Path.is_dir, published.iterdir()):

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import array
 import collections
 import datetime
-import decimal
-import fractions
 import io
 import pathlib
 import random
-import types
-import uuid
 import zipfile
-import zoneinfo
 from collections.abc import Callable
 from typing import Any
 
@@ -24,36 +18,28 @@ import torch
 __all__ = ["STANDARD", "Made", "archive", "same", "saved"]
 
 _UTC = datetime.timezone.utc
-_SHORT = np.dtype([("x", "i1"), ("y", ">f8"), ("z", "O")])
 
 _NAMED = io.BytesIO(b"abc")
 _NAMED.name = "x"  # type: ignore[attr-defined]
 
 STANDARD: dict[str, Any] = {
-    "array": array.array("d", [1.5, 2.5]),
     "bytes": [b"", b"\x00\xff", bytearray(), bytearray(b"\x00\xff")],
     "bytes_io": [io.BytesIO(b"abc"), _NAMED],
-    "string_io": io.StringIO("text"),
-    "chain_map": collections.ChainMap({1: 2}),
     "complex": 1 + 2j,
     "counter": collections.Counter("aab"),
-    "decimal": {decimal.Decimal("1.50"): decimal.Decimal("NaN").is_nan()},
     "defaultdict": collections.defaultdict(list, {"a": [1]}),
     "deque": [collections.deque([1, 2]), collections.deque([1], maxlen=3)],
     "dates": [datetime.date(2020, 2, 29), datetime.time(23, 59, fold=1), datetime.timedelta(-1, 2, 3)],
     "datetimes": [datetime.datetime(2020, 2, 29, 1, 2, 3, 4), datetime.datetime(1, 1, 1, tzinfo=_UTC)],
-    "time_zones": [datetime.timezone(datetime.timedelta(hours=1), "x"), zoneinfo.ZoneInfo("UTC")],
+    "time_zone": datetime.timezone(datetime.timedelta(hours=1), "x"),
     "ellipsis": ...,
-    "fraction": fractions.Fraction(-1, 3),
     "large_int": [2**100, -(2**5000)],
-    "namespaces": [types.SimpleNamespace(a=1), argparse.Namespace(b=[2])],
+    "namespace": argparse.Namespace(b=[2]),
     "ordered": collections.OrderedDict(b=1, a=2),
     "paths": [pathlib.Path("/a/b"), pathlib.PurePosixPath("a"), pathlib.PureWindowsPath("c:\\x")],
     "range": [range(1, 9, 2), slice(1, None, 2)],
     "sets": [{1, (2, "x")}, frozenset({frozenset({3}), b"y"})],
     "types": [int, dict, np.float32, torch.float32],
-    "user_containers": [collections.UserDict(a=1), collections.UserList([1])],
-    "uuid": uuid.UUID(int=2**127 + 1),
     "random_state": random.getstate(),
     "numpy_random_state": np.random.get_state(),
     "generator_states": [
@@ -70,17 +56,12 @@ STANDARD: dict[str, Any] = {
         np.array([True, False]),
         np.array(["a", "bb"]),
         np.array([b"a", b"bb"]),
-        np.array(["2020-01-01", "NaT"], "M8[25s]"),
     ],
-    "object_arrays": [np.array([1, "a", None, [2]], dtype=object), np.array([(1, 2.5, "c")], _SHORT)],
-    "structured": np.zeros(2, [("p", [("q", "i2")]), ("r", "f4", (2,)), (("title", "s"), "m8[ns]")]),
     "scalars": [np.float32(1.5), np.int64(3), np.bool_(True), np.str_("x"), np.bytes_(b"y"), np.complex64(1j)],
-    "more_scalars": [np.datetime64("2020-01-01", "D"), np.timedelta64(3, "s"), np.void(b"abc")],
-    "dtypes": [np.dtype(name) for name in ("<u4", ">f4", "?", "U3", "M8[ns]", "M8", "O")]
-    + [_SHORT, np.dtype("i1,f8", align=True), np.dtype(("f4", (2, 3))), np.dtype("i4,f8")[["f1"]]],
+    "dtypes": [np.dtype(name) for name in ("<u4", ">f4", "?", "U3", "S2", "c8")],
     "with_tensors": {"torch": torch.get_rng_state(), "numpy": np.arange(3), "kept": torch.nn.Parameter(torch.ones(2))},
 }
-"""Values of the standard library's, NumPy's and torch's types, by a name for them."""
+"""Values of the standard library's, NumPy's and torch's types that load without permission, by a name for them."""
 
 
 class Made:
@@ -114,7 +95,7 @@ def same(a: Any, b: Any) -> bool:
     """Whether two of these values are of one type and equal, NaNs and streams included."""
     if type(a) is not type(b):
         return False
-    if isinstance(a, io.BytesIO | io.StringIO):
+    if isinstance(a, io.BytesIO):
         return bool(a.getvalue() == b.getvalue() and a.tell() == b.tell())
     if isinstance(a, np.ndarray | np.generic):
         return a.dtype == b.dtype and a.shape == b.shape and repr(a) == repr(b)

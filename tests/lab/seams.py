@@ -116,7 +116,7 @@ def wait_until_digested(folder: Path) -> None:
         connection = connect(path)
         assert connection is not None
         keeper = KeeperConnection(connection)
-        keeper.look(60.0)
+        keeper.wait_listed(60.0)
         for head in keeper.found.heads:
             _, memory = keeper.part(head.id, head.rank)
             memory.close()

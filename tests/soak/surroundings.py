@@ -1,4 +1,4 @@
-"""What a process has that a save needs, and that changes between saves: keys, umask, group, working directory.
+"""What a process has that a save needs, and that changes between saves: keys, umask, working directory.
 
 A job sets them before each save, and again while that is in progress; but for the key of a server, whose proxy takes
 the one of now alone.
@@ -31,7 +31,6 @@ __all__ = ["PART", "run"]
 _NUMBERS = 50_000  # 0.8 MB
 _LIMITS = SaveLimits(max_consecutive_failures=None, timeout=HANG / 2)
 _UMASKS = (0o022, 0o002, 0o077, 0o027)
-_GROUPS = (0, 0, 0, 0, 0, 1, 2)  # a new one costs a new writer process
 _ROADS = ("disk", "disk", "local disk", "server", "server", "local disk before the server")
 _LONGEST = 0.05  # seconds until all is changed again, while a save is in progress
 _PLACES = 8  # that are saved to, one after the other, again and again
@@ -60,13 +59,11 @@ def run(rounds: int, seed: int, folder: Path) -> Tally:
 @contextlib.contextmanager
 def _as_before() -> Iterator[None]:
     """Gives this process back what it had."""
-    umask, group, directory, variables = os.umask(0o022), os.getegid(), os.getcwd(), dict(os.environ)
+    umask, directory, variables = os.umask(0o022), os.getcwd(), dict(os.environ)
     try:
         yield
     finally:
         os.umask(umask)
-        if group != os.getegid():
-            os.setegid(group)
         os.chdir(directory)
         os.environ.clear()
         os.environ.update(variables)
@@ -94,9 +91,7 @@ class _Job:
         place = f"{road.replace(' ', '-')}-{number % _PLACES}"
         self._rotate()
         self._change()
-        if os.geteuid() == 0:
-            os.setegid(self._chance.choice(_GROUPS))
-        umask, group, directory = self._umask, os.getegid(), Path.cwd()
+        umask, directory = self._umask, Path.cwd()
         writer = self._writer(road)
         where: Any = f"s3://{self._server.bucket}/{place}" if "server" in road else directory / place
         name = place if road == "disk" and self._chance.random() < 0.5 else where  # relative to the directory of now
@@ -119,16 +114,15 @@ class _Job:
         if found != step:
             self._tally.blame("lost", f"round {number}: {where} holds {found}, and not {step}")
         if road == "disk":
-            self._look(f"round {number}", directory / place, umask, group)
+            self._look(f"round {number}", directory / place, umask)
         self._tally.count(f"saves to: {road}")
 
-    def _look(self, where: str, folder: Path, umask: int, group: int) -> None:
-        """Each file of a checkpoint has the rights and the group of its save's beginning."""
+    def _look(self, where: str, folder: Path, umask: int) -> None:
+        """Each file of a checkpoint has the rights of its save's beginning."""
         for path in folder.iterdir():
-            status = path.stat()
-            found = stat.S_IMODE(status.st_mode), status.st_gid
-            if found != (0o666 & ~umask, group):
-                self._tally.blame("wrong", f"{where}: {path.name} has {found}, with umask {umask:o}, group {group}")
+            mode = stat.S_IMODE(path.stat().st_mode)
+            if mode != 0o666 & ~umask:
+                self._tally.blame("wrong", f"{where}: {path.name} has {mode:o}, with umask {umask:o}")
             self._tally.count("files whose rights were compared")
 
     def _writer(self, road: str) -> TensorizerStorageWriter:
@@ -161,10 +155,10 @@ class _Job:
 PART = Part(
     title="Surroundings that change",
     unit="saves",
-    what="Before each save a job gets another key for its server, another umask and working directory, and now and "
-    "then another group. While the save is in progress umask, directory and unused keys change again. A proxy refuses "
-    "all keys but the newest one. Each save must be committed, must be where its working directory was, and its files "
-    "must have the rights and the group of its beginning.",
+    what="Before each save a job gets another key for its server, another umask and working directory. While "
+    "the save is in progress umask, directory and unused keys change again. A proxy refuses all keys but the newest "
+    "one. Each save must be committed, must be where its working directory was, and its files must have the rights of "
+    "its beginning.",
     rounds=300,
     run=run,
 )

@@ -1,4 +1,4 @@
-"""`SavePlanner` against torch's ``DefaultSavePlanner``: the same plans, the same metadata, the same refusals."""
+"""`SavePlanner` makes the plans, metadata and errors of torch's ``DefaultSavePlanner``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ METADATA_FIELDS = [field.name for field in dataclasses.fields(Metadata)]
 
 
 def compared(ours: Planned, theirs: Planned) -> None:
-    """Asserts that plans and metadata are the same, hints and orders included."""
+    """Asserts that plans and metadata are equal, including hints and order."""
     for mine, torchs in zip(ours.plans, theirs.plans, strict=True):
         assert list(mine.items) == torchs.items
         assert [item.index.index for item in mine.items] == [item.index.index for item in torchs.items]
@@ -45,14 +45,14 @@ def compared(ours: Planned, theirs: Planned) -> None:
 
 
 def both(states: list[dict[str, Any]], **options: Any) -> Planned:
-    """Plans a save with both planners, compares them, and gives what ours made of it."""
+    """Plans a save with both planners, compares the results, and returns those of `SavePlanner`."""
     ours = plan_save([SavePlanner(**options) for _ in states], states)
     compared(ours, plan_save([DefaultSavePlanner(**options) for _ in states], states))
     return ours
 
 
 def sharded_state(rank: int, ranks: int = RANKS, layers: int = 3) -> dict[str, Any]:
-    """What a training job has: sharded tensors, replicated ones, scalars, objects, nested."""
+    """Returns the nested states of a training job: sharded and replicated tensors, scalars and objects."""
     names = [f"layers.{number}.weight" for number in range(layers)]
     return {
         "model": {**{name: shard((10, 6), rank, ranks) for name in names}, "norm": torch.ones(6)},
@@ -69,7 +69,7 @@ def states_of(ranks: int = RANKS, **arguments: Any) -> list[dict[str, Any]]:
 
 
 def cut(shape: tuple[int, ...], draw: st.DrawFn) -> list[Place]:
-    """A tensor in two to four parts along one dimension after the other; some are empty."""
+    """Draws a tensor in two to four parts along successive dimensions; some parts are empty."""
     places: list[Place] = [((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 3))):
         start, size = places.pop(draw(st.integers(0, len(places) - 1)))
@@ -83,7 +83,7 @@ def cut(shape: tuple[int, ...], draw: st.DrawFn) -> list[Place]:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """State dicts of some ranks: shards anywhere and as often as may be, lost ones and wrong ones, and all else."""
+    """Draws the state dicts of several ranks, with repeated, lost and wrong shards, and other values."""
     ranks = draw(st.integers(1, 10))
     states: list[dict[str, Any]] = [{} for _ in range(ranks)]
     for key in draw(st.lists(st.sampled_from(["a", "b.c", "d", "e", "\udc80"]), unique=True, max_size=4)):
@@ -112,7 +112,7 @@ def worlds(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 @given(worlds(), st.booleans(), st.booleans())
 def test_plans_and_metadata_are_torchs(states: list[dict[str, Any]], lowest: bool, flatten: bool) -> None:
-    """Whatever ranks have: equal field by field and in order, or both planners refuse it; so is a repeat."""
+    """For any states, the plans equal torch's in all fields and in order, or both planners refuse; also repeated."""
     options = {"dedup_save_to_lowest_rank": lowest, "flatten_state_dict": flatten}
     try:
         theirs = plan_save([DefaultSavePlanner(**options) for _ in states], states)
@@ -128,20 +128,20 @@ def test_plans_and_metadata_are_torchs(states: list[dict[str, Any]], lowest: boo
 @pytest.mark.parametrize("lowest", [False, True])
 @pytest.mark.parametrize("flatten", [False, True])
 def test_a_training_state_is_planned_as_by_torch(lowest: bool, flatten: bool) -> None:
-    """Sharded and replicated tensors, scalars, objects, and more ranks than rows."""
+    """Sharded and replicated tensors, scalars and objects are planned as by torch, with more ranks than rows."""
     for ranks in (1, 2, 7, 13):
         both(states_of(ranks), dedup_save_to_lowest_rank=lowest, flatten_state_dict=flatten)
 
 
 def test_a_rank_without_items() -> None:
-    """It gets a plan without items."""
+    """A rank without items gets a plan without items."""
     planned = both([*states_of(2), {}])
     assert (len(planned.plans[2].items), planned.plans[2].items) == (0, [])
     both([{}, {}])
 
 
 def test_many_dtypes_and_properties() -> None:
-    """They are told apart, key by key."""
+    """Dtypes and properties are distinguished for each key."""
     state = {
         "half": torch.zeros(2, dtype=torch.float16),
         "grad": torch.nn.Parameter(torch.zeros(2)),
@@ -157,7 +157,7 @@ def test_many_dtypes_and_properties() -> None:
 
 
 def test_a_repeat_sends_digests() -> None:
-    """The second save sends a tenth of a kilobyte or two, and is planned as the first."""
+    """The second save sends 100 to 200 bytes per rank, and gets the plan of the first."""
     planners = [SavePlanner() for _ in range(RANKS)]
     first, second = (plan_save(planners, states_of(layers=40)) for _ in range(2))
     compared(second, plan_save([DefaultSavePlanner() for _ in range(RANKS)], states_of(layers=40)))
@@ -167,7 +167,7 @@ def test_a_repeat_sends_digests() -> None:
 
 
 def test_what_ranks_get_is_small() -> None:
-    """An answer has a bit for each item, and the metadata says once how tensors of one shape are sharded."""
+    """An answer has a bit for each item, and the metadata describes the sharding of each shape once."""
     states = states_of(16, layers=200)
     ours, theirs = (plan_save([cls() for _ in states], states) for cls in (SavePlanner, DefaultSavePlanner))
     compared(ours, theirs)
@@ -176,7 +176,7 @@ def test_what_ranks_get_is_small() -> None:
 
 
 def test_what_is_sent_does_not_grow_with_the_ranks() -> None:
-    """Eight times as many ranks: hardly more bytes for each of them, at the first save and at a repeat."""
+    """With eight times as many ranks, each sends hardly more bytes, at the first save and at a repeat."""
     costs = []
     for ranks in (8, 64):
         planners = [SavePlanner() for _ in range(ranks)]
@@ -186,7 +186,7 @@ def test_what_is_sent_does_not_grow_with_the_ranks() -> None:
 
 
 def test_in_another_process_group_all_is_sent() -> None:
-    """After an elastic restart within the process, rank 0 may be another process."""
+    """In a new process group everything is sent, because its rank 0 may be another process."""
     planners = [SavePlanner() for _ in range(RANKS)]
     small = []
     for _ in range(2):
@@ -199,7 +199,7 @@ def test_in_another_process_group_all_is_sent() -> None:
 
 
 def test_without_caching_nothing_is_remembered() -> None:
-    """Each save sends all."""
+    """Without caching, each save sends the whole plan."""
     planners = [SavePlanner(enable_plan_caching=False) for _ in range(RANKS)]
     first, second = (plan_save(planners, states_of()) for _ in range(2))
     assert first.sent == second.sent
@@ -207,7 +207,7 @@ def test_without_caching_nothing_is_remembered() -> None:
 
 
 def test_alternating_state_dicts_are_all_remembered() -> None:
-    """Model and optimizer are saved with one planner, one after the other: repeats of both are digests."""
+    """If one planner saves model and optimizer in turn, the repeats of both are sent as digests."""
     planners = [SavePlanner() for _ in range(RANKS)]
     worlds = [[{name: state[name]} for state in states_of()] for name in ("model", "optim")]
     for number in range(3):
@@ -218,7 +218,7 @@ def test_alternating_state_dicts_are_all_remembered() -> None:
 
 
 def test_what_is_saved_rarely_is_remembered() -> None:
-    """The coordinator remembers what a rank does, however often other plans are repeated in between."""
+    """The coordinator retains every plan that a rank retains, however often other plans are repeated in between."""
     planners = [SavePlanner() for _ in range(RANKS)]
     plan_save(planners, states_of())
     for number in range(20):
@@ -229,7 +229,7 @@ def test_what_is_saved_rarely_is_remembered() -> None:
 
 
 def test_each_process_group_has_its_own_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One group saves often, with a coordinator that is in both: the other one still sends digests."""
+    """Many saves of one group, whose coordinator is in both groups, leave the digests of the other group valid."""
     planners, others = ([SavePlanner() for _ in range(RANKS)] for _ in range(2))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -246,7 +246,7 @@ def test_each_process_group_has_its_own_memory(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_one_rank_that_changes_sends_its_plan() -> None:
-    """The others send digests, and all get what torch would give them."""
+    """If one rank's plan changes, the others still send digests, and all ranks get torch's plans."""
     planners = [SavePlanner() for _ in range(RANKS)]
     states = states_of()
     plan_save(planners, states)
@@ -258,7 +258,7 @@ def test_one_rank_that_changes_sends_its_plan() -> None:
 
 
 def test_two_planners_share_nothing() -> None:
-    """Not as torch's, whose caches are of the class."""
+    """Two planners share no cache, while torch's caches belong to the class."""
     states = states_of()
     model, optim = ([SavePlanner() for _ in range(RANKS)] for _ in range(2))
     plan_save(model, states)
@@ -268,7 +268,7 @@ def test_two_planners_share_nothing() -> None:
 
 
 def test_after_a_save_that_failed_all_is_sent() -> None:
-    """The coordinator may never have seen it. The save after that is a digest again."""
+    """After a failed save the whole plan is sent once, because the coordinator may not have received it."""
     planners = [SavePlanner() for _ in range(RANKS)]
     plan_save(planners, states_of())
     for planner, state in zip(planners, states_of(), strict=True):
@@ -279,7 +279,7 @@ def test_after_a_save_that_failed_all_is_sent() -> None:
 
 
 def test_a_reference_that_nobody_knows_is_an_error_once() -> None:
-    """One rank has another planner than in the save before: the error says so, and the next save goes through."""
+    """A reference to another coordinator's plan is an error that names the cause, and the next save succeeds."""
     planners = [SavePlanner() for _ in range(RANKS)]
     plan_save(planners, states_of())
     others = [SavePlanner(), *planners[1:]]
@@ -292,7 +292,7 @@ def test_a_reference_that_nobody_knows_is_an_error_once() -> None:
 
 
 def test_a_copy_of_a_planner_has_sent_nothing() -> None:
-    """In PROCESS mode DCP sends one with every save."""
+    """A copy of a planner, as DCP sends one with each save in PROCESS mode, has an empty history."""
     planners = [SavePlanner() for _ in range(RANKS)]
     plan_save(planners, states_of())
     assert "state_dict" not in vars(copy.deepcopy(planners[0]))
@@ -301,7 +301,7 @@ def test_a_copy_of_a_planner_has_sent_nothing() -> None:
 
 
 def test_saves_of_one_rank_alone_are_not_remembered_as_sent() -> None:
-    """With no_dist, and without collectives, plans go nowhere."""
+    """Saves with ``no_dist`` or without collectives send no plans, so none count as sent."""
     planners = [SavePlanner() for _ in range(RANKS)]
     for planner, state in zip(planners, states_of(), strict=True):
         planner.set_up_planner({"x": state["model"]["norm"]}, None, True)
@@ -311,7 +311,7 @@ def test_saves_of_one_rank_alone_are_not_remembered_as_sent() -> None:
 
 
 def test_saves_of_one_rank_alone_push_nothing_out() -> None:
-    """What the coordinator knows of the others stays, however often it saves for itself in between."""
+    """The coordinator retains the plans of other ranks, however often it saves alone in between."""
     planners = [SavePlanner() for _ in range(RANKS)]
     plan_save(planners, states_of())
     for number in range(40):
@@ -340,7 +340,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("places", "problem"), WRONG, ids=["overlap", "beyond", "gap", "dimensions", "empty inside"])
 def test_what_torch_refuses_is_refused_by_name(places: list[Place], problem: str) -> None:
-    """The error names the key, what is wrong, and the ranks; and how many other keys are wrong."""
+    """The error names the key, the fault, the ranks, and the number of other faulty keys."""
     states = [{"layer0": Shards((6, 4), [place])} for place in places]
     with pytest.raises((ValueError, IndexError)):
         plan_save([DefaultSavePlanner(), DefaultSavePlanner()], states)
@@ -352,7 +352,7 @@ def test_what_torch_refuses_is_refused_by_name(places: list[Place], problem: str
 
 
 def test_a_key_that_is_two_things_is_refused() -> None:
-    """A tensor here, an object there: torch has a bare AssertionError."""
+    """A key with a tensor on one rank and an object on another is an error that names the key."""
     states = [{"x": torch.zeros(2)}, {"x": "text"}]
     with pytest.raises(AssertionError):
         plan_save([DefaultSavePlanner(), DefaultSavePlanner()], states)
@@ -378,22 +378,24 @@ DISAGREE = {
         "shape: (6, 4) on rank 0, (5, 4) on rank 1",
     ),
 }
-"""What ranks have under one key (None: not the key), and what the error says."""
+"""For each case, the ranks' values of one key (None: no such key), and the text of the error."""
 
 
 @pytest.mark.parametrize("case", DISAGREE)
 def test_ranks_that_have_other_tensors_under_one_key_are_refused(case: str) -> None:
-    """All but one would lose theirs: the error names the key, and what each rank has."""
+    """If ranks have different tensors under one key, the error names the key, and each rank's tensor."""
     values, problem = DISAGREE[case]
     states = [{"a": torch.ones(3)} | ({} if value is None else {"x": value}) for value in values]
-    message = re.escape(f"'x' cannot be saved: the ranks do not agree on its {problem}. Give each rank's tensor a key")
+    message = re.escape(
+        f"'x' cannot be saved: the ranks do not agree on its {problem}. Give each rank's tensor a separate key"
+    )
     with pytest.raises(WriteError, match=f"^{message}"):
         plan_save([SavePlanner() for _ in states], states)
 
 
 @pytest.mark.parametrize("case", ["shapes", "dtypes"])
 def test_torchs_plans_are_refused_too(case: str) -> None:
-    """torch drops what it does not keep before a storage sees it: so each rank sends its whole tensors."""
+    """With torch's planner the writer finds such tensors, too, because each rank sends its whole tensors."""
     values, problem = DISAGREE[case]
     messages: list[Any] = []
     for rank, value in enumerate(values):
@@ -410,7 +412,7 @@ def test_torchs_plans_are_refused_too(case: str) -> None:
 
 
 def test_what_ranks_may_have_of_their_own() -> None:
-    """Keys, parts, objects, and properties that are not of the values."""
+    """Ranks may differ in keys, parts, objects, and properties that do not affect values."""
     frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
     states = [{"x": torch.nn.Parameter(torch.ones(3)), "rank_0": torch.ones(1)}, {"x": frozen, "rank_1": torch.ones(2)}]
     both(states)
@@ -423,7 +425,7 @@ def test_what_ranks_may_have_of_their_own() -> None:
 
 
 def test_tensors_that_describe_their_part_are_planned_by_torch() -> None:
-    """None is planned like another of its shape and dtype, whichever comes first."""
+    """Tensors that describe their parts are planned one by one, in any order, even with equal shape and dtype."""
 
     def state(rank: int) -> dict[str, Any]:
         values = {key: torch.full((3, 4), float(rank)) for key in ("a", "b", "c", "d")}
@@ -437,7 +439,7 @@ def test_tensors_that_describe_their_part_are_planned_by_torch() -> None:
 
 
 def test_a_gap_on_one_rank_alone_is_not_refused() -> None:
-    """As with torch: without collectives a rank saves its own part."""
+    """A single rank may have an incomplete tensor, because without collectives it saves only its part."""
     both([{"x": Shards((6, 4), [((0, 0), (2, 4))])}])
 
 
@@ -445,7 +447,7 @@ def test_a_gap_on_one_rank_alone_is_not_refused() -> None:
 
 
 def subclasses(base: type[DefaultSavePlanner]) -> dict[str, type[DefaultSavePlanner]]:
-    """Planners of users' own, over ours or over torch's."""
+    """Returns subclasses of a planner, as users define them."""
 
     class Renames(base):  # type: ignore[misc, valid-type]
         def create_local_plan(self) -> SavePlan:
@@ -501,7 +503,7 @@ def subclasses(base: type[DefaultSavePlanner]) -> dict[str, type[DefaultSavePlan
 
 @pytest.mark.parametrize("name", subclasses(DefaultSavePlanner))
 def test_subclasses_do_what_they_do_over_torchs(name: str) -> None:
-    """The same class over either planner makes the same, also when it saves again."""
+    """A user's subclass makes equal plans over both planners, also at a repeat."""
     states = [{**state, "model": {"norm": state["model"]["norm"]}, "optim": 1} for state in states_of()]
     ours, theirs = ([subclasses(base)[name]() for _ in states] for base in (SavePlanner, DefaultSavePlanner))
     for _ in range(3):
@@ -510,7 +512,7 @@ def test_subclasses_do_what_they_do_over_torchs(name: str) -> None:
 
 
 def test_items_that_columns_cannot_hold_are_planned_by_torch() -> None:
-    """A write item of a class of the user's comes out as it went in."""
+    """A write item of a user's class is planned by torch, and stays unchanged."""
 
     def states() -> list[dict[str, Any]]:
         made = states_of()
@@ -523,18 +525,18 @@ def test_items_that_columns_cannot_hold_are_planned_by_torch() -> None:
 
 
 def test_keys_that_are_no_strings_are_planned_by_torch() -> None:
-    """Without flattening they stay what they are."""
+    """Keys that are not strings are planned by torch, and stay unchanged without flattening."""
     states: list[dict[Any, Any]] = [{1: torch.ones(2), "x": shard((4,), rank, 2)} for rank in range(2)]
     planned = both(states, flatten_state_dict=False, flatten_sharded_tensors=False)
     assert list(planned.metadata.state_dict_metadata) == [1, "x"]
 
 
 class OddItem(WriteItem):
-    """A write item of the user's own."""
+    """A user's class of write items."""
 
 
 class OddShards(Shards):
-    """A value that asks for them."""
+    """A value with write items of a user's class."""
 
     def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
         return [
@@ -546,7 +548,7 @@ class OddShards(Shards):
 
 
 def local_plans() -> tuple[SavePlan, SavePlan]:
-    """The plans of one rank, ours and torch's."""
+    """Returns the plans of one rank, by `SavePlanner` and by torch's planner."""
     made = []
     for cls in (SavePlanner, DefaultSavePlanner):
         planner = cls()
@@ -556,7 +558,7 @@ def local_plans() -> tuple[SavePlan, SavePlan]:
 
 
 def test_items_are_as_a_list() -> None:
-    """Whatever a planner or a storage writer does with them."""
+    """`Items` behave as a list for planners and storage writers."""
     ours, theirs = local_plans()
     assert (ours == theirs, theirs == ours, ours.items == theirs.items, theirs.items == ours.items) == (True,) * 4
     assert (ours.items[1], ours.items[-1], ours.items[1:3]) == (theirs.items[1], theirs.items[-1], theirs.items[1:3])
@@ -575,7 +577,7 @@ def test_items_are_as_a_list() -> None:
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))])
 def test_plans_can_be_copied(copied: Callable[[SavePlan], SavePlan]) -> None:
-    """And a copy of what one planner has sent before has its items."""
+    """A copy of a plan has its items, also if the planner sent an equal plan before."""
     ours, theirs = local_plans()
     assert copied(ours) == theirs
     unusable = copied(dataclasses.replace(ours, usable=False))
@@ -586,7 +588,7 @@ def test_plans_can_be_copied(copied: Callable[[SavePlan], SavePlan]) -> None:
 
 
 def test_metadata_is_the_coordinators_own() -> None:
-    """Of a repeat too: what a storage writer or the user does to it is not there at the next save."""
+    """Changes of the metadata, by a storage writer or the user, do not affect the next save."""
     planner = SavePlanner()
     for _ in range(3):
         planner.set_up_planner(sharded_state(0, 1), None, True)
@@ -604,7 +606,7 @@ def test_metadata_is_the_coordinators_own() -> None:
 
 
 def test_metadata_with_storage_data_is_pickled_as_torchs() -> None:
-    """torch's storage writer fills it and puts the pickle into a file, which is to be read without this package."""
+    """Metadata with ``storage_data``, which torch's writer pickles to a file, loads without this package."""
     metadata = both(states_of()).metadata
     filled = dataclasses.replace(metadata, storage_data={"x": 1})
     assert b"dcp_tensorizer" in pickle.dumps(metadata)
@@ -621,7 +623,7 @@ def test_metadata_with_storage_data_is_pickled_as_torchs() -> None:
 
 
 def test_the_arguments_are_torchs(caplog: pytest.LogCaptureFixture) -> None:
-    """The same names in the same order; only that plans are remembered is the default here."""
+    """The arguments are torch's, in the same order; only the default of ``enable_plan_caching`` differs."""
     ours, theirs = (inspect.signature(cls.__init__).parameters for cls in (SavePlanner, DefaultSavePlanner))
     assert [*ours] == [*theirs]
     assert [name for name in ours if ours[name].default != theirs[name].default] == ["enable_plan_caching"]
@@ -631,7 +633,7 @@ def test_the_arguments_are_torchs(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_twenty_thousand_items_cause_no_full_collection() -> None:
-    """A full one goes through all that a trainer has, while nothing else of the trainer runs."""
+    """Planning 20,000 items causes no full collection, which would stop training and visit all of its objects."""
     state = {f"layer{number}": torch.zeros(1) for number in range(20_000)}
     planner = SavePlanner()
     gc.collect()  # one is allowed now and then

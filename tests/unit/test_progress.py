@@ -1,4 +1,4 @@
-"""The line that shows the progress of a load."""
+"""`ProgressLine`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dcp_tensorizer.progress import ProgressLine
 
 
 class Terminal(io.StringIO):
-    """A stream that takes itself for a terminal."""
+    """A stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 
 
 def test_the_first_line_is_there_before_any_byte() -> None:
-    """It shows the size of the load and a rate, and is cleared when all is loaded."""
+    """It shows the size of the load and a rate. The line is cleared at the end."""
     terminal = Terminal()
     line = ProgressLine(stream=terminal)
     line(0, 24_000_000_000)
@@ -29,14 +29,14 @@ def test_the_first_line_is_there_before_any_byte() -> None:
 
 
 def test_a_line_has_bytes_rate_and_time() -> None:
-    """Also the first one of a load that reports nothing before its first bytes."""
+    """Also the first line of a load that does not report before its first bytes."""
     terminal = Terminal()
     ProgressLine("reading", terminal)(1_000_000_000, 24_000_000_000)
     assert re.fullmatch(r"reading: 1\.00 GB of 24\.0 GB, \S+ [kMGTP]?B/s, \d+ s left", terminal.lines()[0])
 
 
 def test_lines_are_not_written_faster_than_people_read() -> None:
-    """Calls in between are left out, but the last one clears the line; the next load begins again."""
+    """Calls within a tenth of a second write nothing, except the last one. The next load begins again."""
     terminal = Terminal()
     line = ProgressLine(stream=terminal)
     for _ in range(2):
@@ -51,7 +51,7 @@ def test_lines_are_not_written_faster_than_people_read() -> None:
 
 
 def test_only_a_terminal_is_written_to() -> None:
-    """A file of a scheduler gets nothing."""
+    """Another stream, such as the log file of a scheduler, gets nothing."""
     file = io.StringIO()
     line = ProgressLine(stream=file)
     line(0, 10)

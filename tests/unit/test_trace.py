@@ -1,4 +1,4 @@
-"""The files that reports are appended to."""
+"""`TraceFile`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def report(number: int) -> LoadReport:
     )
 
 
-def test_a_line_that_was_cut_off_spoils_no_other(tmp_path: Path) -> None:
-    """The disk was full, or a process of the same number was killed: the next report takes its place."""
+def test_an_incomplete_last_line_is_replaced(tmp_path: Path) -> None:
+    """After a full disk or the kill of a process of the same pid, the next report replaces the incomplete line."""
     receive = TraceFile(tmp_path / "spans")
     for number in range(4):
         receive(report(number))

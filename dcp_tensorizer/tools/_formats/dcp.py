@@ -192,7 +192,7 @@ def _located(storage: Storage, key: str, region: Region, info: StorageInfo) -> t
         raise ReadError(f"{path} does not hold {key!r} of shape {region.size} at byte {info.offset:,}.")
     stored = locate(storage, (key,), value, info.relative_path, info.offset)
     if not stored.chunks:
-        raise ConversionError(f"{key!r} in {path} is conjugated or negated, which cannot be converted")
+        raise ConversionError(f"{key!r} in {path} is conjugated or negated, and cannot be converted. Leave it out.")
     return stored, value.is_contiguous()
 
 
@@ -205,6 +205,7 @@ def _untransformed(info: StorageInfo, key: str) -> StorageInfo:
     """Returns ``info``; raises `ConversionError` if the item is transformed, and so cannot be read by ranges."""
     if info.transform_descriptors:
         raise ConversionError(
-            f"{key!r} is stored transformed ({', '.join(info.transform_descriptors)}). Load and save it."
+            f"{key!r} is stored transformed ({', '.join(info.transform_descriptors)}), and cannot be read by ranges. "
+            f"Load it with torch, and save it again."
         )
     return info

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,13 +19,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..._saving.commit import commit, encoded, put_records
 from ..._saving.write_plan import Item, in_files, plan_files, stored_names, write_results
-from ..._storage.base import TIMEOUT, Storage
+from ..._storage.base import TIMEOUT
 from ..._tensor_file.dtypes import host_bytes
 from ..._writer_process.jobs import FileJob
 from ..._writer_process.options import SaveOptions
 from ..._writer_process.protocol import TensorSource
 from .._atomic_output import new_directory, shown_path
-from .._view import CheckpointView, StoredObject, StoredValue
+from .._view import CheckpointView
 from .common import ConvertOptions, tensors_at_once
 from .torch_file import check_names, check_paths
 
@@ -40,7 +39,6 @@ def check(view: CheckpointView, options: ConvertOptions) -> None:
 def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: ConvertOptions) -> None:
     """Writes and commits a checkpoint, as the coordinator of a save does."""
     save_id = uuid.uuid4().hex
-    described = {key: _describe(value) for key, value in view.values.items()}
     items = _items(view)
     keys = {item.name: item.fqn for item in items}
 
@@ -48,7 +46,11 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
         key = keys[source.name]
         return host_bytes(view.tensors[key].read_all()) if key in view.tensors else memoryview(view.objects[key].read())
 
-    with new_directory(path, storage_options, f"__*_{save_id}.tensors") as storage, _locked(storage):
+    with (
+        new_directory(path, storage_options, f"__*_{save_id}.tensors") as storage,
+        storage.lock_directory() as lock,  # against `_gc.collect`, as a save does
+    ):
+        lock.share(TIMEOUT)
         sources = (item.source() for item in in_files(items, is_encrypted=False))
         files = plan_files(sources, 0, save_id, storage.max_file_bytes)
         put_records(storage, [save_id])
@@ -56,37 +58,32 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
         done = FileJob(storage, files, bytes_of, options_of_files).run()
         parts = [result.storage_data for result in write_results(items, done, 0)]
         meta = StorageMeta(shown_path(path), save_id=save_id)
-        metadata = Metadata(described, view.paths, storage_meta=meta, version=CURRENT_DCP_VERSION)
+        metadata = Metadata(_described(view), view.paths, storage_meta=meta, version=CURRENT_DCP_VERSION)
         files_of_save = {file.name: file.nbytes for file in done.files}
         commit(storage, encoded(storage.path, metadata, parts), files_of_save, save_id=save_id, sync=True)
 
 
 def _items(view: CheckpointView) -> list[Item]:
     """Returns the items of a save, with meta tensors: each tensor is read right before it is written."""
-    names = stored_names([*view.tensors, *view.objects])
-    values = [(key, tensor.shape, tensor.dtype) for key, tensor in view.tensors.items()]
-    items = [
-        Item((key, (0,) * len(shape)), name, "tensor", torch.empty(shape, dtype=dtype, device="meta"))
-        for (key, shape, dtype), name in zip(values, names, strict=False)
-    ]
-    return items + [
-        Item((key, None), name, "object", torch.empty(stored.nbytes, dtype=torch.uint8, device="meta"))
-        for (key, stored), name in zip(view.objects.items(), names[len(items) :], strict=True)
-    ]
+    items = []
+    keys = [*view.tensors, *view.objects]
+    for key, name in zip(keys, stored_names(keys), strict=True):
+        if (tensor := view.tensors.get(key)) is not None:
+            meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            items.append(Item((key, (0,) * len(tensor.shape)), name, "tensor", meta))
+        else:
+            meta = torch.empty(view.objects[key].nbytes, dtype=torch.uint8, device="meta")
+            items.append(Item((key, None), name, "object", meta))
+    return items
 
 
-def _describe(value: StoredValue) -> TensorStorageMetadata | BytesStorageMetadata:
-    """Returns DCP's metadata of a value."""
-    if isinstance(value, StoredObject):
-        return BytesStorageMetadata()
-    size = torch.Size(value.shape)
-    chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-    return TensorStorageMetadata(TensorProperties(value.dtype), size, [chunk])
-
-
-@contextmanager
-def _locked(storage: Storage) -> Iterator[None]:
-    """Locks the directory against `_gc.collect`, as a save does."""
-    with storage.lock_directory() as lock:
-        lock.share(TIMEOUT)
-        yield
+def _described(view: CheckpointView) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
+    """Returns DCP's metadata of the values, in their order."""
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = dict.fromkeys(
+        view.values, BytesStorageMetadata()
+    )
+    for key, tensor in view.tensors.items():
+        size = torch.Size(tensor.shape)
+        chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+        described[key] = TensorStorageMetadata(TensorProperties(tensor.dtype), size, [chunk])
+    return described

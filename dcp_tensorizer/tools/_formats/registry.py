@@ -19,12 +19,12 @@ from ..._storage.redact import redact
 from ..._tensor_file.encryption import check_decryption
 from ..._tensor_file.names import metadata_file_name
 from ...errors import CheckpointError, ConversionError, DecryptionError, NotCommitted, ReadError
+from .. import FORMATS
 from .._atomic_output import beside
 from .._find import where_below
 from .._view import CheckpointView, Path, data_files, key_of, read_parts, unlock_parts, view_checkpoint
 from . import dcp, dcp_tensorizer, safetensors, tensorizer, torch_file
 from .common import ConvertOptions, naming
-from .names import FORMATS
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

@@ -100,7 +100,9 @@ class _VerifiedReads:
             if not self._is_verified and self._next < 0:
                 self._begin()
             if not self._is_verified:
-                if _first_of_run(region, self._tensor.shape) == self._next:
+                first, stop = region.span(self._tensor.shape)
+                is_run = stop - first == math.prod(region.size)  # of elements in C order
+                if is_run and first == self._next:
                     self._add(value)
                 else:
                     self._begin()
@@ -139,12 +141,6 @@ class _VerifiedReads:
                 f"stored one"
             )
         self._is_verified = True
-
-
-def _first_of_run(region: Region, shape: Sequence[int]) -> int | None:
-    """Returns the index of a region's first element in C order. For a region that is not contiguous, returns None."""
-    first, stop = region.span(shape)
-    return first if stop - first == math.prod(region.size) else None
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -191,17 +187,18 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
 
 
 def _write_file(storage: Storage, name: str, tensors: Sequence[StoredTensor], options: ConvertOptions) -> None:
-    sources = [TensorSource(t.key, dtype_name(t.dtype), t.shape, t.nbytes, _module_kind(t, options)) for t in tensors]
+    sources = []
+    for tensor in tensors:
+        is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        is_named = any(fnmatch.fnmatchcase(tensor.key, pattern) for pattern in options.buffers)
+        kind = "parameter" if is_number and not is_named else "buffer"
+        sources.append(TensorSource(tensor.key, dtype_name(tensor.dtype), tensor.shape, tensor.nbytes, kind))
     capacity = max(INDEX_CAPACITY, sum(index_entry_size(source.name, len(source.shape)) for source in sources))
     layout = lay_out(sources, capacity=capacity)
     by_name = {tensor.key: tensor for tensor in tensors}
     with storage.writing(f"write {storage.path}/{name}"):
         sink = storage.create(name, layout.nbytes, sync=True)
-        encode(layout, lambda source: _elements(by_name[source.name]), sink, tensors_at_once(tensors))
-
-
-def _elements(tensor: StoredTensor) -> memoryview:
-    return host_bytes(tensor.read_all())
+        encode(layout, lambda source: host_bytes(by_name[source.name].read_all()), sink, tensors_at_once(tensors))
 
 
 def _split_dimension(key: str, options: ConvertOptions) -> int | None:
@@ -221,12 +218,6 @@ def _part_of_rank(tensor: StoredTensor, rank: int, options: ConvertOptions) -> S
         return tensor.read(Region(start, region.size))
 
     return replace(tensor, shape=(*tensor.shape[:dim], extent, *tensor.shape[dim + 1 :]), read=read_part, chunks=())
-
-
-def _module_kind(tensor: StoredTensor, options: ConvertOptions) -> str:
-    is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    is_named = any(fnmatch.fnmatchcase(tensor.key, pattern) for pattern in options.buffers)
-    return "parameter" if is_number and not is_named else "buffer"
 
 
 def _numpy_lacks(dtype: torch.dtype) -> bool:

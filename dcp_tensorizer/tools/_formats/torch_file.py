@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import functools
 import io
-import math
 import pickle
 import struct
 import tempfile
@@ -25,6 +24,7 @@ from typing import IO, Any
 import torch
 
 from ..._formats.catalog import Piece
+from ..._formats.torch_archive import check_saved
 from ..._loading.run import copy_elements
 from ..._publish.model import written_file
 from ..._runtime.forks import free_in_child
@@ -33,7 +33,6 @@ from ..._storage.base import Storage
 from ..._tensor_file.dtypes import host_bytes, named_dtype
 from ..._tensor_file.regions import Region, part_of
 from ..._trust.objects import load_object, unsafe_globals
-from ..._trust.torch_archive import check_saved
 from ...errors import ConversionError, UntrustedObject, WriteError
 from .._atomic_output import new_file
 from .._view import (
@@ -103,7 +102,7 @@ def locate(storage: Storage, path: Path, tensor: torch.Tensor, file: str, start:
     Raises `ConversionError` if the elements are not stored as plain bytes.
     """
     if not is_located(tensor):
-        message = f"{key_of(path)!r} in {storage.path}/{file} is {_NOT_LOCATED}, which cannot be converted"
+        message = f"{key_of(path)!r} in {storage.path}/{file} is {_NOT_LOCATED}, and cannot be converted. Leave it out."
         raise ConversionError(message)
     shape = tuple(tensor.shape)
     if not tensor.numel():
@@ -141,6 +140,8 @@ def _read_strided(storage: Storage, piece: Piece, strides: Sequence[int], region
         LAST_STRIDED.clear()  # before reading, so that two tensors are never in memory
         if elements is None:
             elements = _read_whole(storage, piece, strides)
+        if region == piece.part:
+            return elements
         if any(a + n != extent for a, n, extent in zip(region.start, region.size, piece.shape, strict=True)):
             LAST_STRIDED.append((piece, elements))
     part = empty(region.size, elements.dtype)
@@ -149,29 +150,17 @@ def _read_strided(storage: Storage, piece: Piece, strides: Sequence[int], region
 
 
 def _read_whole(storage: Storage, piece: Piece, strides: Sequence[int]) -> torch.Tensor:
-    run = run_of(piece.item)
-    dtype = named_dtype(piece.item.dtype)
-
-    def read_run(start: int, count: int) -> torch.Tensor:
-        return read_region(storage, piece.item.name, dtype, [run], Region((start,), (count,)), verify=False)
-
-    def gather(target: torch.Tensor, first: int) -> None:
-        """Reads elements that are not adjacent, halving the tensor until a part spans at most _RUN bytes."""
-        extents = [(n - 1) * step for n, step in zip(target.shape, strides, strict=True)]
-        count = 1 + sum(extents)
-        if count * target.itemsize <= _RUN:
-            copy_elements(target, read_run(first, count).as_strided(target.shape, strides, 0))
-            return
-        dim = max(range(len(extents)), key=extents.__getitem__)
-        half = target.shape[dim] // 2
-        gather(target.narrow(dim, 0, half), first)
-        gather(target.narrow(dim, half, target.shape[dim] - half), first + half * strides[dim])
-
-    if run.shape[0] <= math.prod(piece.shape):
-        return read_run(0, run.shape[0]).as_strided(piece.shape, strides, 0)
-    # For example a few columns of a large matrix: hold only the columns, not the bytes between them.
+    """Reads a tensor in slices of the dimension with the largest stride, without most of the bytes between elements."""
+    run, dtype = run_of(piece.item), named_dtype(piece.item.dtype)
     elements = empty(piece.shape, dtype)
-    gather(elements, 0)
+    dim = max(range(len(strides)), key=strides.__getitem__)
+    step = max(1, _RUN // max(1, strides[dim] * dtype.itemsize))
+    for first in range(0, piece.shape[dim], step):
+        part = elements.narrow(dim, first, min(step, piece.shape[dim] - first))
+        count = 1 + sum((n - 1) * stride for n, stride in zip(part.shape, strides, strict=True))
+        region = Region((first * strides[dim],), (count,))
+        stored = read_region(storage, piece.item.name, dtype, [run], region, verify=False)
+        copy_elements(part, stored.as_strided(part.shape, strides, 0))
     return elements
 
 
@@ -236,13 +225,13 @@ def _loaded(stored: StoredObject, path: str) -> Any:
         value = load_object(stored.read())
     except UntrustedObject as error:
         raise UntrustedObject(
-            f"{stored.key!r} in {path} could run code when loaded, which writing a torch.save file needs: {error}. "
-            f"Leave it out."
+            f"{stored.key!r} in {path} could run code when loaded, and a torch.save file can only be made of loaded "
+            f"objects: {error}. Leave it out."
         ) from None
     if tensors_in(value):  # their elements would not be written
         raise ConversionError(
-            f"{stored.key!r} in {path} is a {type(value).__name__} with tensors in it, which cannot be converted. "
-            f"Leave it out, or load and save it."
+            f"{stored.key!r} in {path} is a {type(value).__name__} with tensors in it, and cannot be converted. "
+            f"Leave it out, or load it and save it again."
         )
     return value
 

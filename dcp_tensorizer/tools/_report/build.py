@@ -77,8 +77,11 @@ def report(
         raise ValueError("checkpoints is empty. Name at least one.")
     started = time.monotonic()
     options = storage_options or {}
-    views = in_order_of_steps(open_all(checkpoints, options, encryption))
-    page = build(views, on_progress)
+    views = open_all(checkpoints, options, encryption)
+    steps = [step_of(_name(view)) for view in views]
+    if None not in steps and len(set(steps)) == len(steps):
+        views.sort(key=lambda view: step_of(_name(view)) or 0)
+    page = _page(views, on_progress)
     storage, name = beside(os.fspath(output), options)
     storage.make_directory()
     storage.put(name, page, sync=True)
@@ -87,29 +90,25 @@ def report(
     return Reported(f"{storage.path}/{name}", tuple(view.path for view in views), len(keys), len(page), seconds)
 
 
-def in_order_of_steps(views: Sequence[CheckpointView]) -> list[CheckpointView]:
-    """Sorts checkpoints by step. If steps are missing or equal, returns the given order."""
-    steps = [step_of(_name(view)) for view in views]
-    if None in steps or len(set(steps)) < len(steps):
-        return list(views)
-    return sorted(views, key=lambda view: step_of(_name(view)) or 0)
-
-
-def build(
-    views: Sequence[CheckpointView], on_progress: Callable[[int, int], object] = lambda done, total: None
-) -> bytes:
-    """Builds the page. Each checkpoint is compared with the previous one.
-
-    Raises `ReadError` if a checkpoint is damaged or cannot be read.
-    """
+def _page(views: Sequence[CheckpointView], on_progress: Callable[[int, int], object]) -> bytes:
+    """Builds the page. Each checkpoint is compared with the previous one. Raises `ReadError`."""
     names = [_name(view) for view in views]
     if len(set(names)) < len(names):
         names = [view.path for view in views]
-    checkpoints = [
-        checkpoint_row(name, step_of(_name(view)), view.saved, view.format, view.nbytes, len(view.objects))
-        for name, view in zip(names, views, strict=True)
-    ]
-    return render({"checkpoints": checkpoints, "tensors": [tensor_row(*one) for one in measure(views, on_progress)]})
+    checkpoints = []
+    for name, view in zip(names, views, strict=True):
+        saved = None if view.saved is None else datetime.fromtimestamp(view.saved, timezone.utc)
+        checkpoints.append(
+            {
+                "name": name,
+                "step": step_of(_name(view)),
+                "saved": saved and saved.isoformat(timespec="seconds"),
+                "format": view.format,
+                "bytes": view.nbytes,
+                "objects": len(view.objects),
+            }
+        )
+    return _render({"checkpoints": checkpoints, "tensors": [_tensor_row(*one) for one in measure(views, on_progress)]})
 
 
 def _name(view: CheckpointView) -> str:
@@ -126,8 +125,7 @@ _SCRIPTS = ("data.js", "draw.js", "treemap.js", "charts.js", "table.js", "detail
 _DIGITS = 5
 
 
-def render(data: Mapping[str, Any]) -> bytes:
-    """Renders ``data``: ``checkpoints`` is a list of `checkpoint_row`, ``tensors`` a list of `tensor_row`."""
+def _render(data: Mapping[str, Any]) -> bytes:
     style, script = _read("page.css"), "\n".join(map(_read, _SCRIPTS))
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     parts = {
@@ -140,22 +138,7 @@ def render(data: Mapping[str, Any]) -> bytes:
     return (begin + "".join(parts[name] + text for name, _, text in (p.partition("}}") for p in rest))).encode()
 
 
-def checkpoint_row(
-    name: str, step: int | None, saved: float | None, checkpoint_format: str, nbytes: int, objects: int
-) -> dict[str, Any]:
-    """Returns the page's row of a checkpoint."""
-    time = None if saved is None else datetime.fromtimestamp(saved, timezone.utc).isoformat(timespec="seconds")
-    return {
-        "name": name,
-        "step": step,
-        "saved": time,
-        "format": checkpoint_format,
-        "bytes": nbytes,
-        "objects": objects,
-    }
-
-
-def tensor_row(tensor: StoredTensor, statistics: Sequence[Statistics | None]) -> list[Any]:
+def _tensor_row(tensor: StoredTensor, statistics: Sequence[Statistics | None]) -> list[Any]:
     """Returns the page's row of a tensor: key, shape, dtype, bytes, and its statistics in each checkpoint.
 
     Each statistic has the order of FIELDS in ``data.js``.

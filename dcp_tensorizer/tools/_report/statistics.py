@@ -134,6 +134,14 @@ class Running:
         reach = _DEVIATIONS * deviation if math.isfinite(deviation) else math.inf
         low = max(self._smallest, self._mean - reach, -_LARGEST)
         high = min(self._largest, self._mean + reach, _LARGEST)
+        if low < high:
+            negative = self._fine[_FINE // 2 : _FINE // 2 + _FINITE][::-1]
+            below = np.concatenate([[0], np.cumsum(np.concatenate([negative, self._fine[:_FINITE]]))])
+            edges = np.clip(_FINE_EDGES, self._smallest, self._largest)
+            shares = np.interp(np.linspace(low, high, BINS + 1)[1:-1], edges, below)
+            bins = np.diff(np.rint(np.concatenate([[0], shares, [self._finite]]))).astype(np.int64).tolist()
+        else:  # all are equal
+            bins = [self._finite if number == BINS // 2 else 0 for number in range(BINS)]
         return Statistics(
             *counts,
             self._smallest,
@@ -143,18 +151,9 @@ class Running:
             math.sqrt(self._squares + self._finite * self._mean * self._mean),
             low,
             high,
-            self._histogram(low, high),
+            tuple(bins),
             math.sqrt(self._distance) if has_distance else None,
         )
-
-    def _histogram(self, low: float, high: float) -> tuple[int, ...]:
-        negative = self._fine[_FINE // 2 : _FINE // 2 + _FINITE][::-1]
-        below = np.concatenate([[0], np.cumsum(np.concatenate([negative, self._fine[:_FINITE]]))])
-        if not low < high:  # all are equal
-            return tuple(self._finite if number == BINS // 2 else 0 for number in range(BINS))
-        edges = np.clip(_FINE_EDGES, self._smallest, self._largest)
-        shares = np.interp(np.linspace(low, high, BINS + 1)[1:-1], edges, below)
-        return tuple(np.diff(np.rint(np.concatenate([[0], shares, [self._finite]]))).astype(np.int64).tolist())
 
 
 def _sum_of_squares(values: _Floats) -> float:

@@ -1,4 +1,4 @@
-"""The command line: what it prints, for people and for scripts, and its exit codes."""
+"""The command line: its output, for people and for scripts, and its exit codes."""
 
 from __future__ import annotations
 
@@ -59,21 +59,21 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def run(*arguments: str | Path) -> tuple[int, str, str]:
-    """Exit code, and what went to stdout and stderr."""
+    """Runs a command; returns the exit code, stdout and stderr."""
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
         code = app.run([str(argument) for argument in arguments])
     return code, out.getvalue(), err.getvalue()
 
 
 def told(*arguments: str | Path, code: int = 0) -> object:
-    """What a command says to a script."""
+    """Returns the JSON document of a command."""
     exit_code, out, _ = run(*arguments, "--json")
     assert exit_code == code
     return json.loads(out)
 
 
 def test_ls(checkpoint: Path) -> None:
-    """Name, state and numbers, in a line for each."""
+    """`ls` shows a line per checkpoint, with its name, state and numbers."""
     code, out, _ = run("ls", checkpoint.parent)
     assert code == 0
     assert out.splitlines()[1].split()[:2] == ["step-7", "committed"]
@@ -83,7 +83,7 @@ def test_ls(checkpoint: Path) -> None:
 
 
 def test_metrics(tmp_path: Path) -> None:
-    """`ls` and `inspect` show what a manager has recorded, and mark the checkpoint that ``keep_best`` retains."""
+    """`ls` and `inspect` show a manager's metrics, and mark the checkpoint that ``keep_best`` retains."""
     recorded: list[dict[str, float]] = [{"loss": 0.5, "accuracy": 0.875}, {"loss": 0.75}, {}]
     with CheckpointManager(tmp_path, stop_signals=(), keep_best="loss", keep_latest=2) as manager:
         for step, metrics in enumerate(recorded, 1):
@@ -101,7 +101,7 @@ def test_metrics(tmp_path: Path) -> None:
 
 @pytest.fixture
 def in_tokyo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """There days begin early."""
+    """Sets the time zone to one that is ahead of UTC."""
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     time.tzset()
     yield
@@ -114,8 +114,8 @@ def in_tokyo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [(300_000_000_000, None), (253_402_300_799, "9999-12-31T23:59:59.000+00:00")],
     ids=["in 11476", "at the end of 9999"],
 )
-def test_a_time_that_no_calendar_has(in_tokyo: None, written: int, told_as: str | None) -> None:
-    """A file's may lie beyond the year 9999, everywhere or here. Listing and collecting go on."""
+def test_times_beyond_the_year_9999(in_tokyo: None, written: int, told_as: str | None) -> None:
+    """A file's time beyond the year 9999, in UTC or in local time, does not stop `ls` and `gc`."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # disks have no such times
         file = Path(folder, "step-1", data_file_name(0, 0, "a" * 32))
         file.parent.mkdir()
@@ -129,7 +129,7 @@ def test_a_time_that_no_calendar_has(in_tokyo: None, written: int, told_as: str 
 
 
 def test_inspect(checkpoint: Path) -> None:
-    """Every tensor with what is known of it, never cut in a pipe; a checkpoint gives no orders to a terminal."""
+    """`inspect` shows every tensor in full in a pipe, and escapes control sequences of a terminal."""
     code, out, _ = run("inspect", checkpoint)
     assert code == 0
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line}
@@ -146,7 +146,7 @@ def test_inspect(checkpoint: Path) -> None:
 
 
 def test_verify(checkpoint: Path) -> None:
-    """0 and ok, or 1 and what is damaged."""
+    """`verify` has exit code 0 and shows ok, or 1 and shows the damage."""
     code, out, _ = run("verify", checkpoint, "--full")
     assert (code, out.startswith("ok: 2 files, 7 items")) == (0, True)
     path = sorted(checkpoint.glob("*.tensors"))[0]
@@ -158,8 +158,8 @@ def test_verify(checkpoint: Path) -> None:
     assert found["damages"][0]["file"] == path.name  # type: ignore[index]
 
 
-def test_verifying_what_is_saved_meanwhile(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """2, and not 1: the checkpoint that it has begun with is gone, and the new one is whole."""
+def test_verify_of_a_checkpoint_that_is_replaced(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verify` of a checkpoint that is replaced meanwhile has exit code 2."""
 
     def saved_again(storage: Storage) -> object:
         parts = read_parts(storage)
@@ -176,7 +176,7 @@ def test_verifying_what_is_saved_meanwhile(checkpoint: Path, monkeypatch: pytest
 
 
 def test_diff(checkpoint: Path, tmp_path: Path) -> None:
-    """0 if they are the same however they are sharded, 1 if not."""
+    """`diff` has exit code 0 for equal checkpoints in any chunks, and 1 for different ones."""
     same = {"model.half": filled(torch.bfloat16, (5, 4)), "model.columns": filled(torch.float32, (5, 4), 1)}
     make_checkpoint(tmp_path / "b", same | {"optim.step": torch.tensor(3.0)}, {"optim.lr": 0.5, "note": "a\x1b[31mb"})
     assert told("diff", checkpoint, tmp_path / "b")["same"] == 5  # type: ignore[call-overload, index]
@@ -188,7 +188,7 @@ def test_diff(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_convert_and_back(checkpoint: Path, tmp_path: Path) -> None:
-    """Options reach the conversion, and what comes out is as it should be."""
+    """`convert` passes its options on, and its result converts back."""
     model = ["--include", "model.*", "--strip-prefix", "model."]
     code, out, _ = run("convert", checkpoint, tmp_path / "m.safetensors", "--to", "safetensors", *model)
     assert (code, "2 tensors" in out) == (0, True)
@@ -200,7 +200,7 @@ def test_convert_and_back(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_gc(checkpoint: Path) -> None:
-    """A dry run removes nothing and says how much would go."""
+    """`gc --dry-run` removes nothing, and shows how many bytes would be freed."""
     shutil.copytree(checkpoint, checkpoint.parent / "step-8")
     found = told("gc", checkpoint.parent, "--keep-latest", "1", "--dry-run")
     expected = sum(path.stat().st_size for path in checkpoint.iterdir())
@@ -241,10 +241,10 @@ def test_gc(checkpoint: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_mistakes_are_told_in_a_line(
+def test_mistakes(
     checkpoint: Path, arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit code 2, what is wrong, and no traceback; nothing is written."""
+    """A mistake has exit code 2 and one line on stderr, and writes nothing."""
     monkeypatch.chdir(tmp_path)
     code, out, err = run(*(argument.format(checkpoint=checkpoint) for argument in arguments))
     assert (code, words in err, "Traceback" in err, out) == (2, True, False, "")
@@ -252,7 +252,7 @@ def test_mistakes_are_told_in_a_line(
 
 
 def test_files_that_are_not_checkpoints(checkpoint: Path, tmp_path: Path) -> None:
-    """A file of another kind says so, and a module says how to make it data."""
+    """A file of an unknown kind is refused by name, and a pickled module with advice."""
     (tmp_path / "notes").write_text("of a person")
     torch.save(torch.nn.Linear(1, 1), tmp_path / "module.pt")
     for command, *more in (["inspect"], ["verify"], ["report", "-o", tmp_path / "report.html"]):
@@ -263,7 +263,7 @@ def test_files_that_are_not_checkpoints(checkpoint: Path, tmp_path: Path) -> Non
 
 
 def test_files_and_folders_of_other_formats(checkpoint: Path, tmp_path: Path) -> None:
-    """Their files have no ranks, and torch's no digests; a run is verified as a whole."""
+    """`verify` and `inspect` read other formats, and `verify` a folder of checkpoints."""
     run("convert", checkpoint, tmp_path / "model.pt", "--to", "torch")
     code, out, _ = run("verify", tmp_path / "model.pt")
     assert (code, out.startswith("ok: 1 file, ")) == (0, True)
@@ -277,7 +277,7 @@ def test_files_and_folders_of_other_formats(checkpoint: Path, tmp_path: Path) ->
 
 
 def test_damage_is_1_for_every_target(checkpoint: Path, tmp_path: Path) -> None:
-    """Also where torch's own writer asks for the tensors, whose errors DCP wraps."""
+    """Damage has exit code 1 for every target, also if DCP wraps the error."""
     max(checkpoint.glob("*.tensors"), key=lambda path: path.stat().st_size).unlink()
     for name in ("dcp", "dcp_tensorizer"):
         code, _, err = run("convert", checkpoint, tmp_path / name, "--to", name)
@@ -285,7 +285,7 @@ def test_damage_is_1_for_every_target(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def test_a_copy_that_lacks_a_file_is_not_the_same(checkpoint: Path, tmp_path: Path) -> None:
-    """Tensors are the same by their stored digests; their files have to be there."""
+    """`diff` fails if a data file is missing or truncated, even if all digests are equal."""
     copy = shutil.copytree(checkpoint, tmp_path / "copy")
     assert run("diff", checkpoint, copy)[0] == 0
     path = max(copy.glob("*.tensors"), key=lambda path: path.stat().st_size)
@@ -297,8 +297,8 @@ def test_a_copy_that_lacks_a_file_is_not_the_same(checkpoint: Path, tmp_path: Pa
     assert (code, f"{path.name} is missing" in err) == (2, True)
 
 
-def test_what_is_not_ours_to_read(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """It is not damaged: verify ends with 2. What ls cannot look into is named in the log."""
+def test_missing_permissions(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """A lack of permission is not damage: `verify` has exit code 2, and `ls` logs the directory."""
 
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "there")
@@ -314,8 +314,8 @@ def test_what_is_not_ours_to_read(checkpoint: Path, monkeypatch: pytest.MonkeyPa
     assert "step-8: [Errno 13] Permission denied" in caplog.text
 
 
-def test_damage_met_by_a_command_is_1(checkpoint: Path, tmp_path: Path) -> None:
-    """A script can tell damage from a mistake of its own."""
+def test_damage_has_exit_code_1(checkpoint: Path, tmp_path: Path) -> None:
+    """A command that meets damage has exit code 1, and writes nothing."""
     path = max(checkpoint.glob("*.tensors"), key=lambda path: path.stat().st_size)
     with open(path, "r+b") as file:
         file.truncate(path.stat().st_size - 2000)
@@ -323,28 +323,24 @@ def test_damage_met_by_a_command_is_1(checkpoint: Path, tmp_path: Path) -> None:
     assert (code, path.name in err, (tmp_path / "x").exists()) == (1, True, False)
 
 
-def test_secrets_of_storage_options_are_not_told() -> None:
-    """An error of a file system may quote its options; these do not come through."""
+def test_secrets_of_storage_options_are_not_shown() -> None:
+    """Messages do not show the values of storage options."""
     code, _, err = run("ls", "memory://nowhere", "--storage-option", "password=hunter22-hunter22")
     assert (code, "hunter22" in err) == (2, False)
 
 
 def test_as_a_command_as_a_module_and_without_its_libraries(checkpoint: Path, tmp_path: Path) -> None:
-    """Both run it, as they are installed; where typer is missing, a line says what to install."""
+    """Without typer, the command line names the extra to install, and ``--version`` works."""
     installed, module = [Path(sys.executable).with_name("dcp-tensorizer")], [sys.executable, "-m", "dcp_tensorizer"]
     for command, words in (([*installed, "verify", checkpoint], "ok: 2 files"), ([*module, "--help"], "convert")):
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
         assert words in done.stdout
     (tmp_path / "typer.py").write_text("raise ImportError('no typer', name='typer')")
-    done = subprocess.run(
-        [sys.executable, "-m", "dcp_tensorizer", "ls", "."],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (2, "dcp-tensorizer needs typer: pip install 'dcp_tensorizer[cli]'\n")
+    missing = "dcp-tensorizer needs typer: pip install 'dcp_tensorizer[cli]'\n"
+    for arguments, expected in ((["ls", "."], (2, "", missing)), (["--version"], (0, f"{environment()}\n", ""))):
+        env = os.environ | {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run([*module, *arguments], capture_output=True, text=True, timeout=600, env=env, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == expected
 
 
 KEY = bytes(range(32))
@@ -361,7 +357,7 @@ def encrypted(tmp_path: Path) -> Path:
 
 
 def test_encrypted_checkpoints_without_their_key(encrypted: Path) -> None:
-    """Names and places are shown, files verified and collected; values are not to be had."""
+    """Without the key, names and locations are shown and files verified, but values are not shown."""
     (listed,) = told("ls", encrypted.parent)  # type: ignore[misc]
     assert (listed["state"], listed["tensors"]) == ("committed", 1)
     found = told("inspect", encrypted)
@@ -376,7 +372,7 @@ def test_encrypted_checkpoints_without_their_key(encrypted: Path) -> None:
 
 @pytest.mark.parametrize("option", ["key", "passphrase"])
 def test_encrypted_checkpoints_with_their_key(encrypted: Path, tmp_path: Path, option: str) -> None:
-    """From a file: a key, or the passphrase that it was made of."""
+    """The key is read from a file, or derived from a passphrase in a file."""
     key = (f"--{option}-file", tmp_path / option)
     found = told("inspect", encrypted, *key)
     assert [(o["key"], o["value"]) for o in found["objects"]] == [("lr", 0.5)]  # type: ignore[index]
@@ -386,7 +382,7 @@ def test_encrypted_checkpoints_with_their_key(encrypted: Path, tmp_path: Path, o
 
 
 def test_keys_that_do_not_fit(encrypted: Path, checkpoint: Path, tmp_path: Path) -> None:
-    """A wrong one, one too many, one that is none: each error says which."""
+    """A wrong, unnecessary, short or missing key is an error, and nothing is written."""
     (tmp_path / "short").write_bytes(b"short")
     for path, key, words in (
         (encrypted, "wrong", "another key"),
@@ -400,8 +396,8 @@ def test_keys_that_do_not_fit(encrypted: Path, checkpoint: Path, tmp_path: Path)
         assert not (tmp_path / "out").exists()
 
 
-def test_passwords_in_urls_are_not_told(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither on the screen nor in what is written."""
+def test_passwords_in_urls_are_not_shown(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither messages nor metadata show the password of a URL."""
     monkeypatch.chdir(tmp_path)
     memory = fsspec.filesystem("memory")
     url = "memory://user:hunter22@host"
@@ -431,7 +427,7 @@ def test_passwords_in_urls_are_not_told(checkpoint: Path, tmp_path: Path, monkey
 
 
 def test_without_libsodium_a_key_is_an_error(encrypted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That says what to install."""
+    """Without libsodium, a key is an error that names libsodium."""
 
     def missing() -> None:
         raise OSError("no libsodium")
@@ -442,8 +438,8 @@ def test_without_libsodium_a_key_is_an_error(encrypted: Path, tmp_path: Path, mo
         assert (code, "needs libsodium" in err) == (2, True)
 
 
-def test_names_that_are_no_text(checkpoint: Path) -> None:
-    """A directory whose name is not UTF-8, for people and for scripts, on any terminal."""
+def test_names_that_are_not_utf_8(checkpoint: Path) -> None:
+    """A directory name that is not UTF-8 is shown on any terminal, and in JSON."""
     os.rename(checkpoint, os.fsencode(checkpoint.parent) + b"/step-\xff1")
     arguments = ["-m", "dcp_tensorizer", "ls", str(checkpoint.parent)]
     done = subprocess.run([warm.python(), *arguments, "--json"], capture_output=True, timeout=600, check=True)
@@ -454,7 +450,7 @@ def test_names_that_are_no_text(checkpoint: Path) -> None:
 
 
 def test_diff_of_an_encrypted_checkpoint_with_a_plain_one(encrypted: Path, tmp_path: Path) -> None:
-    """The key is for the one that has one; for none of the two it is one too many."""
+    """`diff` takes a key if one checkpoint is encrypted, and refuses it if neither is."""
     make_checkpoint(tmp_path / "plain", {"w": filled(torch.float32, (5, 4))}, {"lr": 0.5})
     key = ("--key-file", tmp_path / "key")
     for pair in ((encrypted, tmp_path / "plain"), (tmp_path / "plain", encrypted)):
@@ -475,7 +471,7 @@ def test_diff_of_an_encrypted_checkpoint_with_a_plain_one(encrypted: Path, tmp_p
     ],
 )
 def test_exit_codes(checkpoint: Path, tmp_path: Path, damage: str, commands: dict[str, int]) -> None:
-    """1 is damage, but for diff, whose 1 is a difference; what cannot be read, or is not allowed, is 2."""
+    """Damage has exit code 1, except for `diff`; what cannot be read or is not allowed has exit code 2."""
     make_checkpoint(tmp_path / "other", {"model.half": torch.ones(5, 4).bfloat16()})
     path = max(checkpoint.glob("__0*.tensors"), key=lambda path: path.stat().st_size)
     if damage == "data":
@@ -498,7 +494,7 @@ def test_exit_codes(checkpoint: Path, tmp_path: Path, damage: str, commands: dic
 
 
 def test_help_and_version_take_no_torch() -> None:
-    """Nor do mistakes in a command: what takes seconds is imported by the commands that need it."""
+    """Help, the version and mistakes in a command do not import torch or numpy."""
     script = """
 import sys
 from dcp_tensorizer._cli.app import run
@@ -512,7 +508,7 @@ for arguments in (["--version"], ["--help"], ["convert", "--help"], ["convert", 
 
 
 def test_shells_complete_formats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The names of options, commands and formats."""
+    """A shell completes the names of commands, options and formats."""
     monkeypatch.setenv("_DCP_TENSORIZER_COMPLETE", "complete_bash")
     for line, expected in (
         ("dcp-tensorizer ver", {"verify"}),
@@ -527,7 +523,7 @@ def test_shells_complete_formats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_json_before_or_after_the_verb(checkpoint: Path) -> None:
-    """The same document, with numbers as numbers and times in ISO format."""
+    """``--json`` before or after the command gives the same document."""
     after, before = (json.loads(run(*line)[1]) for line in (("ls", checkpoint, "--json"), ("--json", "ls", checkpoint)))
     assert after == before
     (found,) = after
@@ -539,8 +535,8 @@ def test_json_before_or_after_the_verb(checkpoint: Path) -> None:
     assert values == {"optim.lr": ("float", 0.5, "0.5"), "note": ("str", "a\x1b[31mb", "'a\\x1b[31mb'")}
 
 
-def test_numbers_that_json_cannot_say(tmp_path: Path) -> None:
-    """Are null: a field is a number or nothing."""
+def test_nan_and_infinity_in_json(tmp_path: Path) -> None:
+    """NaN and infinities are null in JSON."""
     for name, value in (("a", 1.0), ("b", float("inf"))):
         make_checkpoint(tmp_path / name, {"x": torch.tensor([value])})
     found = told("diff", tmp_path / "a", tmp_path / "b", code=1)
@@ -557,7 +553,7 @@ def test_numbers_that_json_cannot_say(tmp_path: Path) -> None:
     ],
 )
 def test_errors_as_json(tmp_path: Path, arguments: list[str], error: str, words: str) -> None:
-    """On stdout, wherever ``--json`` stands."""
+    """With ``--json``, an error is a document on stdout."""
     for line in (["--json", *arguments], [*arguments, "--json"]):
         code, out, err = run(*line)
         found = json.loads(out)
@@ -580,14 +576,14 @@ def test_errors_as_json(tmp_path: Path, arguments: list[str], error: str, words:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_was_meant_is_suggested(checkpoint: Path, arguments: list[str], meant: str) -> None:
-    """In the error, which begins as every error does."""
+def test_suggestions(checkpoint: Path, arguments: list[str], meant: str) -> None:
+    """An error suggests the name that was probably meant."""
     code, out, err = run(*(a.format(checkpoint=checkpoint, run=checkpoint.parent) for a in arguments))
     assert (code, out, err.startswith("error: "), meant in err) == (2, "", True, True)
 
 
 def test_a_missing_file_is_one_line(checkpoint: Path) -> None:
-    """With what was in it, and the exit code of damage."""
+    """A missing file is one line with the keys in it, and exit code 1."""
     path = max(checkpoint.glob("*.tensors"), key=lambda path: path.stat().st_size)
     path.unlink()
     code, out, _ = run("verify", checkpoint)
@@ -597,14 +593,14 @@ def test_a_missing_file_is_one_line(checkpoint: Path) -> None:
 
 
 def test_torchs_own_checkpoints_are_listed(checkpoint: Path) -> None:
-    """As what they are."""
+    """`ls` lists torch's own checkpoints as such."""
     run("convert", checkpoint, checkpoint.parent / "step-9", "--to", "dcp")
     assert [(c["step"], c["state"]) for c in told("ls", checkpoint.parent)] == [(9, "torch"), (7, "committed")]  # type: ignore[attr-defined]
     assert "torch's own FileSystemWriter" in run("ls", checkpoint.parent)[1]
 
 
-def test_what_this_version_does_not_read_is_not_damaged(checkpoint: Path) -> None:
-    """Exit code 3, also where it is one of a run."""
+def test_newer_versions_are_not_damaged(checkpoint: Path) -> None:
+    """A checkpoint of a newer version has exit code 3, also in a folder."""
     content = bytearray((checkpoint / ".metadata").read_bytes())
     content[8] = 99  # the version, under the digest
     digest = xxhash.xxh3_128()
@@ -618,7 +614,7 @@ def test_what_this_version_does_not_read_is_not_damaged(checkpoint: Path) -> Non
 
 
 def test_steps_are_sorted_by_number(checkpoint: Path) -> None:
-    """The highest first, in each directory; what has no number comes last."""
+    """`ls` sorts by directory and by step, the highest first, and names without numbers last."""
     for name in ("step-10", "step-9", "best", "more/step-2"):
         shutil.copytree(checkpoint, checkpoint.parent / name)
     rows = [line.split()[0] for line in run("ls", checkpoint.parent)[1].splitlines()[1:]]
@@ -636,8 +632,8 @@ def test_convert_with_other_keys(checkpoint: Path, tmp_path: Path) -> None:
     assert (code, "is not a JSON object of patterns and new keys" in err) == (2, True)
 
 
-def test_what_gc_keeps_is_apart_from_what_it_removes(checkpoint: Path) -> None:
-    """The document of ``--json`` has two lists."""
+def test_gc_lists_removed_and_retained_checkpoints(checkpoint: Path) -> None:
+    """The JSON document of `gc` has removed and retained checkpoints in separate lists."""
     shutil.copytree(checkpoint, checkpoint.parent / "step-8")
     (checkpoint.parent / "latest").symlink_to(checkpoint)
     found: Any = told("gc", checkpoint.parent, "--keep-latest", "1", "--dry-run")
@@ -646,7 +642,7 @@ def test_what_gc_keeps_is_apart_from_what_it_removes(checkpoint: Path) -> None:
 
 
 def test_a_copy_without_hidden_files_is_told_from_other_directories(checkpoint: Path, tmp_path: Path) -> None:
-    """As ``cp step/* ...`` makes it: each command says what is missing, and how to copy."""
+    """A copy without `.metadata`, as `cp step/* ...` makes it, is refused with advice."""
     (tmp_path / "copy").mkdir()
     for path in checkpoint.glob("*.tensors"):
         shutil.copy(path, tmp_path / "copy")
@@ -656,7 +652,7 @@ def test_a_copy_without_hidden_files_is_told_from_other_directories(checkpoint: 
 
 
 def test_paths_in_records_are_absolute(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever was given, each command's document has the same path for the same place."""
+    """Each command shows the absolute path of a checkpoint."""
     monkeypatch.chdir(checkpoint.parent)
     commands = [["inspect", checkpoint.name], ["verify", checkpoint.name]]
     assert {told(*command)["path"] for command in commands} == {str(checkpoint)}  # type: ignore[call-overload, index]
@@ -665,7 +661,7 @@ def test_paths_in_records_are_absolute(checkpoint: Path, monkeypatch: pytest.Mon
 
 
 def test_gc_of_data_alone(checkpoint: Path) -> None:
-    """``--only-data`` leaves what others have put beside it."""
+    """``gc --only-data`` leaves other files in a checkpoint's directory."""
     shutil.copytree(checkpoint, checkpoint.parent / "step-8")
     (checkpoint / "tokenizer.json").write_text("{}")
     assert run("gc", checkpoint.parent, "--keep-latest", "1", "--only-data")[0] == 0
@@ -673,14 +669,14 @@ def test_gc_of_data_alone(checkpoint: Path) -> None:
 
 
 def test_report(checkpoint: Path, tmp_path: Path) -> None:
-    """Writes a page, and says where."""
+    """`report` writes a page, and shows its path."""
     code, out, _ = run("report", checkpoint, "-o", tmp_path / "page.html")
     assert (code, out.startswith(f"{tmp_path}/page.html: 3 tensors of 1 checkpoint, ")) == (0, True)
     assert told("report", checkpoint, "-o", tmp_path / "page.html")["checkpoints"] == [str(checkpoint)]  # type: ignore[call-overload, index]
 
 
 def test_trace(tmp_path: Path) -> None:
-    """Makes the trace, and says what is in it; a folder without trace files is no damage."""
+    """`trace` writes a trace, and shows its contents; a folder without trace files has exit code 2."""
     record = TraceFile(tmp_path / "spans")
     with TensorizerStorageWriter(tmp_path / "ckpt", on_report=record) as writer:
         dcp.save({"weight": torch.ones(4)}, storage_writer=writer)
@@ -702,7 +698,7 @@ def test_trace(tmp_path: Path) -> None:
     ],
 )
 def test_a_signal_leaves_a_clean_line(tmp_path: Path, to: str, name: str, code: int, said: str) -> None:
-    """In the middle of a conversion, which ends within a moment: no traceback, no half of a result, its exit code."""
+    """A signal ends a conversion with its exit code, without a traceback or a partial result."""
     tensors = 64
     described = {
         f"t{n}": {"dtype": "F32", "shape": [4 << 20], "data_offsets": [n << 24, (n + 1) << 24]} for n in range(tensors)
@@ -738,7 +734,7 @@ main()
 
 
 def test_gc_that_cannot_remove_something(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit code 2, after all that could be done has been, and shown."""
+    """If a checkpoint cannot be removed, `gc` removes the others, and has exit code 2."""
     for step in (8, 9):
         shutil.copytree(checkpoint, checkpoint.parent / f"step-{step}")
     remove = _gc.remove
@@ -759,7 +755,7 @@ def test_gc_that_cannot_remove_something(checkpoint: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("command", [["ls"], ["--json", "verify"]], ids=" ".join)
 @pytest.mark.parametrize("kind", ["full", "closed"])
 def test_output_that_cannot_be_written(checkpoint: Path, command: list[str], kind: str) -> None:
-    """It is no damage: a full disk is exit code 2, and a reader that has closed the pipe the shell's own."""
+    """A full disk has exit code 2, and a closed pipe 141."""
     python = sys.executable if command == ["ls"] else warm.python()  # one end is that of a whole interpreter
     program = [python, "-m", "dcp_tensorizer", *command, str(checkpoint)]
     reading, writing = os.pipe()
@@ -776,7 +772,7 @@ def test_output_that_cannot_be_written(checkpoint: Path, command: list[str], kin
 
 
 def test_an_empty_path() -> None:
-    """As of a variable that is not set: nothing is looked at, and above all nothing is removed."""
+    """An empty path, as of an unset variable, is an error."""
     for command in (["gc", "", "--keep-latest", "1"], ["ls", ""], ["verify", ""]):
         code, out, err = run(*command)
         assert (code, out) == (2, "")
@@ -784,7 +780,7 @@ def test_an_empty_path() -> None:
 
 
 def test_a_key_and_a_passphrase(checkpoint: Path, tmp_path: Path) -> None:
-    """The message names both options."""
+    """A key and a passphrase together are an error that names both options."""
     for name in ("key", "words"):
         (tmp_path / name).write_bytes(bytes(32))
     code, _, err = run("inspect", checkpoint, "--key-file", tmp_path / "key", "--passphrase-file", tmp_path / "words")

@@ -1,4 +1,4 @@
-"""The commands that publish versions and apply them: what they say, and their exit codes."""
+"""The commands that publish and apply versions: their output and exit codes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .test_app import run, told
 
 
 def test_a_model_is_published_and_followed(tmp_path: Path) -> None:
-    """From the first version to a copy of the second one, and the first one's end."""
+    """A copy follows a model from the first version to the second, until the first is removed."""
     published, copy = tmp_path / "published", tmp_path / "copy"
     state = first_state()
     write_model(tmp_path / "one", state)
@@ -20,7 +20,7 @@ def test_a_model_is_published_and_followed(tmp_path: Path) -> None:
     added = told("publish", "add", tmp_path / "two", published, "--previous", tmp_path / "one")
     assert (added["version"], added["is_delta"], added["tensors"]) == (2, True, 3)  # type: ignore[index]
     _, out, _ = run("publish", "ls", published)
-    assert [line.split()[:2] for line in out.splitlines()[1:]] == [["2", "changes"], ["1", "whole"]]
+    assert [line.split()[:2] for line in out.splitlines()[1:]] == [["2", "delta"], ["1", "whole"]]
     assert [info["step"] for info in told("publish", "ls", published)] == [None, 10]  # type: ignore[attr-defined]
     code, out, _ = run("publish", "apply", published, copy, "--to", "1")
     assert (code, "has version 1: by a whole version" in out) == (0, True)
@@ -34,12 +34,12 @@ def test_a_model_is_published_and_followed(tmp_path: Path) -> None:
     run("publish", "add", tmp_path / "one", published, "--max-deltas", "1")
     assert run("--json", "publish", "gc", published, "--keep-latest", "1", "--dry-run")[1].startswith("{")
     code, out, _ = run("publish", "gc", published, "--keep-latest", "1")
-    assert (code, out.splitlines()[0].startswith("version 2: what changed")) == (0, True)
+    assert (code, out.splitlines()[0].startswith("version 2: a delta")) == (0, True)
     assert out.splitlines()[-1].startswith("2 versions removed: ")
 
 
 def test_damage_and_mistakes_have_their_exit_codes(tmp_path: Path) -> None:
-    """1 for what is damaged, 2 for what cannot be done, 3 for another program's versions."""
+    """Damage has exit code 1, a failure 2, and versions of another program 3."""
     published = tmp_path / "published"
     write_model(tmp_path / "one", first_state())
     assert told("publish", "ls", tmp_path, code=2)["error"] == "NotCommitted"  # type: ignore[index]

@@ -2,8 +2,8 @@
 
     python -m tests.integration.publish.killed save|publish|apply DIRECTORY
 
-For every kill a child is forked, which sends itself SIGKILL. Then this process looks at what is there. It prints how
-many times a child was killed, and fails if it found anything but the old version or the new one.
+For every kill a child is forked, which sends itself SIGKILL. Then this process checks the directory. It prints the
+number of kills, and fails if it finds anything but the old version or the new one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHANGES = ("fsync", "link", "mkdir", "open", "pwrite", "replace", "rmdir", "unli
 
 
 class Killed:
-    """Counts the calls that change the disk, and kills the process before one of them. It pauses before the others."""
+    """Counts the calls that change the disk, and kills the process before one of them. Pauses before the others."""
 
     def __init__(self, at: int, pause: Callable[[str], object] = lambda call: None) -> None:
         self._left, self._lock, self._pause = at, threading.Lock(), pause
@@ -51,7 +51,7 @@ class Killed:
 
 
 def is_killed(work: Callable[[], object], at: int) -> bool:
-    """Does something in a child; returns whether the child was killed before it was done."""
+    """Runs a function in a child; returns whether the child was killed before the end."""
     child = os.fork()
     if not child:
         Killed(at)
@@ -63,7 +63,7 @@ def is_killed(work: Callable[[], object], at: int) -> bool:
 
 
 def prepare(root: Path) -> Path:
-    """Publishes three versions, a whole one and two deltas; models of four are in ``model-N``."""
+    """Publishes three versions, a whole one and two deltas; four models are in ``model-N``."""
     state = first_state()
     for number in range(1, 5):
         write_model(root / f"model-{number}", state)
@@ -74,7 +74,7 @@ def prepare(root: Path) -> Path:
 
 
 def kill_publisher(root: Path, max_deltas: int) -> int:
-    """Kills a publisher of the fourth version, a delta or a whole one; returns how often."""
+    """Kills a publisher of the fourth version, a delta or a whole one; returns the number of kills."""
     published = prepare(root)
     expected = {number: weights_of(root / f"model-{number}") for number in range(1, 5)}
     for at in range(1000):
@@ -100,7 +100,7 @@ def kill_publisher(root: Path, max_deltas: int) -> int:
 
 
 def kill_reader(root: Path, before: int | None) -> int:
-    """Kills what brings a copy from a version, or from nothing, to the third; returns how often."""
+    """Kills the update of a copy from a version, or from nothing, to the third; returns the number of kills."""
     published = prepare(root)
     expected = {number: weights_of(root / f"model-{number}") for number in range(1, 5)}
     for at in range(1000):
@@ -125,9 +125,9 @@ def kill_reader(root: Path, before: int | None) -> int:
 
 
 def kill_first_reader(root: Path) -> int:
-    """Kills what brings an empty directory to a version; the next version has other files. Returns how often.
+    """Kills the update of an empty directory to a version; returns the number of kills.
 
-    A file of the user has the name of one of the version's.
+    The next version has other files. A file of the user has the name of one of the version's files.
     """
     before, after = root / "before", root / "after"
     model = write_model(root / "model", first_state())
@@ -165,7 +165,7 @@ def save(path: Path, step: int) -> None:
 
 
 def kill_save(root: Path, step: int) -> int:
-    """Kills the first save of a model, or one that replaces it; returns how often."""
+    """Kills the first save of a model, or one that replaces it; returns the number of kills."""
     for at in range(1000):
         model = root / "model"
         if step > 1:

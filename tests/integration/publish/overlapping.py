@@ -30,7 +30,7 @@ REFUSED, FAILED = 3, 4
 
 
 def run_round(chance: random.Random, root: Path, counts: Counter[str]) -> list[str]:
-    """Does one round in an empty directory; returns what was broken or left over."""
+    """Runs one round in an empty directory; returns the faults and leftovers."""
     published, models = root / "published", [_model(chance, root / f"model-{number}") for number in range(7)]
     first = chance.randint(0, 2)
     for model in models[:first]:
@@ -68,7 +68,7 @@ def run_round(chance: random.Random, root: Path, counts: Counter[str]) -> list[s
 
 
 def _model(chance: random.Random, path: Path) -> Path:
-    """A model of one layout; a quarter of them has another configuration."""
+    """Returns a model of one layout; a quarter of the models has another configuration."""
     values = np.random.default_rng(chance.randrange(1 << 30))
     state = {name: np.arange(500, dtype=np.float32) for name in "abc"}
     for array in state.values():
@@ -104,7 +104,7 @@ def _fork(chance: random.Random, model: Path, published: Path) -> int:
 
 
 def main(rounds: int, seed: int, directory: Path) -> None:
-    """Does rounds until one finds something."""
+    """Runs rounds until one finds a fault."""
     chance, counts = random.Random(seed), Counter[str]()
     for number in range(rounds):
         root = directory / "round"

@@ -1,4 +1,4 @@
-"""Whoever is killed while it saves a model, or publishes or applies a version, leaves the old one or the new one."""
+"""Tests of kills: a process killed while it saves, publishes or applies leaves the old or the new model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...lab.processes import ROOT, file_size_limit
 
 @pytest.mark.promise("two-publishers")
 def test_publishers_that_overlap_leave_whole_versions(tmp_path: Path) -> None:
-    """Two to four of them, some killed: all that is there is whole, and after the next publication nothing else."""
+    """After two to four concurrent publishers, some killed, all versions are whole, and leftovers are removed."""
     command = [warm.python(), "-m", "tests.integration.publish.overlapping", "25", "1", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -30,7 +30,7 @@ def test_publishers_that_overlap_leave_whole_versions(tmp_path: Path) -> None:
 @pytest.mark.promise("model-save-fails")
 @pytest.mark.parametrize("what", ["save", "publish", "apply"])
 def test_a_kill_leaves_the_old_version_or_the_new_one(tmp_path: Path, what: str) -> None:
-    """Before every single change to the disk, by SIGKILL; whoever comes next finishes the work, and leaves no rest."""
+    """After a SIGKILL before each change to the disk, the next process finishes the work without leftovers."""
     command = [warm.python(), "-m", "tests.integration.publish.killed", what, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

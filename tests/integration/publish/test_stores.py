@@ -1,4 +1,4 @@
-"""Versions on a server of object storage, which has no directories and no links."""
+"""Tests of versions on an object store, which has no directories and no links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...lab.servers import S3Server
 
 
 def test_leftovers_of_killed_publishers_go_with_the_next_version(tmp_path: Path, s3: S3Server) -> None:
-    """Objects and uploads, in the directory of the next version and in the one before; other files there stay."""
+    """Leftover objects and uploads of killed publishers are removed with the next version; other files stay."""
     url, options, state = f"s3://{s3.bucket}/published", s3.options(), first_state()
     for number in (1, 2):
         publish(write_model(tmp_path / f"model-{number}", state), url, storage_options=options)

@@ -1,4 +1,4 @@
-"""A writer of models publishes each of them, by a process of its own."""
+"""Tests of a writer that publishes each of its models, in a separate process."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from dcp_tensorizer import (
     unwrap,
 )
 from dcp_tensorizer._models.versions import SavedModel, VersionsOfWriter
+from dcp_tensorizer._publish.publisher import Publication
 from dcp_tensorizer._runtime.threads import Deadline
 from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._writer_process.options import SaveLimits, SaveOptions
-from dcp_tensorizer._writer_process.protocol import PublishRequest
 from dcp_tensorizer.tools import list_versions, verify_versions
 from dcp_tensorizer.writer import SaveReport
 
@@ -48,7 +48,7 @@ def state(step: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize("in_place", [False, True], ids=["a directory each", "one directory"])
 def test_each_model_becomes_a_version(tmp_path: Path, is_async: bool, in_place: bool) -> None:
-    """The first one whole, then what changed, cast as the model is; a copy gets the bytes of each of them."""
+    """The first version is whole, and later ones are deltas of the cast model; a copy gets exactly their bytes."""
     options: dict[str, Any] = {"dtype": torch.bfloat16, "max_shard_bytes": 20_000, "overwrite": True}
     published = tmp_path / "published"
     with SafetensorsStorageWriter(publish=Publish(published, max_deltas=2), **options) as writer:
@@ -70,12 +70,12 @@ def test_each_model_becomes_a_version(tmp_path: Path, is_async: bool, in_place: 
 
 
 def test_the_model_before_is_read_where_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not put together from all that was published since the last whole version."""
+    """The previous model is read from its own files, instead of being rebuilt from the published ones."""
     seen: list[str | None] = []
     original = WriterClient.publish
 
-    def noted(self: WriterClient, request: PublishRequest, *arguments: Any) -> Any:
-        previous = request.publication.previous
+    def noted(self: WriterClient, request: Publication, *arguments: Any) -> Any:
+        previous = request.previous
         seen.append(None if previous is None else Path(previous).name)
         return original(self, request, *arguments)
 
@@ -94,10 +94,10 @@ def test_the_model_before_is_read_where_it_is_there(tmp_path: Path, monkeypatch:
 def test_a_save_waits_for_no_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_shard_bytes: int, count: int
 ) -> None:
-    """Of models that wait for one that is being published only the newest is; their files stay as long as needed."""
+    """Of several models that wait to be published, only the newest is; their files stay until then."""
     goes_on, original = threading.Event(), WriterClient.publish
 
-    def held(self: WriterClient, request: PublishRequest, *arguments: Any) -> Any:
+    def held(self: WriterClient, request: Publication, *arguments: Any) -> Any:
         assert goes_on.wait(WAIT)
         return original(self, request, *arguments)
 
@@ -125,7 +125,7 @@ def test_a_save_waits_for_no_version(
 
 
 def wait_until_idle(versions: VersionsOfWriter) -> None:
-    """Returns when nothing is being published, and takes no error from those whom it concerns."""
+    """Waits until nothing is being published, without consuming its error."""
     for thread in threading.enumerate():
         if thread.name == "publish":
             thread.join(WAIT)
@@ -133,10 +133,10 @@ def wait_until_idle(versions: VersionsOfWriter) -> None:
 
 
 def test_an_export_is_not_blamed_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is there, and is published; the error names the model that is not."""
+    """The error names the export that was not published, and the later export is published."""
     original, failures = WriterClient.publish, iter([WriteError("no space left")])
 
-    def published(self: WriterClient, request: PublishRequest, *arguments: Any) -> Any:
+    def published(self: WriterClient, request: Publication, *arguments: Any) -> Any:
         for failure in failures:
             raise failure
         return original(self, request, *arguments)
@@ -160,11 +160,11 @@ def test_an_export_is_not_blamed_for_the_one_before(tmp_path: Path, monkeypatch:
 def test_a_closed_writer_leaves_one_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also if one waits to be published when time is up, and the one before it has just been."""
+    """If the writer is closed while a model waits to be published, only the last model's files stay."""
     begun, goes_on = threading.Event(), threading.Event()
     publish_one, end_process = WriterClient.publish, WriterClient.end_process
 
-    def held(self: WriterClient, request: PublishRequest, *arguments: Any) -> Any:
+    def held(self: WriterClient, request: Publication, *arguments: Any) -> Any:
         done = publish_one(self, request, *arguments)
         begun.set()
         assert goes_on.wait(WAIT)
@@ -190,11 +190,11 @@ def test_a_closed_writer_leaves_one_model(
 def test_a_job_that_stops_waits_for_a_publication_only_so_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A scheduler that sends SIGTERM does not wait for ever; the model is saved, and the log says what is missing."""
+    """close() stops waiting at its deadline; the model is saved, and the log names what was not published."""
     closes, end_process = threading.Event(), WriterClient.end_process
     publishing: list[WriterClient] = []
 
-    def held(self: WriterClient, request: PublishRequest, *arguments: Any) -> Any:
+    def held(self: WriterClient, request: Publication, *arguments: Any) -> Any:
         publishing.append(self)
         assert closes.wait(WAIT)
         raise WriteError("the writer was closed before the model was published")
@@ -222,7 +222,7 @@ def test_a_job_that_stops_waits_for_a_publication_only_so_long(
 
 
 def test_a_closed_writer_publishes_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """After the time that closing may take, its process is killed, and no other one is started."""
+    """After the deadline of close(), the publishing process is killed, and no other one starts."""
     before = workers()
     writer = SafetensorsStorageWriter(publish=Publish(tmp_path / "published"))
     dcp.save(state(0), storage_writer=writer, checkpoint_id=tmp_path / "a")
@@ -238,7 +238,7 @@ def test_a_closed_writer_publishes_no_more(tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_a_file_that_readers_prefer_to_an_index_is_not_replaced(tmp_path: Path) -> None:
-    """While it is being published, the next save would replace it: another path is needed, and nothing changes."""
+    """A single file that is being published cannot be replaced, so the save is refused, and nothing changes."""
     with SafetensorsStorageWriter(tmp_path / "model") as writer:
         dcp.save(state(0), storage_writer=writer)
     before = weights_of(tmp_path / "model")
@@ -254,7 +254,7 @@ def test_a_file_that_readers_prefer_to_an_index_is_not_replaced(tmp_path: Path) 
 
 @pytest.mark.promise("not-published")
 def test_a_model_that_cannot_be_published_is_saved(tmp_path: Path) -> None:
-    """The next save says so, or whoever waits: here another job has taken the directory over."""
+    """If another job has taken the directory, the next save raises the error, or a call that waits does."""
     published = tmp_path / "published"
     reports: list[SaveReport] = []
     with SafetensorsStorageWriter(publish=Publish(published), on_report=reports.append) as writer:
@@ -288,13 +288,13 @@ def test_a_model_that_cannot_be_published_is_saved(tmp_path: Path) -> None:
     ids=["a path", "no deltas", "half a version"],
 )
 def test_options_are_checked(make: Any, message: str) -> None:
-    """When they are given."""
+    """Options are checked when they are given."""
     with pytest.raises((TypeError, ValueError), match=message):
         make()
 
 
 def test_a_manager_publishes_what_it_exports(tmp_path: Path) -> None:
-    """Every second step, from the state that the save has staged; the last step at the end."""
+    """A manager publishes every second export, from the save's staged copy, and the last step at the end."""
     export = Export(tmp_path / "model", every=2, overwrite=True, publish=Publish(tmp_path / "published"))
     with CheckpointManager(tmp_path / "run", save_every=1, export=export) as manager:
         for step in range(1, 6):
@@ -314,10 +314,10 @@ def test_a_manager_publishes_what_it_exports(tmp_path: Path) -> None:
 
 
 def test_a_job_that_is_to_stop_waits_for_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last save is there when `save` returns, though nothing has been published yet."""
+    """The last save is complete when `save` returns, even if nothing has been published yet."""
     goes_on, original = threading.Event(), WriterClient.publish
 
-    def held(self: WriterClient, request: PublishRequest, *arguments: Any) -> Any:
+    def held(self: WriterClient, request: Publication, *arguments: Any) -> Any:
         assert goes_on.wait(WAIT)
         return original(self, request, *arguments)
 
@@ -333,7 +333,7 @@ def test_a_job_that_is_to_stop_waits_for_no_version(tmp_path: Path, monkeypatch:
 
 
 class _HungStorage(LocalStorage):
-    """A directory that no longer answers."""
+    """A directory that no longer responds."""
 
     def head(self, name: str) -> int | None:
         threading.Event().wait()
@@ -341,7 +341,7 @@ class _HungStorage(LocalStorage):
 
 
 def test_a_model_on_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Nor does one whose directory cannot be released."""
+    """A directory that hangs, or cannot be released, blocks no other call."""
 
     def release() -> None:
         raise OSError("cannot unlock")

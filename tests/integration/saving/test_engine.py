@@ -1,4 +1,4 @@
-"""The engine of a process: what writers share, who ends it, and what starts it."""
+"""The engine of a process: what writers share, and when it starts and ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter, WriteError
+from dcp_tensorizer import SaveLimits, TensorizerStorageReader, TensorizerStorageWriter, WriteError, unwrap
 from dcp_tensorizer._runtime.channel import Channel
 from dcp_tensorizer._runtime.threads import Deadline, in_background
 from dcp_tensorizer._saving.engine import Engine, engine_of_process
@@ -45,7 +45,7 @@ def loaded(path: Path, size: int = 1000) -> float:
 
 
 def test_a_writer_for_every_save_uses_one_process_and_one_buffer(tmp_path: Path) -> None:
-    """Writers that are never closed, as frameworks make them, cost no more than one."""
+    """A new writer for every save, never closed, uses the process and the buffer of the first."""
     before, buffers = children(), memory_files()
     with TensorizerStorageWriter(tmp_path / "kept") as kept:
         dcp.async_save(state(0.0), storage_writer=kept).result()
@@ -65,7 +65,7 @@ def test_a_writer_for_every_save_uses_one_process_and_one_buffer(tmp_path: Path)
 
 
 def test_synchronous_saves_start_no_process(tmp_path: Path) -> None:
-    """Neither does making a writer; the first staging does, and so does prewarming."""
+    """The first staging or `prewarm` starts the writer process; a constructor or a synchronous save does not."""
     before = children()
     with TensorizerStorageWriter(tmp_path) as writer:
         dcp.save(state(1.0), storage_writer=writer)
@@ -76,7 +76,7 @@ def test_synchronous_saves_start_no_process(tmp_path: Path) -> None:
 
 
 def test_closing_one_writer_leaves_the_save_of_another_alone(tmp_path: Path) -> None:
-    """It returns at once, ends no process, and the save goes on. Only the last close ends it all."""
+    """`close` returns at once beside another writer's save, which continues; the last `close` ends the process."""
     before, gate = children(), Gate()
     with TensorizerStorageWriter(tmp_path / "slow") as slow:
         future = dcp.async_save(state(1.0), storage_writer=slow, planner=HeldPlanner(gate))
@@ -91,19 +91,25 @@ def test_closing_one_writer_leaves_the_save_of_another_alone(tmp_path: Path) -> 
     assert children() == before
 
 
-def test_what_is_staged_while_the_engine_ends_stays(tmp_path: Path) -> None:
-    """Closing waits for the writer process to end. What another writer stages meanwhile keeps its buffer and order."""
+def test_what_is_staged_while_the_engine_ends_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that another writer stages while `close` waits for the writer process retains its buffer and order."""
     gate, first = Gate(), TensorizerStorageWriter(tmp_path / "first")
     dcp.async_save(state(1.0), storage_writer=first).result()
-    first.saver.close(Deadline(None))
+    engine = first.saver.engine
     with TensorizerStorageWriter(tmp_path / "second") as second:
-        future = dcp.async_save(state(2.0), storage_writer=second, planner=HeldPlanner(gate))
-        gate.wait_reached()
-        (saved,) = second.saver.engine.saves.of(second.saver.stager)
-        first.saver.free(Deadline(None))
-        assert second.saver.engine.saves.of(second.saver.stager) == [saved]
+
+        def free(*arguments: Any) -> None:
+            futures.append(dcp.async_save(state(2.0), storage_writer=second, planner=HeldPlanner(gate)))
+            gate.wait_reached()
+            Engine.free(engine, *arguments)
+
+        futures: list[Any] = []
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "free", free)
+            first.close()
+        (future,), (saved,) = futures, engine.saves.of(second.saver.stager)
         assert saved.buffer is not None
-        assert saved.buffer.can_be_sent
+        assert saved.buffer.fits(1)
         gate.open()
         future.result()
     assert (loaded(tmp_path / "first"), loaded(tmp_path / "second")) == (1.0, 2.0)
@@ -111,14 +117,16 @@ def test_what_is_staged_while_the_engine_ends_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("save", [dcp.save, lambda *args, **options: dcp.async_save(*args, **options).result()])
 @pytest.mark.parametrize("own", [True, False])
-def test_a_signals_handler_saves_while_the_thread_it_interrupts_stages(tmp_path: Path, save: Any, own: bool) -> None:
-    """With the writer that stages, or another one. Both saves are whole, and have their own values."""
+def test_a_signal_handler_cannot_save_while_it_interrupts_a_staging(tmp_path: Path, save: Any, own: bool) -> None:
+    """The handler's save raises, with the writer that stages and with another one. The interrupted save succeeds."""
 
     def handle(*_: object) -> None:
-        handled.append(True)
-        save(state(2.0), storage_writer=writer if own else other, checkpoint_id=tmp_path / "last")
+        try:
+            save(state(2.0), storage_writer=writer if own else other, checkpoint_id=tmp_path / "last")
+        except BaseException as error:
+            raised.append(str(unwrap(error)))
 
-    handled: list[bool] = []
+    raised: list[str] = []
     before = signal.signal(signal.SIGUSR1, handle)
     try:
         with TensorizerStorageWriter(tmp_path / "kept", thread_count=1) as writer, TensorizerStorageWriter() as other:
@@ -126,8 +134,10 @@ def test_a_signals_handler_saves_while_the_thread_it_interrupts_stages(tmp_path:
             dcp.async_save(held, storage_writer=writer).result()
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert handled == [True]
-    assert (loaded(tmp_path / "kept"), loaded(tmp_path / "last")) == (1.0, 2.0)
+    (error,) = raised
+    assert "Set a flag in the handler, and save after the handler has returned." in error
+    assert loaded(tmp_path / "kept") == 1.0
+    assert not (tmp_path / "last").exists()
 
 
 def _save_and_close(path: Path) -> None:
@@ -136,7 +146,7 @@ def _save_and_close(path: Path) -> None:
 
 
 def test_saves_of_one_thread_run_in_order_whichever_writer_saves(tmp_path: Path) -> None:
-    """The second one to a path waits for the first, so the second one's values stay."""
+    """A thread's second save to a path, by another writer, waits for the first and replaces it."""
     gate = Gate()
     with TensorizerStorageWriter(tmp_path) as first, TensorizerStorageWriter(tmp_path) as second:
         earlier = dcp.async_save(state(1.0), storage_writer=first, planner=HeldPlanner(gate))
@@ -156,7 +166,7 @@ def test_saves_of_one_thread_run_in_order_whichever_writer_saves(tmp_path: Path)
 def test_a_writer_that_is_abandoned_does_not_take_the_save_of_another_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its writer process is killed; what that did for the other one is written once more by a fresh one."""
+    """If a writer abandons its save, the killed process's work for another writer is repeated by a fresh process."""
     reports: list[SaveReport] = []
     with (
         TensorizerStorageWriter(tmp_path / "stays", on_report=reports.append) as stays,
@@ -186,7 +196,7 @@ def test_a_writer_that_is_abandoned_does_not_take_the_save_of_another_along(
 
 
 def test_failures_are_counted_over_the_writers_of_a_process(tmp_path: Path) -> None:
-    """A framework that makes a writer for every save, and looks at no future, does not train on without checkpoints."""
+    """Failures count across writers, so a framework with a writer per save and ignored futures stops."""
     (tmp_path / "file").write_text("")
     limits = SaveLimits(max_consecutive_failures=2)
     with TensorizerStorageWriter(tmp_path / "good") as kept:
@@ -208,7 +218,7 @@ def test_failures_are_counted_over_the_writers_of_a_process(tmp_path: Path) -> N
 
 
 def test_with_overlap_the_lock_raises_after_failures_in_a_row(tmp_path: Path) -> None:
-    """`async_save` has returned by then; it is raised once, on the thread that trains."""
+    """With overlap, `async_save` has returned already, so `lock` raises the error once, on the training thread."""
     (tmp_path / "file").write_text("")
     limits = SaveLimits(max_consecutive_failures=1)
     with TensorizerStorageWriter(tmp_path / "file" / "below", limits=limits, overlap_staging=True) as writer:
@@ -224,13 +234,13 @@ def test_with_overlap_the_lock_raises_after_failures_in_a_row(tmp_path: Path) ->
 
 
 def test_there_is_one_engine_for_those_that_see_gpus_and_one_for_the_others() -> None:
-    """The process of one must not open what the other's has to."""
+    """Writers whose process sees GPUs share one engine, and all others another."""
     assert engine_of_process(devices=False) is engine_of_process(devices=False)
     assert engine_of_process(devices=False) is not engine_of_process(devices=True)
 
 
 def test_a_user_that_is_gone_has_left() -> None:
-    """Frameworks drop their writers and close none."""
+    """A writer that was garbage-collected no longer counts as a user of the engine."""
 
     class User:
         pass
@@ -246,7 +256,7 @@ def test_a_user_that_is_gone_has_left() -> None:
 
 
 def test_whoever_is_interrupted_and_saves_again_leaves_the_save_in_progress_alone(tmp_path: Path) -> None:
-    """Ctrl-C, while `async_save` waits for the save before; then another save: each has what it was given."""
+    """After a Ctrl-C while `async_save` waits for the previous save, that save and a new one have their own values."""
     size = 1_000_000
     with TensorizerStorageWriter() as writer:
         dcp.async_save(state(0.0, size), storage_writer=writer, checkpoint_id=tmp_path / "warm").result()
@@ -265,7 +275,7 @@ def test_whoever_is_interrupted_and_saves_again_leaves_the_save_in_progress_alon
 
 
 def test_a_flush_that_another_has_replaced_starts_no_process_when_the_engine_has_ended(tmp_path: Path) -> None:
-    """A writer with other credentials has made another one for the same folders."""
+    """A flush that was replaced by one with other credentials starts no process after the engine has ended."""
     engine = Engine()
     both = [
         engine.flushing(FlushTarget(str(tmp_path / "l"), str(tmp_path / "r"), {}, timeout)) for timeout in (10.0, 20.0)
@@ -276,7 +286,7 @@ def test_a_flush_that_another_has_replaced_starts_no_process_when_the_engine_has
 
 
 def test_a_writer_that_is_closed_while_it_starts_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another thread: the save is refused, and neither process nor memory is left."""
+    """If another thread closes the writer during the start, the save is refused, and no process or memory is left."""
     writer = TensorizerStorageWriter(tmp_path)
     ensure, before = writer.saver._ensure_process, memory_files()
 

@@ -1,4 +1,4 @@
-"""What a save cost: the report, its log record, and the callback."""
+"""The report of a save, its log record, and its callback."""
 
 import logging
 import time
@@ -17,7 +17,7 @@ NBYTES = 4000 + 8
 
 
 def test_each_save_is_reported_once(tmp_path, caplog):
-    """The report counts this save's bytes, files and seconds, and is given to the callback, the log and the writer."""
+    """Each save's report has its bytes, files and seconds, and reaches callback, log and `last_report` once."""
     reports = []
     before = time.time()
     with (
@@ -39,7 +39,7 @@ def test_each_save_is_reported_once(tmp_path, caplog):
 
 
 def test_a_synchronous_save_has_no_staging(tmp_path):
-    """`dcp.save` writes from the tensors themselves, so that nothing is staged."""
+    """`dcp.save` writes from the tensors themselves, so its report has no time of staging."""
     with TensorizerStorageWriter(tmp_path) as writer:
         before = time.time()
         dcp.save(STATE, storage_writer=writer)
@@ -52,7 +52,7 @@ def test_a_synchronous_save_has_no_staging(tmp_path):
 
 @pytest.mark.parametrize("kind", [RuntimeError, CheckpointException])
 def test_a_callback_that_fails_does_not_fail_the_save(tmp_path, caplog, kind):
-    """An exception from `on_report`, or from a load in it, is logged, and the checkpoint is committed all the same."""
+    """An exception from `on_report`, or from a load in it, is logged, and the checkpoint is committed."""
 
     def fail(report):
         raise kind("metrics are down", {})
@@ -65,7 +65,7 @@ def test_a_callback_that_fails_does_not_fail_the_save(tmp_path, caplog, kind):
 
 
 def test_a_callback_sees_what_will_stay(tmp_path):
-    """When it is called, the files of the checkpoint that was replaced are gone."""
+    """When `on_report` is called, the files of the replaced checkpoint are removed."""
     seen = []
 
     def look(report):

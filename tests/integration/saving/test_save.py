@@ -1,4 +1,4 @@
-"""What fails a save is what the log and the failure counter say, whatever kind of error it is."""
+"""Errors of all kinds in a save are logged, and counted by the failure counter."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def save(writer: TensorizerStorageWriter) -> None:
 def test_an_unforeseen_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: str
 ) -> None:
-    """It is raised as it is, logged and counted, and not blamed on another rank."""
+    """An unexpected exception is raised unchanged, logged and counted, and not attributed to another rank."""
 
     def fails(*arguments: object, **options: object) -> None:
         raise RuntimeError("a bug")
@@ -57,11 +57,11 @@ def test_an_unforeseen_error(
 
 
 class Unstorable:
-    """Of a type that no reader would load."""
+    """A type that no reader loads."""
 
 
 class OddPlanner(DefaultSavePlanner):
-    """Adds an object to DCP's metadata that no reader would load."""
+    """A planner that adds an object to DCP's metadata that no reader loads."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
@@ -70,7 +70,7 @@ class OddPlanner(DefaultSavePlanner):
 
 @pytest.mark.parametrize("local", [False, True])
 def test_metadata_that_cannot_be_stored(tmp_path: Path, local: bool) -> None:
-    """The error names path and type, nothing is committed, and no file of the save is left."""
+    """If the metadata cannot be stored, the error names path and type, and no file of the save is left."""
     path = tmp_path / "a"
     options: WriterOptions = {"local": tmp_path / "local"} if local else {}
     with (
@@ -82,7 +82,7 @@ def test_metadata_that_cannot_be_stored(tmp_path: Path, local: bool) -> None:
 
 
 def test_storage_options_that_cannot_be_sent_to_the_writer_process(tmp_path: Path) -> None:
-    """The error names path and rank, nothing is left behind, and the process goes on."""
+    """The error names path and rank, no file is left, and the writer process serves the next save."""
     with TensorizerStorageWriter(tmp_path / "good") as good:
         save(good)
         process = writer_process()

@@ -1,4 +1,4 @@
-"""What is staged here and saved by a storage writer of another package, which knows nothing of staged saves."""
+"""States that this package stages and a storage writer of another package saves."""
 
 import threading
 from concurrent.futures import Future
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture(params=["install", "async_stager"])
 def begin_save(request, tmp_path):
-    """Saves by another package's writer; whatever `async_save` gives is the future of the checkpoint."""
+    """Saves with another package's writer. Returns the future of the checkpoint."""
 
     def begin(state, **options):
         if request.param == "install":
@@ -48,8 +48,8 @@ def fail():
     [(threading.Lock, "'bad'"), (lambda: HeldTensor(torch.ones(10), fail), "unspecified launch failure")],
     ids=["object", "copy"],
 )
-def test_what_cannot_be_staged_is_the_error_of_the_save(tmp_path, begin_save, make, words, overlap):
-    """It is raised where DCP hands errors round, and nothing is committed."""
+def test_the_save_raises_the_error_of_staging(tmp_path, begin_save, make, words, overlap):
+    """DCP gives the error to all ranks, and no checkpoint is committed."""
     options = {"overlap_staging": True} if overlap else {}
     with pytest.raises(CheckpointException) as caught:
         begin_save({"w": torch.ones(3), "bad": make()}, **options).result(WAIT)
@@ -59,8 +59,8 @@ def test_what_cannot_be_staged_is_the_error_of_the_save(tmp_path, begin_save, ma
     assert not (tmp_path / ".metadata").exists()
 
 
-def test_an_overlapped_save_is_given_what_is_copied(tmp_path, begin_save):
-    """Its writer asks for the values as soon as it can."""
+def test_an_overlapped_save_waits_for_the_copies(tmp_path, begin_save):
+    """The other writer gets complete values, though it reads them at once."""
     copying, before = Gate(), set(threading.enumerate())
     opening = threading.Thread(target=lambda: _open_when_waited_for(copying, before), daemon=True)
     opening.start()

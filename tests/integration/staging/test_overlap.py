@@ -1,4 +1,4 @@
-"""What training may do during a save, by each way of staging: through DCP, in one process, to real files."""
+"""What training may do during a save, with each way of staging: through DCP, in one process, to real files."""
 
 import errno
 import logging
@@ -31,7 +31,7 @@ def loaded(path):
 
 
 class HoldingPlanner(DefaultSavePlanner):
-    """Holds the save back when it is about to write: its tensors are asked for then."""
+    """A planner that blocks the save when it resolves the first tensor."""
 
     def __init__(self):
         super().__init__()
@@ -44,14 +44,14 @@ class HoldingPlanner(DefaultSavePlanner):
 
 @pytest.fixture
 def memory(monkeypatch):
-    """The allocation of shared buffers, held back."""
+    """Blocks the allocation of shared buffers."""
     gate = Gate()
     hold_memory(monkeypatch, gate.pass_through)
     return gate
 
 
 def test_by_default_async_save_returns_when_everything_is_copied(tmp_path):
-    """A plain future; the state changes while nothing is written yet."""
+    """The result is a plain future. The state may change before the save has written anything."""
     state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1}
     planner = HoldingPlanner()
     with TensorizerStorageWriter(tmp_path) as writer:
@@ -66,8 +66,8 @@ def test_by_default_async_save_returns_when_everything_is_copied(tmp_path):
 
 
 @pytest.mark.promise("copied-when-returned", reason="with overlap_staging")
-def test_overlapped_staging_says_when_the_state_may_change(tmp_path):
-    """`async_save` returns before anything is copied; `staging_completion` and `lock` wait for it."""
+def test_overlapped_staging_shows_when_the_state_may_change(tmp_path):
+    """`async_save` returns before the copies; `staging_completion` and `lock` wait for them."""
     copying = Gate()
     weight = HeldTensor(torch.ones(1000), copying.pass_through)
     state = {"w": weight, "b": torch.ones(10), "step": 1}
@@ -96,8 +96,8 @@ def test_overlapped_staging_says_when_the_state_may_change(tmp_path):
 
 
 @pytest.mark.parametrize("wait", [StagedSave.wait_built, StagedSave.hold_training, StagedSave.wait_copied])
-def test_copying_begins_when_somebody_waits_for_it(wait, monkeypatch):
-    """Until then `async_save` has the interpreter to itself, and returns."""
+def test_copying_begins_when_a_thread_waits_for_it(wait, monkeypatch):
+    """Before that, `async_save` has the interpreter for itself, and returns."""
     monkeypatch.setattr(stager_module, "_RETURN_SECONDS", WAIT)
     stager = Stager(overlap_staging=True)
     result = stager.stage({"w": torch.ones(1000)})
@@ -111,8 +111,8 @@ def test_copying_begins_when_somebody_waits_for_it(wait, monkeypatch):
     stager.saves.close()
 
 
-def test_an_optimizer_that_is_held_waits_by_itself(tmp_path):
-    """Its step comes after the copy, with no change to the loop; when the handle is removed it does not wait."""
+def test_a_held_optimizer_waits_before_its_step(tmp_path):
+    """The loop needs no change. When the handle is removed, the step no longer waits."""
     copying = Gate()
     parameter = torch.nn.Parameter(torch.ones(1000))
     weight = HeldTensor(parameter.detach(), copying.pass_through)
@@ -135,7 +135,7 @@ def test_an_optimizer_that_is_held_waits_by_itself(tmp_path):
 
 
 class Looking(DefaultSavePlanner):
-    """Looks at a tensor when it plans."""
+    """A planner that reads a tensor when it plans."""
 
     def create_local_plan(self):
         self.seen = set(self.state_dict["w"].tolist())
@@ -143,7 +143,7 @@ class Looking(DefaultSavePlanner):
 
 
 def test_training_does_not_wait_for_memory(tmp_path, memory):
-    """`async_save` returns before there is a buffer, and holds containers and objects as they were then."""
+    """`async_save` returns before a buffer exists, and has copied containers and objects."""
     region = types.SimpleNamespace(lr=1)
     state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1, "nested": {"lrs": [1, 2], "region": region}}
     with TensorizerStorageWriter(tmp_path, overlap_staging=True) as writer:
@@ -161,7 +161,7 @@ def test_training_does_not_wait_for_memory(tmp_path, memory):
 
 
 def test_closing_waits_for_a_save_that_has_no_memory_yet(tmp_path, memory):
-    """However long that takes, the save is begun, and it is over when `close` returns."""
+    """The save begins, and is over when `close` returns."""
     state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1}
     writer = TensorizerStorageWriter(tmp_path, overlap_staging=True)
     response = dcp.async_save(state, storage_writer=writer)
@@ -175,7 +175,7 @@ def test_closing_waits_for_a_save_that_has_no_memory_yet(tmp_path, memory):
 
 
 class Opening(logging.Handler):
-    """Opens a gate when it is said that a save is abandoned."""
+    """A log handler that opens a gate when a save is abandoned."""
 
     def __init__(self, gate):
         super().__init__()
@@ -187,7 +187,7 @@ class Opening(logging.Handler):
 
 
 def test_closing_in_time_abandons_a_save_that_has_no_memory_yet(tmp_path, memory):
-    """And says so."""
+    """`close` returns at its timeout, and logs the abandoned save."""
     writer = TensorizerStorageWriter(tmp_path, overlap_staging=True)
     response = dcp.async_save({"w": torch.ones(1000)}, storage_writer=writer)
     handler = Opening(memory)
@@ -202,7 +202,7 @@ def test_closing_in_time_abandons_a_save_that_has_no_memory_yet(tmp_path, memory
 
 
 def test_no_memory_for_an_overlapped_save_is_its_error(tmp_path, monkeypatch):
-    """Training goes on, the future has the cause, and the save after it succeeds."""
+    """Training continues, the future has the cause, and the next save succeeds."""
     state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1}
 
     def refuse():
@@ -221,8 +221,8 @@ def test_no_memory_for_an_overlapped_save_is_its_error(tmp_path, monkeypatch):
     assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
 
 
-def test_a_planner_is_shown_what_is_copied(tmp_path):
-    """It may look at the values of tensors when it plans."""
+def test_a_planner_gets_complete_values(tmp_path):
+    """A planner may read the values of tensors when it plans."""
     copying = Gate()
     state = {"w": HeldTensor(torch.ones(1000), copying.pass_through), "b": torch.ones(10), "step": 1}
     planner = Looking()
@@ -238,7 +238,7 @@ def test_a_planner_is_shown_what_is_copied(tmp_path):
 
 
 def test_a_training_loop_with_lock_saves_every_step_as_it_was(tmp_path):
-    """Eight saves, each overlapping with the step after it, none torn."""
+    """Eight saves, each overlapping with the next step, have the values of their own step."""
     state = {"w": torch.zeros(1000), "b": torch.zeros(10), "step": 0}
     with TensorizerStorageWriter(overlap_staging=True) as writer:
         for step in range(8):
@@ -252,7 +252,7 @@ def test_a_training_loop_with_lock_saves_every_step_as_it_was(tmp_path):
 
 
 def test_an_error_while_copying_fails_the_save_and_releases_training(tmp_path):
-    """The step goes on, the save's future has the cause, and the next save works."""
+    """The step continues, the future has the cause, and the next save works."""
     state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1}
 
     def fail():
@@ -270,8 +270,8 @@ def test_an_error_while_copying_fails_the_save_and_releases_training(tmp_path):
     assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
 
 
-def test_what_cannot_be_staged_is_the_saves_error(tmp_path):
-    """Known at once, and raised where DCP hands errors round."""
+def test_the_save_raises_an_error_of_staging(tmp_path):
+    """The error is known at once, and DCP gives it to all ranks."""
     with TensorizerStorageWriter(tmp_path, overlap_staging=True) as writer:
         response = dcp.async_save({"lock": threading.Lock()}, storage_writer=writer)
         response.staging_completion.result(WAIT)
@@ -281,7 +281,7 @@ def test_what_cannot_be_staged_is_the_saves_error(tmp_path):
 
 
 def test_closing_waits_for_an_overlapped_save(tmp_path):
-    """A save whose response is dropped is whole when the writer is closed."""
+    """A save whose response is dropped is complete when the writer is closed."""
     state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1}
     with TensorizerStorageWriter(tmp_path, overlap_staging=True) as writer:
         dcp.async_save(state, storage_writer=writer)
@@ -292,7 +292,7 @@ def test_closing_waits_for_an_overlapped_save(tmp_path):
 
 
 def test_shared_tensors_are_written_in_place(tmp_path):
-    """No copy is made of them, only of the others, and they may be changed when they are written."""
+    """Only other tensors are copied. Shared tensors may change after they are written."""
     state = {"w": torch.ones(1000).share_memory_(), "b": torch.ones(10), "step": 1}
     with TensorizerStorageWriter(tmp_path, staging="shared") as writer:
         staged = writer.stage(state)
@@ -311,7 +311,7 @@ def test_shared_tensors_are_written_in_place(tmp_path):
 
 
 def test_shared_tensors_are_released_when_they_are_written(tmp_path):
-    """Not before: with overlap, `staging_completion` says so."""
+    """With overlap, `staging_completion` is done then, not before."""
     state = {"w": torch.ones(1000).share_memory_(), "b": torch.ones(10), "step": 1}
     planner = HoldingPlanner()
     with TensorizerStorageWriter(tmp_path, staging="shared", overlap_staging=True) as writer:
@@ -327,7 +327,7 @@ def test_shared_tensors_are_released_when_they_are_written(tmp_path):
 
 
 def test_without_overlap_async_save_returns_when_shared_tensors_are_written(tmp_path):
-    """The rule is the same for every way of staging: after `async_save` the state may change."""
+    """With each way of staging, the state may change after `async_save`."""
     state = {"w": torch.ones(1000).share_memory_(), "b": torch.ones(10), "step": 1}
     with TensorizerStorageWriter(staging="shared") as writer:
         for step in range(5):
@@ -338,7 +338,7 @@ def test_without_overlap_async_save_returns_when_shared_tensors_are_written(tmp_
 
 
 def test_a_save_that_fails_before_it_writes_releases_shared_tensors(tmp_path):
-    """Training is not held for a save that is over."""
+    """Training does not wait for a save that is over."""
     state = {"w": torch.ones(1000).share_memory_(), "b": torch.ones(10), "step": 1}
     (tmp_path / "file").write_text("not a directory")
     with TensorizerStorageWriter(tmp_path / "file" / "checkpoint", staging="shared", overlap_staging=True) as writer:
@@ -349,7 +349,7 @@ def test_a_save_that_fails_before_it_writes_releases_shared_tensors(tmp_path):
 
 
 def test_many_shared_tensors_need_no_descriptors_of_their_own(tmp_path):
-    """Two thousand of them, and views of one storage."""
+    """Two thousand shared tensors and views of one storage are saved."""
     flat = torch.arange(100_000, dtype=torch.float32).share_memory_()
     state = {f"v{n}": flat[n * 50 : n * 50 + 50] for n in range(2000)}
     state |= {f"s{n}": torch.full((3,), float(n)).share_memory_() for n in range(200)}
@@ -360,22 +360,22 @@ def test_many_shared_tensors_need_no_descriptors_of_their_own(tmp_path):
     assert [key for key in state if not torch.equal(state[key], target[key])] == []
 
 
-def test_the_ways_of_staging_are_known_ones(tmp_path):
-    """Others, and what excludes one another, are refused at once."""
+def test_unknown_ways_of_staging_are_refused(tmp_path):
+    """Unknown ways, and options that cannot be combined, raise in the constructor."""
     with pytest.raises(ValueError, match="'buffer', 'device', 'shared'"):
         TensorizerStorageWriter(tmp_path, staging="fast")
 
 
-def test_shared_memory_and_encryption_exclude_each_other(tmp_path):
-    """Tensors that changed between two readings would spend a key twice."""
+def test_shared_memory_cannot_be_encrypted(tmp_path):
+    """A tensor that changes between two readings would use one key stream twice."""
     from tensorizer import EncryptionParams
 
     with pytest.raises(ValueError, match="encryption"):
         TensorizerStorageWriter(tmp_path, staging="shared", encryption=EncryptionParams.random())
 
 
-def test_device_staging_of_host_tensors_is_as_any_other(tmp_path):
-    """Without anything on a GPU, there is nothing to hand over."""
+def test_device_staging_of_host_tensors(tmp_path):
+    """Without tensors on a GPU, `staging='device'` copies as `'buffer'` does."""
     state = {"w": torch.ones(1000), "b": torch.ones(10), "step": 1}
     with TensorizerStorageWriter(tmp_path, staging="device", overlap_staging=True) as writer:
         response = dcp.async_save(state, storage_writer=writer)

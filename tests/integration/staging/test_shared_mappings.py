@@ -1,4 +1,4 @@
-"""Shared memory of any making, as another process finds it."""
+"""Shared memory, as another process maps it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...lab.states import raw
 
 
 def test_another_process_sees_it() -> None:
-    """A process of its own maps it by what `locate` says."""
+    """Another process maps the memory by the result of `locate`."""
     tensor = torch.arange(1000, dtype=torch.int32).share_memory_()
     place = SharedMappings().locate(tensor)
     assert place is not None
@@ -28,7 +28,7 @@ print(sum(mapping[int(offset) : int(offset) + 4000]))
 
 
 def test_memory_that_torch_shares_by_file_names_is_found() -> None:
-    """Torch's other way of sharing, in a process of its own: its manager lives on with whoever used it."""
+    """This is torch's other way of sharing. It runs in another process, whose manager process outlives the test."""
     script = """
 import torch
 from dcp_tensorizer._staging.shared_mappings import SharedMappings, map_shared

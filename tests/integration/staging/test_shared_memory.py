@@ -1,4 +1,4 @@
-"""Shared buffers across processes: what a forked child has of them, and does to them."""
+"""The staging buffer in a forked child."""
 
 from __future__ import annotations
 
@@ -73,5 +73,5 @@ print("fine")
 
 
 def test_a_forked_child_neither_has_the_pages_nor_tears_the_buffer_down() -> None:
-    """DataLoader workers cost no memory, and their end changes nothing for the trainer."""
+    """DataLoader workers take no memory for the buffer, and their exit does not change it for the trainer."""
     assert run_python(FORK, fresh=True).stdout == "fine\n"

@@ -45,10 +45,10 @@ def tcp(sftp: SftpServer) -> Iterator[TcpProxy]:
 
 @pytest.fixture
 def open_sftp(sftp: SftpServer, tcp: TcpProxy) -> Callable[..., SftpStorage]:
-    """Opens a new directory through the proxy."""
+    """Opens a directory through the proxy, by default a new one."""
 
-    def open_sftp(timeout: float = TIMEOUT, **options: Any) -> SftpStorage:
-        url = f"sftp://127.0.0.1/{uuid.uuid4().hex}"
+    def open_sftp(timeout: float = TIMEOUT, url: str = "", **options: Any) -> SftpStorage:
+        url = url or f"sftp://127.0.0.1/{uuid.uuid4().hex}"
         storage = open_storage(url, sftp.options(tcp.port) | options, timeout)
         assert isinstance(storage, SftpStorage)
         storage.client.retries = dataclasses.replace(storage.client.retries, first_wait=0.01)

@@ -21,14 +21,14 @@ class TestLocal(StorageTests):
         return str(tmp_path / "new" / "checkpoint")
 
     def test_an_existing_file_is_not_written_over(self, storage):
-        """A name that is taken is an error, since names are unique to a save."""
+        """Creating a file that exists is an error, because names are unique to a save."""
         self.write(storage, NAME, b"first")
         with pytest.raises(FileExistsError):
             storage.create(NAME, 10, sync=True)
         assert storage.read(NAME) == b"first"
 
     def test_no_directory_below_a_file(self, tmp_path):
-        """A path through a file is an error that names the path."""
+        """A directory below a file is an error that names the path."""
         (tmp_path / "file").write_text("")
         with pytest.raises(WriteError, match="file/checkpoint"):
             open_storage(tmp_path / "file" / "checkpoint").make_directory()
@@ -50,13 +50,13 @@ class TestS3(StorageTests):
 
     @pytest.fixture
     def url(self, s3):
-        """A fresh prefix, below which no upload is left open in the end."""
+        """Yields a new prefix, and checks that no upload below it is left."""
         name = uuid.uuid4().hex
         yield f"s3://{s3.bucket}/{name}"
         assert s3.uploads(name) == []
 
     def test_an_abandoned_upload_is_discarded(self, storage, s3, url):
-        """`discard` removes what a writer that died in the middle of a file left."""
+        """`discard` removes the upload of a writer that died in the middle of a file."""
         sink = storage.create(NAME, 20 << 20, sync=True)
         sink.put_part(1, on_a_page(bytes(sink.part_bytes)))
         prefix = url.rpartition("/")[2]
@@ -66,7 +66,7 @@ class TestS3(StorageTests):
         assert storage.head(NAME) is None
 
     def test_a_missing_bucket(self, s3):
-        """Writes and reads are errors that name the bucket."""
+        """Writes to a missing bucket and reads from it raise errors that name the bucket."""
         storage = open_storage("s3://no-such-bucket/x", s3.options())
         storage.make_directory()
         sink = storage.create(NAME, 20 << 20, sync=True)
@@ -79,7 +79,7 @@ class TestS3(StorageTests):
             storage.read(".metadata")
 
     def test_a_bucket_by_itself_is_a_directory(self, s3):
-        """Without a prefix, file names are keys."""
+        """A bucket without a prefix is a directory whose file names are keys."""
         storage = open_storage(f"s3://{s3.bucket}", s3.options())
         name = data_file_name(0, 0, uuid.uuid4().hex)
         self.write(storage, name, b"x")
@@ -88,7 +88,7 @@ class TestS3(StorageTests):
 
 
 class TestS3Stream(StorageTests):
-    """s3fs's streams, which serve a session of aiobotocore's, like those of other object stores."""
+    """s3fs's streams, which are used with a session of aiobotocore."""
 
     @pytest.fixture
     def options(self, s3):
@@ -96,13 +96,13 @@ class TestS3Stream(StorageTests):
 
     @pytest.fixture
     def url(self, s3):
-        """A fresh prefix, below which no upload is left open in the end."""
+        """Yields a new prefix, and checks that no upload below it is left."""
         name = uuid.uuid4().hex
         yield f"s3://{s3.bucket}/{name}"
         assert s3.uploads(name) == []
 
     def test_an_aborted_stream_leaves_nothing(self, storage, s3, url):
-        """Not even after it has sent parts is there an object or an upload."""
+        """An aborted stream that has sent parts leaves neither an object nor an upload."""
         assert type(storage) is StreamStorage
         sink = storage.create(NAME, 60 << 20, sync=True)
         part = on_a_page(bytes(sink.part_bytes))
@@ -124,7 +124,7 @@ class TestSftp(StorageTests):
         return f"sftp://127.0.0.1/new/{uuid.uuid4().hex}"
 
     def test_put_leaves_no_temporary_file(self, storage, sftp, url):
-        """Its temporary file is renamed, or removed after a failure."""
+        """`put` renames its temporary file, or removes it after a failure."""
         storage.put(".metadata", b"x", sync=True)
         with pytest.raises(WriteError):
             storage.put(".metadata", b"y", sync=True, replace=False)
@@ -151,5 +151,5 @@ class TestMemory(StorageTests):
         fsspec.filesystem("memory").rm(f"/{name}", recursive=True)
 
     def test_only_this_process_sees_it(self, storage):
-        """It says that other processes cannot see it."""
+        """A storage in memory reports that other processes cannot see it."""
         assert storage.in_process

@@ -21,7 +21,7 @@ sys.stdin.read()
 
 
 def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
-    """The kernel drops it, also when the process is killed."""
+    """The lock ends with its process, even if the process is killed."""
     with subprocess.Popen(
         [sys.executable, "-c", _LOCK, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:
@@ -37,7 +37,7 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """A data loader that outlives the save has a copy of the descriptor, but not the lock."""
+    """The lock ends with the save, even if a child process has a copy of its descriptor."""
     lock = LocalStorage(tmp_path).lock_directory()
     lock.share(1.0)
     reading, writing = os.pipe()

@@ -9,7 +9,6 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_tensorizer import ReadError, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._storage.base import Refused, SharedFile
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._storage.remote import Retries, patience_of
+from dcp_tensorizer._storage.remote import Retries, silence_timeout
 from dcp_tensorizer._storage.s3 import S3Storage
 from dcp_tensorizer._tensor_file.names import data_file_name
 from dcp_tensorizer.testing import on_a_page, put_file
@@ -35,42 +34,13 @@ PARTS = 3
 
 Opener = Callable[..., S3Storage]
 FEW = {"retries": {"total_max_attempts": 2}}  # for config_kwargs
-LONG = 120.0
-"""Seconds that no operation takes, also on a busy machine, unless it ignores its timeout."""
 
 
 # --- failures that pass ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"])
-@pytest.mark.parametrize(
-    "fault",
-    [
-        Fault(503, "SlowDown"),
-        Fault(500, "InternalError"),
-        Fault(cut=0),
-        Fault(lose_answer=True),
-    ],
-    ids=["slow down", "internal error", "reset", "lost answer"],
-)
-def test_an_upload_survives(storage: S3Storage, proxy: S3Proxy, operation: str, fault: Fault) -> None:
-    """The file is whole after overload or a lost connection at each step, and no second upload is left open."""
-    proxy.rule = once(operation, fault)
-    put_file(storage, NAME, CONTENT)
-    assert read_range(storage, NAME, len(CONTENT)) == CONTENT
-    assert proxy.counts()[operation] > {"UploadPart": PARTS}.get(operation, 1)
-
-
-def test_an_upload_survives_a_cut_in_the_middle_of_a_part(storage: S3Storage, proxy: S3Proxy) -> None:
-    """The part is sent again from the start."""
-    proxy.rule = once("UploadPart", Fault(cut=3 << 20))
-    put_file(storage, NAME, CONTENT)
-    assert read_range(storage, NAME, len(CONTENT)) == CONTENT
-    assert proxy.counts()["UploadPart"] == PARTS + 1
-
-
 def test_a_slow_link_is_no_fault(open_s3: Opener, proxy: S3Proxy) -> None:
-    """A part may take longer than a silence may, as long as there is progress."""
+    """A part may take longer than the allowed silence, as long as there is progress."""
     # The connection is silent while the last megabytes pass the buffers between client and server.
     timeout = 24.0
     storage = open_s3(timeout=timeout, config_kwargs={"retries": {"total_max_attempts": 1}})
@@ -78,22 +48,18 @@ def test_a_slow_link_is_no_fault(open_s3: Opener, proxy: S3Proxy) -> None:
     started = time.monotonic()
     put_file(storage, NAME, CONTENT)
     # There are two whole parts, one after the other, and a short one.
-    assert time.monotonic() - started > 2 * patience_of(timeout)
+    assert time.monotonic() - started > 2 * silence_timeout(timeout)
     proxy.rule = always("GetObject", Fault(rate=5e6))
     started = time.monotonic()
     assert read_range(storage, NAME, len(CONTENT)) == CONTENT
-    assert time.monotonic() - started > patience_of(timeout)
+    assert time.monotonic() - started > silence_timeout(timeout)
     assert (proxy.counts()["UploadPart"], proxy.counts()["GetObject"]) == (PARTS, 1)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [Fault(503, "SlowDown"), Fault(cut=0), Fault(cut=5 << 20), Fault(stall=5 << 20), Fault(stall=0)],
-    ids=["slow down", "reset", "cut", "stall in the body", "stall before it"],
-)
-def test_a_read_survives(open_s3: Opener, proxy: S3Proxy, fault: Fault) -> None:
-    """The rest is requested once, after overload, a reset, or a silence of a tenth of the timeout."""
-    storage = open_s3(timeout=30.0)
+@pytest.mark.parametrize("fault", [Fault(stall=5 << 20), Fault(stall=0)], ids=["in the body", "before it"])
+def test_a_read_survives_silence(open_s3: Opener, proxy: S3Proxy, fault: Fault) -> None:
+    """The rest is requested once, after a silence of a tenth of the timeout."""
+    storage = open_s3(timeout=10.0)
     put_file(storage, NAME, CONTENT)
     proxy.rule = once("GetObject", fault)
     proxy.forget()
@@ -102,7 +68,7 @@ def test_a_read_survives(open_s3: Opener, proxy: S3Proxy, fault: Fault) -> None:
 
 
 def test_a_read_goes_on_where_it_broke_off(storage: S3Storage, proxy: S3Proxy) -> None:
-    """Connections that break off again and again complete it, and nothing is sent twice."""
+    """A read over connections that keep breaking is completed, and no byte is requested twice."""
     put_file(storage, NAME, CONTENT)
     proxy.forget()
     proxy.rule = once("GetObject", Fault(cut=4 << 20), times=4)
@@ -117,22 +83,22 @@ def test_a_read_goes_on_where_it_broke_off(storage: S3Storage, proxy: S3Proxy) -
     ids=["slow down", "reset", "lost answer"],
 )
 def test_an_outage_that_outlasts_six_attempts(open_s3: Opener, proxy: S3Proxy, operation: str, fault: Fault) -> None:
-    """A data file's request is made until the timeout, and no upload is left, which the fixture checks."""
+    """A request for a data file is retried until the timeout, and no upload is left (see `prefix`)."""
     storage = open_s3()
     assert storage.head(NAME) is None
     content = CONTENT if operation != "PutObject" else CONTENT[:1000]
-    proxy.rule = once(operation, fault, times=40)
+    proxy.rule = once(operation, fault, times=8)
     put_file(storage, NAME, content)
     assert storage.read(NAME) == content
     if (operation, fault.lose_answer) != (
         "CompleteMultipartUpload",
         True,
     ):  # the server has completed it the first time
-        assert proxy.counts()[operation] > 40
+        assert proxy.counts()[operation] > 8
 
 
 def test_an_upload_given_up_in_an_outage(open_s3: Opener, proxy: S3Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`abort` does not wait until the timeout for the upload's start, and what has begun of it is aborted."""
+    """`abort` does not wait for the start of the upload until the timeout, and aborts a started upload."""
     storage = open_s3()
     assert storage.head(NAME) is None
     is_tried, is_aborted = threading.Event(), threading.Event()
@@ -151,7 +117,7 @@ def test_an_upload_given_up_in_an_outage(open_s3: Opener, proxy: S3Proxy, monkey
 
 
 def test_a_server_that_has_never_answered(s3: S3Server, prefix: str) -> None:
-    """Its address is wrong, most likely: the first part fails after six attempts, not at the timeout."""
+    """If the server has never answered, the first part fails after six attempts, not at the timeout."""
     with s3_proxy(s3.endpoint) as proxy:
         endpoint = proxy.endpoint
     storage = open_storage(f"s3://{s3.bucket}/{prefix}", s3.options(endpoint))
@@ -166,7 +132,7 @@ def test_a_server_that_has_never_answered(s3: S3Server, prefix: str) -> None:
 
 
 def test_a_read_outlasts_bodies_that_break_off(open_s3: Opener, proxy: S3Proxy) -> None:
-    """It goes on until the timeout is over, however often that happens."""
+    """A read is resumed until the timeout, however often its body breaks off."""
     storage = open_s3()
     put_file(storage, NAME, CONTENT)
     proxy.forget()
@@ -176,14 +142,14 @@ def test_a_read_outlasts_bodies_that_break_off(open_s3: Opener, proxy: S3Proxy) 
 
 
 def test_an_aborted_upload_whose_first_answer_was_lost(storage: S3Storage, proxy: S3Proxy) -> None:
-    """Neither upload is left open, which the fixture checks."""
+    """Both uploads are aborted, also the one whose id was lost (see `prefix`)."""
     proxy.rule = once("CreateMultipartUpload", Fault(lose_answer=True))
     storage.create(NAME, len(CONTENT), sync=True).abort()
     assert proxy.counts()["CreateMultipartUpload"] in (1, 2)  # it is not begun again after `abort`
 
 
 def test_an_upload_whose_start_is_never_answered(open_s3: Opener, proxy: S3Proxy) -> None:
-    """The first part raises the error, and the uploads are aborted, which the fixture checks."""
+    """The first part raises the error, and the uploads are aborted (see `prefix`)."""
     proxy.rule = always("CreateMultipartUpload", Fault(lose_answer=True))
     sink = open_s3(config_kwargs=FEW).create(NAME, len(CONTENT), sync=True)
     with pytest.raises(OSError, match="Connection"):
@@ -191,14 +157,6 @@ def test_an_upload_whose_start_is_never_answered(open_s3: Opener, proxy: S3Proxy
     sink.abort()
     assert proxy.counts()["CreateMultipartUpload"] == 2
     assert "UploadPart" not in proxy.counts()
-
-
-@pytest.mark.parametrize("replace", [True, False])
-def test_metadata_whose_answer_is_lost(storage: S3Storage, proxy: S3Proxy, replace: bool) -> None:
-    """The second request meets the object of the first, and recognises it."""
-    proxy.rule = once("PutObject", Fault(lose_answer=True))
-    storage.put(".metadata", b"whole", sync=True, replace=replace)
-    assert storage.read(".metadata") == b"whole"
 
 
 # --- failures that stay ----------------------------------------------------------------------------------------------
@@ -218,7 +176,7 @@ def test_metadata_whose_answer_is_lost(storage: S3Storage, proxy: S3Proxy, repla
 def test_a_part_that_is_refused(
     open_s3: Opener, s3: S3Server, prefix: str, proxy: S3Proxy, fault: Fault, tries: int, error: Any, said: str
 ) -> None:
-    """Denials are final, faults are repeated; the error says what it was, and no upload is left."""
+    """Denials are final and faults are retried. The error names the cause, and no upload is left."""
     storage = open_s3(config_kwargs=FEW)
     sink = storage.create(NAME, len(CONTENT), sync=True)
     proxy.rule = always("UploadPart", fault)
@@ -233,7 +191,7 @@ def test_a_part_that_is_refused(
 def test_an_upload_that_cannot_be_completed_leaves_nothing(
     open_s3: Opener, s3: S3Server, prefix: str, proxy: S3Proxy
 ) -> None:
-    """`abort` drops the parts."""
+    """If an upload cannot be completed, `abort` removes its parts."""
     storage = open_s3(config_kwargs=FEW)
     proxy.rule = always("CompleteMultipartUpload", Fault(500, "InternalError"))
     sink = storage.create(NAME, len(CONTENT), sync=True)
@@ -246,7 +204,7 @@ def test_an_upload_that_cannot_be_completed_leaves_nothing(
 
 
 def test_an_upload_that_another_job_has_aborted(storage: S3Storage) -> None:
-    """That job's object is not taken for the own one, though it has the same name and size."""
+    """The object of another job is not taken for the own one, although it has the same name and size."""
     sink = storage.create(NAME, len(CONTENT), sync=True)
     for number in range(PARTS):
         sink.put_part(number, on_a_page(CONTENT[number * sink.part_bytes : (number + 1) * sink.part_bytes]))
@@ -259,7 +217,7 @@ def test_an_upload_that_another_job_has_aborted(storage: S3Storage) -> None:
 
 
 def test_a_shared_file_that_is_gone_is_aborted(storage: S3Storage, proxy: S3Proxy) -> None:
-    """AWS answers with an error where there is no such upload any more; other errors are raised."""
+    """An upload that is gone counts as aborted, as on AWS, and other errors are raised."""
     file = storage.begin_shared("m.safetensors", len(CONTENT), save_id="a" * 32)
     storage.abort_shared(file)
     proxy.rule = once("AbortMultipartUpload", Fault(404, "NoSuchUpload"))
@@ -270,7 +228,7 @@ def test_a_shared_file_that_is_gone_is_aborted(storage: S3Storage, proxy: S3Prox
 
 
 def test_shared_files_of_a_name_are_aborted_without_their_tokens(storage: S3Storage, proxy: S3Proxy) -> None:
-    """All uploads to that very name; and none is left if the answers to their beginning are lost."""
+    """All uploads to that name alone are aborted. If the answers to their start are lost, none is left."""
     for name in ("m.safetensors", "m.safetensors", "m.safetensors2"):
         storage.begin_shared(name, len(CONTENT), save_id="a" * 32)
     storage.abort_shared(SharedFile("m.safetensors", "", 0, ""))
@@ -286,7 +244,7 @@ def test_shared_files_of_a_name_are_aborted_without_their_tokens(storage: S3Stor
 
 
 def test_a_shared_file_that_another_save_has_aborted(storage: S3Storage) -> None:
-    """The object of the save that has aborted it is not taken for the own one. Completing its own again succeeds."""
+    """If another save has aborted the upload, its object is not taken for the own one."""
     files = [storage.begin_shared("m.safetensors", len(CONTENT), save_id=save * 32) for save in "ab"]
     parts = []
     for file in files:
@@ -305,7 +263,7 @@ def test_a_shared_file_that_another_save_has_aborted(storage: S3Storage) -> None
 
 @pytest.mark.parametrize("fault", [Fault(403, "AccessDenied"), Fault(503, "SlowDown")], ids=["denied", "slow down"])
 def test_a_read_that_is_refused(open_s3: Opener, proxy: S3Proxy, fault: Fault) -> None:
-    """The errors name path and cause, and show no secret."""
+    """A refused read raises an error with path and cause, and without secrets."""
     storage = open_s3(config_kwargs=FEW)
     put_file(storage, NAME, b"x" * 100)
     proxy.rule = lambda request: fault
@@ -340,7 +298,7 @@ def test_a_read_that_is_refused(open_s3: Opener, proxy: S3Proxy, fault: Fault) -
 def test_whether_metadata_may_appear_after_all(
     open_s3: Opener, proxy: S3Proxy, faults: list[Fault], refused: bool
 ) -> None:
-    """They cannot if the first request was denied, but an unanswered request may still be carried out."""
+    """A denied first request is `Refused`. After an unanswered request the outcome is unknown."""
     storage = open_s3(config_kwargs=FEW)
     left = iter(faults)
     proxy.rule = lambda request: next(left) if request.operation == "PutObject" else None
@@ -355,7 +313,7 @@ def test_whether_metadata_may_appear_after_all(
 def test_what_a_server_does_not_give_is_not_called_damaged(
     s3: S3Server, prefix: str, proxy: S3Proxy, fault: Fault, full: bool
 ) -> None:
-    """Whoever deletes what `verify` finds damaged must not delete a whole checkpoint in an outage."""
+    """`verify` raises an error and does not report a file as damaged if the server does not return it."""
     url = f"s3://{s3.bucket}/{prefix}"
     with TensorizerStorageWriter(url, storage_options=s3.options()) as writer:
         dcp.save({"w": torch.ones(1000)}, storage_writer=writer, no_dist=True)
@@ -368,7 +326,7 @@ def test_what_a_server_does_not_give_is_not_called_damaged(
 
 
 def test_a_connection_that_always_breaks_off_is_an_error(open_s3: Opener, proxy: S3Proxy) -> None:
-    """Bodies that end too early are asked for again until the timeout is over."""
+    """Bodies that keep breaking off raise an error at the timeout."""
     storage = open_s3()
     put_file(storage, NAME, CONTENT)
     proxy.forget()
@@ -382,7 +340,7 @@ def test_a_connection_that_always_breaks_off_is_an_error(open_s3: Opener, proxy:
 
 
 def test_bodies_that_break_off_where_retries_are_chosen(open_s3: Opener, proxy: S3Proxy) -> None:
-    """The sixth body that ends too early is the last."""
+    """If the user limits attempts, the sixth body that breaks off is the last."""
     storage = open_s3(config_kwargs=FEW)
     put_file(storage, NAME, CONTENT)
     proxy.forget()
@@ -390,37 +348,3 @@ def test_bodies_that_break_off_where_retries_are_chosen(open_s3: Opener, proxy: 
     with pytest.raises(OSError, match="the connection broke repeatedly"):
         read_range(storage, NAME, len(CONTENT))
     assert proxy.counts() == {"GetObject": 6}
-
-
-@pytest.mark.parametrize("reads", [Fault(hang=True), Fault(stall=1000)], ids=["at once", "in a read"])
-def test_a_server_that_hangs(open_s3: Opener, proxy: S3Proxy, reads: Fault) -> None:
-    """Every operation ends in an error after several attempts, when the timeout is over."""
-    storage = open_s3(timeout=6.0)
-    put_file(storage, NAME, CONTENT[:10_000])
-    sink = storage.create("other", len(CONTENT), sync=True)
-    part = on_a_page(CONTENT[: sink.part_bytes])
-    calls: dict[str, Callable[[], object]] = {
-        "UploadPart": lambda: sink.put_part(0, part),
-        "PutObject": lambda: storage.put(".metadata", b"x", sync=True),
-        "GetObject": lambda: read_range(storage, NAME, 10_000),
-    }
-    proxy.forget()
-    faults = {"UploadPart": Fault(hang=True), "PutObject": Fault(hang=True), "GetObject": reads}
-    proxy.rule = lambda request: faults.get(request.operation)
-    started = time.monotonic()
-    with ThreadPoolExecutor(len(calls)) as pool:  # they wait at the same time
-        answers = {operation: pool.submit(call) for operation, call in calls.items()}
-    assert time.monotonic() - started < LONG
-    for operation, answer in answers.items():
-        assert isinstance(answer.exception(), OSError | WriteError), operation
-        assert proxy.counts()[operation] >= 2, operation
-    sink.abort()
-
-
-def test_a_server_that_is_gone(s3: S3Server, prefix: str) -> None:
-    """The error has its address."""
-    with s3_proxy(s3.endpoint) as proxy:
-        endpoint = proxy.endpoint
-    storage = open_storage(f"s3://{s3.bucket}/{prefix}", s3.options(endpoint, config_kwargs=FEW))
-    with pytest.raises(ReadError, match=f"Could not connect to the endpoint URL.*{endpoint}"):
-        storage.read(".metadata")

@@ -17,7 +17,7 @@ from ...lab.checkpoints import make_checkpoint
 
 
 class _Listing(MemoryFileSystem):
-    """Looks for a file's size in a listing, which it keeps; as fsspec's FTP does."""
+    """A filesystem that answers from a cached listing, as fsspec's FTP does."""
 
     protocol = "listing"
     cachable = False
@@ -46,7 +46,7 @@ def opened(filesystem: MemoryFileSystem, folder: str) -> StreamStorage:
 
 @pytest.mark.parametrize("cache", ["simplecache", "filecache"])
 def test_a_filesystem_that_takes_one_thread_at_a_time(tmp_path: Path, cache: str) -> None:
-    """fsspec's caches fill one file by each thread that asks for it: a load asks for one thing after the other."""
+    """Loads through fsspec's caches, which are not thread-safe, send one request at a time."""
     state = {f"w{n}": torch.full((1 << 20,), float(n)) for n in range(6)}
     make_checkpoint(tmp_path / "a", state)
     found = {key: torch.zeros(1 << 20) for key in state}
@@ -57,7 +57,7 @@ def test_a_filesystem_that_takes_one_thread_at_a_time(tmp_path: Path, cache: str
 
 
 def test_a_listing_that_is_older_than_a_file() -> None:
-    """Another process has written it since: it is there."""
+    """A file that another process has written after the listing is found."""
     storage, other = opened(_Listing(), "/listing"), opened(_Listing(), "/listing")
     assert storage.head("file") is None
     other.put("file", b"12345", sync=True)

@@ -1,4 +1,4 @@
-"""Encrypted data is read in whole and in parts, and encrypted checkpoints are saved to and loaded from everywhere."""
+"""Tests of saves and loads of encrypted checkpoints, in whole and in parts, on all kinds of storage."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def read(storage: Storage, item: StoredItem, stored: torch.Tensor, target: torch
 
 @pytest.mark.parametrize("wrong", ["passphrase", KEY, DecryptionParams.from_key(KEY)], ids=["str", "bytes", "other"])
 def test_a_writer_takes_nothing_else_for_a_key(wrong: Any) -> None:
-    """What is no EncryptionParams is refused at once, by type and not by value."""
+    """Anything but EncryptionParams is an error at once, which names the type and not the value."""
     with pytest.raises(TypeError, match="EncryptionParams") as caught:
         TensorizerStorageWriter(encryption=wrong)
     assert "passphrase" not in str(caught.value)
@@ -74,14 +74,14 @@ def test_a_writer_takes_nothing_else_for_a_key(wrong: Any) -> None:
     "wrong", ["passphrase", EncryptionParams(KEY), DecryptionParams()], ids=["str", "other", "empty"]
 )
 def test_a_reader_takes_nothing_else_for_a_key(wrong: Any) -> None:
-    """What is no DecryptionParams, or one without a key, is refused at once."""
+    """Anything but DecryptionParams with a key is an error at once."""
     with pytest.raises(TypeError, match="DecryptionParams"):
         TensorizerStorageReader("nowhere", encryption=wrong)
 
 
 @pytest.mark.parametrize("tool", [inspect, diff, report, convert])
 def test_a_tool_takes_nothing_else_for_a_key(tmp_path: Path, tool: Callable[..., object]) -> None:
-    """What is no DecryptionParams is refused by its type, before anything is decrypted or written."""
+    """Anything but DecryptionParams is an error before data is decrypted or written."""
     with TensorizerStorageWriter(tmp_path / "step-1", encryption=EncryptionParams(KEY)) as writer:
         dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
     path, to = tmp_path / "step-1", tmp_path / "output"
@@ -92,7 +92,7 @@ def test_a_tool_takes_nothing_else_for_a_key(tmp_path: Path, tool: Callable[...,
 
 
 def test_without_libsodium(tmp_path: Path) -> None:
-    """Where the system has none, writers and readers with a key say what to install; those without one work."""
+    """Writers and readers with a key name what to install; others work."""
     pickled = pickle.dumps((EncryptionParams(KEY), DecryptionParams.from_key(KEY)))
     (tmp_path / "params").write_bytes(pickled)
     script = """
@@ -137,7 +137,7 @@ def verify(request: pytest.FixtureRequest) -> bool:
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
 def test_every_dtype_is_read_in_whole_and_in_parts(storage: Storage, dtype: torch.dtype, verify: bool) -> None:
-    """Into contiguous memory and as a region of several blocks, with digests and without."""
+    """Tensors are read into contiguous memory and as regions of several blocks, with and without digests."""
     stored = filled(dtype, (301, 703))
     content, items = encrypted_file({"t": stored}, CIPHER)
     put_file(storage, "f", content)
@@ -157,7 +157,7 @@ def test_every_dtype_is_read_in_whole_and_in_parts(storage: Storage, dtype: torc
 def test_any_region_is_read(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, rows: int, columns: int
 ) -> None:
-    """Bit-exact, whatever blocks it takes a part of, in operations of few blocks too."""
+    """Regions that cut blocks are read bit-exact, also in operations of few blocks."""
     stored = filled(torch.float32, (rows, columns))
     first = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
     size = data.draw(st.integers(1, rows - first[0])), data.draw(st.integers(1, columns - first[1]))
@@ -174,7 +174,7 @@ def test_any_region_is_read(
 
 @pytest.mark.parametrize("rows", [3, 3000])
 def test_tied_weights(storage: Storage, rows: int, verify: bool) -> None:
-    """Two names of one memory, encrypted with two nonces: the bytes of one are not taken for the other's."""
+    """Two names of one memory have two nonces, and are not mistaken for each other."""
     stored = filled(torch.float32, (rows, 1000))
     content, items = encrypted_file({"embedding": stored, "head": stored}, CIPHER)
     put_file(storage, "f", content)
@@ -186,7 +186,7 @@ def test_tied_weights(storage: Storage, rows: int, verify: bool) -> None:
 
 
 def test_a_slice_reads_its_blocks_and_no_others(storage: Storage) -> None:
-    """A few rows of a tensor of many blocks: not the whole tensor is read, nor decrypted."""
+    """A load of a few rows neither reads nor decrypts the other blocks."""
     stored = filled(torch.uint8, (64, 1 << 16))
     content, items = encrypted_file({"t": stored}, CIPHER)
     put_file(storage, "f", content)
@@ -198,7 +198,7 @@ def test_a_slice_reads_its_blocks_and_no_others(storage: Storage) -> None:
 
 
 def test_every_damage_is_found(storage: Storage, tmp_path: Path, verify: bool) -> None:
-    """Flipped bits of the ciphertext are a ChecksumMismatch, by their digest or, without digests, by their MAC."""
+    """Flipped bits raise ChecksumMismatch, by the digest or, without digests, by the MAC."""
     stored = filled(torch.uint8, (300_000,))
     content, items = encrypted_file({"t": stored}, CIPHER)
     item = items["t"]
@@ -218,7 +218,7 @@ def test_every_damage_is_found(storage: Storage, tmp_path: Path, verify: bool) -
 
 
 def test_a_flip_of_any_byte_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of `.metadata` and of every byte that a load reads: an error; of headers, which it does not read: nothing."""
+    """Flips in `.metadata` and in data are errors; headers are not read by a load."""
     monkeypatch.setattr(write_plan, "INLINE_BYTES", 0)  # small values are read from the data file, too
     state = {"w": torch.arange(60.0).view(6, 10), "extra": {"name": "run"}}
     save(tmp_path, state)
@@ -240,7 +240,7 @@ def test_a_flip_of_any_byte_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_small_values_in_the_index_are_encrypted(tmp_path: Path) -> None:
-    """They come back from there, and nothing of them can be read in it."""
+    """The values load from the index, which does not contain their plain bytes."""
     state = {"w": torch.arange(60.0).view(6, 10), "extra": {"name": "a secret name"}}
     save(tmp_path, state)
     (file,) = tmp_path.glob("*.tensors")
@@ -274,7 +274,7 @@ def _changed(column: bytes, dtype: str, row: int, number: int) -> bytes:
 
 
 def _last_blocks(rows: Any) -> None:
-    """A tensor of two blocks is cut to its second one, at its place in the file and with its own nonce and MAC."""
+    """Cuts a tensor of two blocks to the second one, with its own offset, nonce and MAC."""
     sizes, offsets = np.frombuffer(rows.sizes, "<i8"), np.frombuffer(rows.offsets, "<i8")
     row = int(sizes.argmax())
     rows.offsets = _changed(rows.offsets, "<i8", row, int(offsets[row]) + 65_536)
@@ -289,7 +289,7 @@ def _last_blocks(rows: Any) -> None:
 
 
 def _cut(rows: Any, sizes: str, content: str, row: int, change: Callable[[bytes], bytes]) -> bytes:
-    """The bytes of all items, with other ones for one of them, whose size is changed, too."""
+    """Returns the bytes of all items, with other bytes for one, whose size changes."""
     column = getattr(rows, sizes)
     ends = [0, *np.cumsum(np.frombuffer(column, "<u4")).tolist()]
     before, own, after = (
@@ -300,7 +300,7 @@ def _cut(rows: Any, sizes: str, content: str, row: int, change: Callable[[bytes]
 
 
 def _cut_shape(rows: Any) -> None:
-    """The shape of what `_last_blocks` leaves."""
+    """Returns the shape of the result of `_last_blocks`."""
     _reshape(rows, (15, 2))
 
 
@@ -333,7 +333,7 @@ def _place(rows: Any) -> None:
     ids=["shape", "dtype", "last blocks", "kind", "key", "place", "time"],
 )
 def test_an_edit_of_the_metadata_alone(tmp_path: Path, edits: list[Any]) -> None:
-    """Whoever has no key can make every digest right, and not the MAC: nothing is loaded, and no target changes."""
+    """Without the key every digest can be forged, but not the MAC: no target changes."""
     state = {"w": torch.arange(16_414.0).view(-1, 2), "v": torch.ones(3), "b": torch.ones(3, dtype=torch.uint8)}
     save(tmp_path, state)
     for kind, change in edits:
@@ -351,7 +351,7 @@ def test_an_edit_of_the_metadata_alone(tmp_path: Path, edits: list[Any]) -> None
 
 
 def test_one_reader_derives_a_key_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deriving costs what the passphrase's guesser is to pay: a reader that loads several checkpoints does it once."""
+    """Deriving a key is slow on purpose, so a reader of several checkpoints does it once."""
     params = EncryptionParams.from_string("correct horse", **WEAK)
     for name in "ab":
         save(tmp_path / name, {"w": torch.ones(3)}, params)
@@ -367,7 +367,7 @@ def test_one_reader_derives_a_key_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_wrapper_subclasses_are_encrypted(tmp_path: Path) -> None:
-    """What `torch.save` makes of a tensor that has no bytes of its own is not readable either, and comes back."""
+    """The `torch.save` bytes of a tensor without storage are encrypted, and load."""
     inner = filled(torch.float32, (50,)), filled(torch.float32, (50,), seed=1)
     params = EncryptionParams(KEY)
     for folder, encryption in (("plain", None), ("encrypted", params)):
@@ -391,7 +391,7 @@ def save(path: Path, state: dict[str, Any], encryption: Any = KEY) -> None:
 
 
 def load(path: Path) -> Any:
-    """What the checkpoint holds, as plain values, or the error."""
+    """Returns the contents of the checkpoint as plain values, or the error."""
     state = {"w": torch.zeros(6, 10), "extra": {"name": ""}}
     reader = TensorizerStorageReader(path, encryption=DecryptionParams.from_key(KEY))
     try:
@@ -407,7 +407,7 @@ def state_of(state: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("protocol", ["s3", "sftp"])
 def test_remote_checkpoints_are_encrypted(s3: S3Server, sftp: SftpServer, tmp_path: Path, protocol: str) -> None:
-    """In parts in any order and in one stream: nothing readable arrives at the server, and it loads resliced."""
+    """Parts in any order, and one stream, contain no plain bytes, and load resharded."""
     tensor = filled(torch.float32, (3000, 1000))
     params, name = EncryptionParams(KEY), f"encrypted-{tmp_path.name}"
     url = f"s3://{s3.bucket}/{name}" if protocol == "s3" else f"sftp://127.0.0.1/{name}"
@@ -431,7 +431,7 @@ def test_remote_checkpoints_are_encrypted(s3: S3Server, sftp: SftpServer, tmp_pa
 
 
 def test_the_example_in_the_documentation_runs(tmp_path: Path) -> None:
-    """As it stands, with a key file that nobody else can read; what it saved is what it loaded."""
+    """The example's key file is private to its owner, and the load returns what was saved."""
     example = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guides" / "encryption.md").read_text(), re.DOTALL)[0]
     check = "\nassert torch.equal(loaded['weight'], state_dict['weight'])\nassert loaded['step'] == 7\n"
     run_python(f"import os\nos.chdir({str(tmp_path)!r})\n{example}{check}")

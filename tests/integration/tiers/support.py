@@ -53,21 +53,21 @@ class Run:
         return Queue(self.local)
 
     def states(self) -> list[str]:
-        """How far each save has come, in their order."""
+        """Returns the states of the saves, in order."""
         return [entry.state for entry in self.queue.entries()]
 
     def writer(self, **options: Any) -> TensorizerStorageWriter:
         return TensorizerStorageWriter(self.remote, local=self.local, **options)
 
     def cut(self) -> None:
-        """From now on the remote cannot be reached."""
+        """Makes the remote unreachable."""
         self.remote.write_bytes(b"")
 
     def mend(self) -> None:
         self.remote.unlink()
 
     def save_unflushed(self, *values: int, place: str = "step-{}", **options: Any) -> None:
-        """Saves, and ends before any of it is on the remote."""
+        """Saves, and closes the writer before the remote has anything."""
         self.cut()
         limits = SaveLimits(max_consecutive_failures=None)
         writer = self.writer(limits=limits, max_unflushed=len(values) + 1, **options)
@@ -78,7 +78,7 @@ class Run:
         self.mend()
 
     def load(self, place: str, *, local: Path | None = None) -> int:
-        """The step of a checkpoint, all of whose values must be of that step."""
+        """Loads a checkpoint, and returns its step, which all of its values must have."""
         state = state_of(0)
         reader = TensorizerStorageReader(self.remote, local=local)
         dcp.load(state, storage_reader=reader, checkpoint_id=self.remote / place)
@@ -88,21 +88,21 @@ class Run:
 
 
 def begun(run: Run, writer: TensorizerStorageWriter, rank: int = 0) -> tuple[Save, WriteDone]:
-    """A save to "a" on a rank that does not commit, and what it has written there: one small file."""
+    """Begins a save to "a" on a rank that does not commit, and writes one small file."""
     save = writer.saver.kind(writer.saver, ID, run.remote / "a", None)
     save.set_up(rank=rank, is_coordinator=False, use_collectives=True)
     return save, save.write_items([Item(MetadataIndex("w"), "w", "tensor", torch.ones(4))])
 
 
 def files_below(folder: Path) -> set[str]:
-    """The files in a folder and below, without their numbers and ids."""
+    """Returns the files in a folder and below, without their numbers and ids."""
     return {
         f"{path.parent.relative_to(folder)}/{path.suffix or path.name}" for path in folder.rglob("*") if path.is_file()
     }
 
 
 def read_only(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Has what is below a folder change no more, for this process."""
+    """Makes a folder read-only for this process."""
 
     def refusing(function: Any, *which: int) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,12 @@ def read_only(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
     for owner, name in ((os, "utime"), (os, "rename"), (os, "replace"), (Path, "unlink"), (Path, "write_bytes")):
         monkeypatch.setattr(owner, name, refusing(getattr(owner, name), 0))
-    put, create = LocalStorage.put, LocalStorage.create
+    access, put, create = os.access, LocalStorage.put, LocalStorage.create
+    monkeypatch.setattr(
+        os,
+        "access",
+        lambda path, mode: access(path, mode) and (mode != os.W_OK or not Path(path).is_relative_to(folder)),
+    )
 
     def refuse(storage: LocalStorage) -> None:
         if Path(storage.location).is_relative_to(folder):
@@ -128,7 +133,7 @@ def read_only(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def unlistable(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    """Has the local disk fail when the records in it are listed."""
+    """Makes the local disk raise an error when its records are listed."""
     listdir = os.listdir
 
     def fails(folder: Any = ".") -> list[str]:

@@ -25,7 +25,7 @@ def _save(run: Run, writer: TensorizerStorageWriter, value: int) -> None:
 
 
 def _fail_after(monkeypatch: pytest.MonkeyPatch, hook: str) -> None:
-    """Has another rank fail when this one is through with a hook: DCP calls none after it."""
+    """Makes another rank fail after a hook of this rank. DCP then calls no further hook."""
     original = getattr(TensorizerStorageWriter, hook)
 
     def fails(*args: Any) -> None:
@@ -39,7 +39,7 @@ def _fail_after(monkeypatch: pytest.MonkeyPatch, hook: str) -> None:
 def test_what_another_rank_has_failed_goes_with_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str
 ) -> None:
-    """When the next save begins, there is no file and no record of the failed one, and it arrives."""
+    """The next save removes the files and the record of the failed save, and arrives on the remote."""
     run = Run(tmp_path)
     with run.writer() as writer:
         with quietly(), monkeypatch.context() as patch:
@@ -57,7 +57,7 @@ def test_what_another_rank_has_failed_goes_with_the_next_save(
 def test_what_another_rank_has_failed_goes_with_the_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook: str
 ) -> None:
-    """When the writer is closed, nothing of the failed save is left."""
+    """Closing the writer removes the files and the record of a failed save."""
     run = Run(tmp_path)
     with quietly(), run.writer() as writer:
         _fail_after(monkeypatch, hook)
@@ -67,7 +67,7 @@ def test_what_another_rank_has_failed_goes_with_the_writer(
 
 
 def test_a_save_that_nobody_knows_any_more_is_removed(tmp_path: Path) -> None:
-    """An asynchronous save's thread ends, and nobody ends it."""
+    """A failed asynchronous save is removed when its thread ends."""
     run = Run(tmp_path)
     with run.writer() as writer:
         destination, _ = begun(run, writer)
@@ -78,7 +78,7 @@ def test_a_save_that_nobody_knows_any_more_is_removed(tmp_path: Path) -> None:
 
 
 def test_what_the_flush_has_stays(tmp_path: Path) -> None:
-    """To end a save that was handed over removes nothing of it."""
+    """Ending a save that was handed over removes none of its files."""
     run = Run(tmp_path)
     run.cut()
     with run.writer() as writer:
@@ -91,7 +91,7 @@ def test_what_the_flush_has_stays(tmp_path: Path) -> None:
 
 
 def test_a_save_that_was_ended_is_not_handed_over(tmp_path: Path) -> None:
-    """A signal's handler may close the writer between two hooks; the save fails then, since its files are gone."""
+    """If a signal handler closes the writer between two hooks, the save fails and its files are removed."""
     run = Run(tmp_path)
     with run.writer() as writer:
         destination, written = begun(run, writer)
@@ -102,7 +102,7 @@ def test_a_save_that_was_ended_is_not_handed_over(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_hand_over_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record that is there when its writing is interrupted keeps its files."""
+    """If the write of a record is interrupted after the record exists, its files stay."""
     queue, put = Queue(tmp_path), Queue._put
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / FILE).write_bytes(b"data")
@@ -120,7 +120,7 @@ def test_an_interrupted_hand_over_loses_nothing(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_forked_child_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter frees the saves of threads that are not there in a child; their saves are the parent's."""
+    """A forked child that frees its copies of saves removes none of the parent's files."""
     queue = Queue(tmp_path)
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / FILE).write_bytes(b"data")
@@ -134,7 +134,7 @@ def test_a_forked_child_removes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_folder_of_another_save_stays(tmp_path: Path) -> None:
-    """Also while it is empty, because another rank of the node has only just begun there."""
+    """A failed save does not remove a directory in which another rank of the node has begun a save."""
     run = Run(tmp_path)
     (run.local / "a").mkdir(parents=True)
     with run.writer() as writer:

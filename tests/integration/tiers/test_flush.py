@@ -31,11 +31,11 @@ from .support import Run, files_below, read_only, state_of
 
 
 class _Killed(BaseException):
-    """Ends a flush, as a signal would: nothing that it would do next is done."""
+    """Ends a flush like a signal: no later operation runs."""
 
 
 def _dying(monkeypatch: pytest.MonkeyPatch, at: int) -> Callable[[], None]:
-    """Has the ``at``-th operation of a flush be the last one; returns its gate."""
+    """Ends a flush after its ``at``-th operation; returns its gate."""
     left = at
 
     def count() -> None:
@@ -58,7 +58,7 @@ def _dying(monkeypatch: pytest.MonkeyPatch, at: int) -> Callable[[], None]:
 
 
 def test_a_flush_that_dies_anywhere_is_finished_by_the_next(tmp_path: Path) -> None:
-    """After each operation the remote holds a whole checkpoint or none, never a mixture; then the newest, alone."""
+    """After each operation the remote has one complete checkpoint or none. The next flush finishes the work."""
     saved = Run(tmp_path / "saved")
     saved.folder.mkdir()
     saved.save_unflushed(1, 2, place="latest")
@@ -89,7 +89,7 @@ def test_a_flush_that_dies_anywhere_is_finished_by_the_next(tmp_path: Path) -> N
 
 
 def _retargeted(run: Run, saved: Run) -> Any:
-    """The target of a copied run: its records name the remote that they were written for."""
+    """Returns the target of a copied run, after a change of the remote in its records."""
     for path in (run.local / ".flush").iterdir():
         if path.suffix == ".unflushed":
             path.write_bytes(path.read_bytes().replace(str(saved.remote).encode(), str(run.remote).encode()))
@@ -107,7 +107,7 @@ def _loaded(run: Run, place: str) -> int | None:
 
 
 def test_checkpoints_arrive_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is committed before the next one, and only the newest keeps its local copy."""
+    """Each checkpoint is committed before the next one, and only the newest keeps its local copy."""
     run = Run(tmp_path)
     run.save_unflushed(1, 2, 3)
     order = []
@@ -123,7 +123,7 @@ def test_checkpoints_arrive_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def _full_for(monkeypatch: pytest.MonkeyPatch, remote: Path) -> None:
-    """Has a folder on the remote have no room."""
+    """Makes a folder on the remote full."""
     create = LocalStorage.create
 
     def full(self: LocalStorage, name: str, nbytes: int, *, sync: bool) -> Any:
@@ -135,7 +135,7 @@ def _full_for(monkeypatch: pytest.MonkeyPatch, remote: Path) -> None:
 
 
 def test_nothing_is_sent_ahead_of_what_finds_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later save, which may be smaller, would take the room that the earlier one needs, for good."""
+    """A later, smaller save is not sent, because it would take the space that the earlier one needs."""
     run = Run(tmp_path)
     run.save_unflushed(1, 2)
     with monkeypatch.context() as patch:
@@ -147,30 +147,28 @@ def test_nothing_is_sent_ahead_of_what_finds_no_room(tmp_path: Path, monkeypatch
     assert [run.load(f"step-{step}") for step in (1, 2)] == [1, 2]
 
 
-def test_a_disk_that_takes_no_changes_is_flushed(tmp_path: Path, aside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lies there arrives once; who does not know that any more sees it on the remote, and sends nothing again."""
+def test_a_read_only_disk_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its checkpoints arrive once, the next process sends nothing again, and a writable disk gets their states."""
     run = Run(tmp_path)
     run.save_unflushed(1, 2)
+    flusher, again = Flusher(run.target), Flusher(run.target)
     with monkeypatch.context() as patch:
         read_only(patch, run.local)
-        assert Flusher(run.target).step() is None
-        assert run.states() == ["remote"] * 2
-        (written,) = aside.iterdir()
-        shutil.rmtree(written)  # the machine has started anew
+        assert flusher.step() is not None
+        assert run.states() == ["unflushed"] * 2
+        assert [run.load(f"step-{step}") for step in (1, 2)] == [1, 2]
         patch.setattr(flusher_module, "copy_file", None)
-        assert Flusher(run.target).step() is None
-        assert run.states() == ["remote"] * 2
-    assert [run.load(f"step-{step}") for step in (1, 2)] == [1, 2]
-    Flusher(run.target).step()
-    assert list(aside.iterdir()) == []
+        assert again.step() is not None
+        assert [entry.state for entry in again._queue.entries()] == ["remote"] * 2
+    assert flusher.step() is None
+    assert run.states() == ["remote"] * 2
 
 
-def test_a_disk_that_gives_nothing_and_takes_nothing_is_lost_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is not read for the whole timeout, while saves wait for what was before them."""
+def test_unreadable_files_on_a_read_only_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flush gives them up after the timeout, and records that when the disk is writable."""
     run = Run(tmp_path)
     run.save_unflushed(1)
+    flusher, deadline = Flusher(replace(run.target, timeout=0.01)), time.monotonic() + 30
     with monkeypatch.context() as patch:
         read_only(patch, run.local)
 
@@ -178,14 +176,17 @@ def test_a_disk_that_gives_nothing_and_takes_nothing_is_lost_at_once(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
         patch.setattr(LocalStorage, "open_uncached", damaged)
-        assert Flusher(run.target).step() is None
-        assert "Input/output error" in run.queue.record(run.queue.entries()[0]).reason  # type: ignore[union-attr]
-        assert list(run.remote.rglob("*.*")) == []
-    Flusher(run.target).step()
+        while flusher._queue.entries()[0].state != "lost":
+            flusher.step()
+            assert time.monotonic() < deadline
+        assert (run.states(), list(run.remote.rglob("*.*"))) == (["unflushed"], [])
+    assert flusher.step() is None
+    assert run.states() == ["lost"]
+    assert "Input/output error" in run.queue.record(run.queue.entries()[0]).reason  # type: ignore[union-attr]
 
 
 def test_a_record_that_the_disk_does_not_give_is_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody knows what it was of: it is given up, and does not keep those back that are waiting for it."""
+    """A save whose record cannot be read is given up after the timeout, and later saves are sent."""
     run = Run(tmp_path)
     run.save_unflushed(1, 2)
     first, read = run.queue.entries()[0], Path.read_bytes
@@ -207,7 +208,7 @@ def test_a_record_that_the_disk_does_not_give_is_a_loss(tmp_path: Path, monkeypa
 
 
 def _written(run: Run, step: int, rank: int, *, commits: bool = False) -> FlushEntry:
-    """A part of a save of a rank on this node; with ``commits``, rank 1's part is in the commit as well."""
+    """Writes a rank's part of a save. With ``commits``, the commit also names the file of rank 1."""
     names = [f"__{other}_0_{10 * step + other:032}.tensors" for other in (0, 1)]
     folder = run.local / f"step-{step}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -219,7 +220,7 @@ def _written(run: Run, step: int, rank: int, *, commits: bool = False) -> FlushE
 
 
 def test_a_rank_does_not_send_ahead_of_another_one_of_its_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What rank 1 has of the first save finds no room: nothing of the second is sent, and that of the first is."""
+    """If there is no space for rank 1's part of the first save, no part of the second save is sent."""
     run = Run(tmp_path)
     for step in (1, 2):
         _written(run, step, 0, commits=True)
@@ -241,7 +242,7 @@ def test_a_rank_does_not_send_ahead_of_another_one_of_its_node(tmp_path: Path, m
 def test_a_part_of_another_nodes_commit_goes_first_for_a_while(
     tmp_path: Path, confirmed: bool, age: float, states: str
 ) -> None:
-    """If it is known to be of a checkpoint: what a failed save has left, or a lost node, keeps nobody back for long."""
+    """Only a confirmed part of another node's save holds back later parts, until the timeout."""
     run = Run(tmp_path)
     first, _ = _written(run, 1, 1), _written(run, 2, 1)
     if confirmed:
@@ -255,7 +256,7 @@ def test_a_part_of_another_nodes_commit_goes_first_for_a_while(
 
 
 def test_a_part_that_finds_no_room_ends_with_its_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without that it would be tried for ever, when the save has been given up for want of it."""
+    """A part for which there is no space is given up with its save."""
     run = Run(tmp_path)
     commit, part = _written(run, 1, 0, commits=True), _written(run, 1, 1)
     with monkeypatch.context() as patch:
@@ -270,7 +271,7 @@ def test_a_part_that_finds_no_room_ends_with_its_save(tmp_path: Path, monkeypatc
 
 
 def _awaiting(run: Run, *others: str) -> list[str]:
-    """Has a save that is not flushed yet wait for files of 4 bytes, of other ranks; returns the names of its own."""
+    """Adds files of other ranks, of 4 bytes each, to a commit; returns the names of the save's own files."""
     (entry,) = run.queue.entries()
     record = run.queue.record(entry)
     assert record is not None and record.commit is not None
@@ -280,7 +281,7 @@ def _awaiting(run: Run, *others: str) -> list[str]:
 
 
 def test_metadata_waits_for_the_files_of_all_ranks(tmp_path: Path) -> None:
-    """Without a rank's file nothing is committed; when it does not come the save is given up, with its rank."""
+    """Without a rank's file nothing is committed. At the timeout the save is given up, naming that rank."""
     run = Run(tmp_path)
     run.save_unflushed(1)
     (name,) = _awaiting(run, f"__3_0_{'a' * 32}.tensors")
@@ -310,7 +311,7 @@ def test_what_another_job_has_saved_since_stays(tmp_path: Path) -> None:
 
 
 def test_what_a_dead_save_has_left_is_removed(tmp_path: Path) -> None:
-    """Of a record whose process is gone the files go, too; one whose process lives stays as it is."""
+    """The files of a dead save's record are removed, and those of a living save stay."""
     run = Run(tmp_path)
     (run.local / "step-1").mkdir(parents=True)
     ids = ["a" * 32, "b" * 32]
@@ -326,7 +327,7 @@ def test_what_a_dead_save_has_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_save_that_dies_before_it_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is no directory before there is a record of it; and a record of a directory that is not there yet goes."""
+    """A save creates its record before its directory, and a record without a directory is removed."""
     run = Run(tmp_path)
 
     def die(*args: object) -> None:
@@ -343,7 +344,7 @@ def test_a_save_that_dies_before_it_has_written(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_remote_that_is_full_at_the_commit_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refused metadata file is tried again, and neither the local copy nor the files on the remote go."""
+    """A refused commit is retried, and both copies of the data stay."""
     run = Run(tmp_path)
     run.save_unflushed(1)
     put = LocalStorage.put
@@ -364,7 +365,7 @@ def test_a_remote_that_is_full_at_the_commit_loses_nothing(tmp_path: Path, monke
 def test_a_commit_that_is_refused_though_it_was_carried_out_is_a_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own metadata on the remote is nobody else's checkpoint: neither copy of the data goes."""
+    """If a refused commit was carried out, its metadata counts as its own, and both copies of the data stay."""
     run = Run(tmp_path)
     run.save_unflushed(1, overwrite=False)
     put = LocalStorage.put
@@ -382,7 +383,7 @@ def test_a_commit_that_is_refused_though_it_was_carried_out_is_a_commit(
 
 
 def test_an_outage_does_not_count_as_a_wait_for_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After hours without the remote, the other ranks get their time to send what they have."""
+    """After an outage of hours, the other ranks get the whole timeout to send their files."""
     run = Run(tmp_path)
     run.save_unflushed(1)
     missing_files, other = flusher_module.missing_files, {f"__3_0_{'a' * 32}.tensors"}
@@ -400,7 +401,7 @@ def test_an_outage_does_not_count_as_a_wait_for_a_rank(tmp_path: Path, monkeypat
 
 
 def test_all_files_are_there_when_they_are_committed(tmp_path: Path) -> None:
-    """A file that was seen on the remote, and is gone when the last one has come, keeps the metadata away."""
+    """A file that disappears before the last file arrives prevents the commit."""
     run = Run(tmp_path)
     run.save_unflushed(1)
     first, last = (f"__{rank}_0_{'a' * 32}.tensors" for rank in (3, 4))
@@ -419,7 +420,7 @@ def test_all_files_are_there_when_they_are_committed(tmp_path: Path) -> None:
 
 
 def _sent(run: Run, *writers: str) -> list[FlushEntry]:
-    """Parts of saves of rank 1, all of whose files are on the remote; when, was long ago."""
+    """Returns parts of rank 1's saves that were sent long ago."""
     entries = []
     for number, writer in enumerate(writers):
         name, place = f"__1_0_{number:032}.tensors", f"step-{number}"
@@ -435,7 +436,7 @@ def _sent(run: Run, *writers: str) -> list[FlushEntry]:
 
 @pytest.mark.parametrize(("later", "left"), [("a", {"step-1"}), ("b", {"step-0", "step-1"})], ids=["same", "other"])
 def test_what_another_writer_may_commit_stays_on_the_remote(tmp_path: Path, later: str, left: set[str]) -> None:
-    """A later save of the same writer is proof that the files are not needed, one of another writer is not."""
+    """A later save of the same writer proves that the files are not needed. One of another writer does not."""
     run = Run(tmp_path)
     run.queue.move(_sent(run, "a", later)[1], REMOTE)
     assert Flusher(run.target).step() is None
@@ -445,7 +446,7 @@ def test_what_another_writer_may_commit_stays_on_the_remote(tmp_path: Path, late
 
 
 def test_what_a_rank_has_left_that_is_not_there_any_more(tmp_path: Path) -> None:
-    """The job goes on with fewer ranks: a later save of another one, from the same folder, is as good a proof."""
+    """If the job continues with fewer ranks, a later save of another rank is proof."""
     run = Run(tmp_path)
     _sent(run, "a")
     writing = run.queue.begin(FlushRecord(run.target.name, "step-9", 0, "e" * 32, "b"))
@@ -457,7 +458,7 @@ def test_what_a_rank_has_left_that_is_not_there_any_more(tmp_path: Path) -> None
 
 
 def test_a_save_that_arrives_during_the_look_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The metadata that was read before the later save arrived may not have named the files yet."""
+    """A later save that arrives during the check is no proof, because the metadata was read before."""
     run = Run(tmp_path)
     later = _sent(run, "a", "a")[1:]
 
@@ -472,7 +473,7 @@ def test_a_save_that_arrives_during_the_look_is_no_proof(tmp_path: Path, monkeyp
 
 
 def test_a_part_of_a_save_that_is_given_up_is_given_up(tmp_path: Path) -> None:
-    """On the node of the rank that commits, other ranks' parts end as its own does, with its reason."""
+    """On the coordinator's node, the parts of other ranks are given up with the coordinator's reason."""
     run = Run(tmp_path)
     (entry,) = _sent(run, "a")
     files = {f"__1_0_{0:032}.tensors": 4}
@@ -488,7 +489,7 @@ def test_a_part_of_a_save_that_is_given_up_is_given_up(tmp_path: Path) -> None:
 
 
 def test_room_is_made_without_forgetting_what_has_just_arrived(tmp_path: Path) -> None:
-    """Whoever follows a save finds its record when the local copy is gone; and no room is made twice."""
+    """Freeing space removes local copies and keeps their records, and a second call frees nothing."""
     run = Run(tmp_path)
     run.queue.move(_sent(run, "a")[0], REMOTE)
     assert [free(run.queue), free(run.queue)] == [True, False]
@@ -497,7 +498,7 @@ def test_room_is_made_without_forgetting_what_has_just_arrived(tmp_path: Path) -
 
 
 def test_local_copies_go_before_an_arrival_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has waited for the remote finds no more in the local folder than the newest checkpoint."""
+    """Local copies, except of the newest checkpoint, are removed before the arrival is recorded."""
     run = Run(tmp_path)
     run.save_unflushed(1, 2)
     move, found = Queue.move, []
@@ -514,7 +515,7 @@ def test_local_copies_go_before_an_arrival_is_told(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("suffix", ["tensors", "index"])
 def test_what_is_gone_here_holds_nothing_up(tmp_path: Path, suffix: str) -> None:
-    """A checkpoint whose local data or metadata is gone is given up at once, and the one after it arrives."""
+    """A checkpoint without its local data or metadata is given up at once, and the next one arrives."""
     run = Run(tmp_path)
     run.save_unflushed(1, 2)
     first = run.queue.entries()[0]
@@ -529,7 +530,7 @@ def test_what_is_gone_here_holds_nothing_up(tmp_path: Path, suffix: str) -> None
 
 
 def test_a_damaged_local_disk_is_given_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be read is tried again, and given up when it could not be read for the timeout."""
+    """Unreadable files are retried, and given up after the timeout, which a suspended job does not use up."""
     run = Run(tmp_path)
     run.save_unflushed(1)
 
@@ -552,7 +553,7 @@ def test_a_damaged_local_disk_is_given_its_time(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_clock_that_was_set_back_costs_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this folder's own queue has brought to a place before is replaced, whenever it says that it was saved."""
+    """A checkpoint that this queue has sent is replaced, whatever its time."""
     run = Run(tmp_path)
     run.save_unflushed(1, 2, place="latest")
     is_later = flush._is_later
@@ -566,7 +567,7 @@ def test_a_clock_that_was_set_back_costs_no_checkpoint(tmp_path: Path, monkeypat
 
 
 def _saved_by_ranks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two saves of two ranks of a node to one place, each with metadata of its own, none of it on the remote."""
+    """Saves twice to one path by two ranks of a node, each with its own metadata, without the remote."""
     run.cut()
     set_up, writer = TensorizerStorageWriter.set_up_storage_writer, run.writer(max_unflushed=9)
     for value, rank in itertools.product((1, 2), (0, 1)):
@@ -586,7 +587,7 @@ def _saved_by_ranks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_that_commit_alone_keep_each_others_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
 ) -> None:
-    """At one place each rank's save replaces its own earlier one alone, also in a flush that is done again."""
+    """At one path each rank's save replaces only its own earlier save, also in a repeated flush."""
     run = Run(tmp_path)
     _saved_by_ranks(run, monkeypatch)
     newest = [name for _, record in run.queue.records()[2:] for name in record.files]

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from dcp_tensorizer import WriteError
+from dcp_tensorizer import ReadError, WriteError
 from dcp_tensorizer._runtime.threads import Deadline, in_background
 from dcp_tensorizer._saving.flushing import Flushing
 from dcp_tensorizer._tiers.queue import REMOTE, SENT, FlushEntry, FlushRecord
 from dcp_tensorizer.writer import SaveReport
 
-from .support import Run
+from .support import Run, read_only
 
 REPORT = SaveReport(
     path="remote/step-1",
@@ -37,12 +37,12 @@ REPORT = SaveReport(
 
 
 class _Client:
-    """Of a writer process that does nothing."""
+    """A client of a writer process that does nothing."""
 
     is_running = True
 
     def flush(self, target: object, context: object) -> None:
-        """Takes a request."""
+        """Ignores a request."""
 
 
 def _flushing(run: Run) -> Flushing:
@@ -58,7 +58,7 @@ def _begun(run: Run, save_id: str) -> FlushEntry:
 
 @pytest.mark.parametrize("commits", [True, False])
 def test_a_record_that_is_gone_is_no_arrival(tmp_path: Path, commits: bool) -> None:
-    """Nobody is told that the remote has a save whose record was removed; who commits it has an error."""
+    """A removed record is not reported as an arrival, and is an error on the coordinator."""
     run, told = Run(tmp_path), list[float]()
     flushing, entry = _flushing(run), _begun(run, "a" * 32)
     report = replace(REPORT, commit_seconds=0.0 if commits else None)
@@ -74,7 +74,7 @@ def test_a_record_that_is_gone_is_no_arrival(tmp_path: Path, commits: bool) -> N
 
 
 def test_what_arrived_just_before_the_end_is_told(tmp_path: Path) -> None:
-    """A writer that is closed tells of a save that nobody has looked for since it arrived."""
+    """Closing a writer reports a save that has just arrived."""
     run, told = Run(tmp_path), list[float]()
     flushing, entry = _flushing(run), _begun(run, "a" * 32)
     flushing.follow(entry, REPORT, lambda report, moment: told.append(moment))
@@ -84,7 +84,7 @@ def test_what_arrived_just_before_the_end_is_told(tmp_path: Path) -> None:
 
 
 def test_who_is_told_may_wait_for_the_rest(tmp_path: Path) -> None:
-    """The function that takes reports may ask for the flush, and wait for it, while it is called."""
+    """`on_report` may resume the flush and wait for it."""
     run, told = Run(tmp_path), list[bool]()
     flushing, entry, rest = _flushing(run), _begun(run, "a" * 32), _begun(run, "b" * 32)
 
@@ -98,3 +98,27 @@ def test_who_is_told_may_wait_for_the_rest(tmp_path: Path) -> None:
     assert waiting.result(timeout=600)
     assert told == [True]
     run.queue.remove(rest)
+
+
+def test_the_saves_of_a_read_only_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing waits for saves of a read-only disk or reports them as arrived. Each is an error."""
+    run, told = Run(tmp_path), list[float]()
+    flushing, entry = _flushing(run), _begun(run, "a" * 32)
+    flushing.follow(entry, REPORT, lambda report, moment: told.append(moment))
+    words = f"{run.queue.folder} cannot be written, so it is unknown which of its checkpoints {run.remote} has"
+    with monkeypatch.context() as patch:
+        read_only(patch, run.local)
+        assert [flushing.unflushed() for _ in range(2)] == [0, 0]
+        assert len(flushing.open_records()) == 1
+        flushing.end(Deadline(600.0))
+        with pytest.raises(ReadError, match=f"{words}. Fix the disk"):
+            flushing.wait()
+    future = flushing.future("a" * 32)
+    assert future is not None and words in str(future.exception())
+    with pytest.raises(WriteError, match=f"has not found remote/step-1 on the remote: {words}"):
+        flushing.check()
+    assert caplog.text.count(f"{words}: gave up waiting for its saves") == 1
+    assert told == []
+    assert flushing.unflushed() == 1

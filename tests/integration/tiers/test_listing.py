@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def flush(run: Run) -> None:
-    """Brings everything to the remote."""
+    """Flushes all saves."""
     flusher = Flusher(run.target)
     while flusher.step() is not None:
         pass
@@ -40,7 +40,7 @@ def states(folder: Path) -> dict[int | None, str]:
 
 @pytest.mark.parametrize("named", [".", "local", "local/step-5"])
 def test_what_is_not_flushed_stays(run: Run, named: str) -> None:
-    """However old it is, and whichever directory is named; the next flush brings it to the remote."""
+    """`gc` keeps an unflushed checkpoint of any age, in any named directory, and the next flush sends it."""
     run.save_unflushed(4, 5)
     found = states(run.folder / named)
     assert gc(run.folder / named) == ()
@@ -50,7 +50,7 @@ def test_what_is_not_flushed_stays(run: Run, named: str) -> None:
 
 
 def test_a_copy_of_what_is_flushed_stays(run: Run) -> None:
-    """The newest is kept for the next load: it is shown as what it is."""
+    """`ls` shows the newest local copy as a checkpoint."""
     run.save_unflushed(4, 5)
     flush(run)
     assert states(run.local) == {5: "flushed"}
@@ -59,7 +59,7 @@ def test_a_copy_of_what_is_flushed_stays(run: Run) -> None:
 
 
 def test_what_no_record_is_of_goes(run: Run) -> None:
-    """Beside a checkpoint that is not flushed, and by its age alone."""
+    """Leftovers beside an unflushed checkpoint are removed by their age."""
     run.save_unflushed(5)
     other = run.local / "step-5" / data_file_name(0, 0, "f" * 32)
     other.write_bytes(b"x")
@@ -70,19 +70,19 @@ def test_what_no_record_is_of_goes(run: Run) -> None:
 
 
 def test_a_save_whose_record_comes_after_a_look(run: Run) -> None:
-    """Then its files were leftovers when ``gc`` looked, and are none when it would remove them."""
+    """Files of a save that is handed over while `gc` runs are not removed."""
     run.save_unflushed(5)
     copied = Run(run.folder / "copied")
     shutil.copytree(run.local / "step-5", copied.local / "step-5")
     (removal,) = plan_collection(open_storage(copied.local), None, 0.0)
     shutil.copytree(run.queue.folder, copied.queue.folder)
     assert removal[1].kept is None
-    assert remove(removal).kept == "something has been saved or changed there in the meantime"
+    assert remove(removal).kept == "its files have changed since they were listed. Run the command again."
     assert states(copied.local) == {5: "unflushed"}
 
 
 def test_records_that_cannot_be_listed(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then nobody knows what is a leftover: nothing is removed, and it is an error."""
+    """If the records cannot be read, `gc` removes nothing and raises an error."""
     run.save_unflushed(5)
     unlistable(monkeypatch, run)
     for folder in (run.local, run.local / "step-5"):

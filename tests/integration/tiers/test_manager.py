@@ -23,7 +23,7 @@ def manager_of(run: Run, **options: Any) -> CheckpointManager:
 
 
 def test_the_rules_count_what_is_on_the_remote(tmp_path: Path) -> None:
-    """Old checkpoints are deleted there when newer ones have arrived; locally only the newest stays."""
+    """Old checkpoints are deleted on the remote when newer ones have arrived. Locally only the newest stays."""
     run = Run(tmp_path)
     with manager_of(run, keep_latest=2) as manager:
         for step in (1, 2, 3, 4):
@@ -35,7 +35,7 @@ def test_the_rules_count_what_is_on_the_remote(tmp_path: Path) -> None:
 
 
 def test_nothing_is_deleted_before_newer_ones_have_arrived(tmp_path: Path) -> None:
-    """With the remote out of reach all saves stay in the local folder, and the next job restores the newest there."""
+    """Without the remote all saves stay in the local folder, and the next job restores the newest."""
     run = Run(tmp_path)
     run.cut()
     manager = manager_of(run, keep_latest=1, limits=SaveLimits(timeout=5.0))
@@ -59,7 +59,7 @@ def test_nothing_is_deleted_before_newer_ones_have_arrived(tmp_path: Path) -> No
 
 
 def test_without_the_local_disk_the_newest_on_the_remote_is_restored(tmp_path: Path) -> None:
-    """On another node only what has arrived is there."""
+    """On another node only checkpoints on the remote are restored."""
     run = Run(tmp_path)
     with manager_of(run) as manager:
         manager.save(1, state_of(1))
@@ -70,7 +70,7 @@ def test_without_the_local_disk_the_newest_on_the_remote_is_restored(tmp_path: P
 
 
 def test_a_step_of_a_lost_node_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What no node of the job has, nor the remote, is named at ERROR, and the step before is restored."""
+    """A checkpoint that neither a node nor the remote has is logged at ERROR, and the earlier step is restored."""
     run = Run(tmp_path)
     with manager_of(run) as manager:
         manager.save(1, state_of(1))
@@ -96,7 +96,7 @@ def test_a_step_of_a_lost_node_is_given_up(tmp_path: Path, caplog: pytest.LogCap
 
 
 def _without_its_commit(run: Run) -> tuple[FlushEntry, str]:
-    """Makes a checkpoint that is not flushed what another node has of it; returns the record, and its only file."""
+    """Removes the commit of an unflushed checkpoint; returns its record and its only file."""
     (entry,) = run.queue.entries()
     record = run.queue.record(entry)
     assert record is not None
@@ -110,7 +110,7 @@ def _without_its_commit(run: Run) -> tuple[FlushEntry, str]:
 def test_a_step_whose_commit_was_on_a_lost_node(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, is_confirmed: bool
 ) -> None:
-    """If it is known to have been committed it is a loss; what it has left goes, also what the lost node has sent."""
+    """If the commit was confirmed, its loss is an error, otherwise a warning. Its files on the remote are removed."""
     run = Run(tmp_path)
     run.save_unflushed(2)
     entry, name = _without_its_commit(run)
@@ -140,7 +140,7 @@ def test_a_step_whose_commit_was_on_a_lost_node(
 
 
 def test_what_a_job_that_goes_on_has_saved_is_not_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Another one that loads there, on one of its nodes, does not see the commit, and judges nothing."""
+    """A job does not give up a save of another, living job whose commit it does not see."""
     run = Run(tmp_path)
     run.save_unflushed(2)
     entry, name = _without_its_commit(run)
@@ -155,7 +155,7 @@ def test_what_a_job_that_goes_on_has_saved_is_not_lost(tmp_path: Path, caplog: p
 
 
 def test_a_part_that_has_arrived_is_not_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The node that committed it has seen that, and this one has not yet."""
+    """A part whose save is on the remote is not lost, even if this node has not recorded that."""
     run = Run(tmp_path)
     with manager_of(run) as manager:
         manager.save(2, state_of(2))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dcp_tensorizer._tiers.flush import clean_up
-from dcp_tensorizer._tiers.queue import LOST, REMOTE, SENT, FlushRecord, Queue
+from dcp_tensorizer._tiers.queue import LOST, REMOTE, SENT, UNFLUSHED, FlushRecord, Queue
 
 from .support import read_only
 
@@ -19,7 +19,7 @@ from .support import read_only
 def test_a_record_that_is_renamed_while_it_is_listed_is_not_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever waits for the remote would take a save that is missing in the list for one that has arrived."""
+    """A record that is renamed during a listing is listed, because a missing record counts as arrived."""
     queue = Queue(tmp_path)
     writing = queue.begin(FlushRecord("remote", "step-1", 0, "a" * 32))
     writing.written({}, sync=False)
@@ -39,7 +39,7 @@ def test_a_record_that_is_renamed_while_it_is_listed_is_not_missed(
 
 
 def test_a_record_that_is_renamed_before_it_is_read_is_read(tmp_path: Path) -> None:
-    """What is in it is the same under each of its names."""
+    """A record can be read under the name of an earlier state."""
     queue = Queue(tmp_path)
     writing = queue.begin(FlushRecord("remote", "step-1", 0, "a" * 32))
     writing.written({"file": 3}, sync=False)
@@ -49,7 +49,7 @@ def test_a_record_that_is_renamed_before_it_is_read_is_read(tmp_path: Path) -> N
 
 
 def test_a_record_is_not_cleaned_up_before_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clean-up of another rank may see it in between, unlocked, and remove it: then there is another one."""
+    """If a clean-up removes a record before it is locked, `begin` writes another one."""
     queue, flock = Queue(tmp_path), fcntl.flock
     cleaned: list[str] = []
 
@@ -68,10 +68,8 @@ def test_a_record_is_not_cleaned_up_before_it_is_locked(tmp_path: Path, monkeypa
     writing.abort()
 
 
-def test_a_folder_that_takes_no_changes_is_gone_on_with_aside(
-    tmp_path: Path, aside: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each process sees how far a record has come, one at a time works on it, and it comes back to the folder."""
+def test_a_state_that_the_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process alone knows the state until the disk takes it. Other processes see the state before it."""
     queue, entries = Queue(tmp_path), []
     for name in "ab":
         writing = queue.begin(FlushRecord("remote", "step-1", 0, name * 32))
@@ -79,27 +77,42 @@ def test_a_folder_that_takes_no_changes_is_gone_on_with_aside(
         entries.append(writing.entry)
     with monkeypatch.context() as patch:
         read_only(patch, tmp_path)
-        queue.set_trouble(entries[0], "no room")
+        assert not queue.is_writable
+        assert not queue.set_trouble(entries[0], "the remote is full")
         queue.confirm(entries[0])
         queue.progress(entries[0])
-        assert (Queue(tmp_path).trouble(entries[0]), queue.is_writable) == ("no room", False)
-        sent = queue.move(entries[0], SENT)
-        record = queue.record(entries[1])
+        sent, record = queue.move(entries[0], SENT), queue.record(entries[1])
         assert record is not None
         queue.give_up(entries[1], record, "no reason")
-        assert [entry.state for entry in Queue(tmp_path).entries()] == [SENT, LOST]
-        with queue.claimed(sent) as is_free, Queue(tmp_path).claimed(sent) as is_free_too:
+        assert [entry.state for entry in queue.entries()] == [SENT, LOST]
+        assert [entry.state for entry in Queue(tmp_path).entries()] == [UNFLUSHED, UNFLUSHED]
+        assert [record.reason for _, record in queue.records()] == ["", "no reason"]
+        with queue.claimed(sent) as is_free, Queue(tmp_path).claimed(entries[0]) as is_free_too:
             assert (is_free, is_free_too) == (True, False)
         with queue.claimed(entries[0]) as is_free:
-            assert not is_free  # it is in another state since
-        lost = Queue(tmp_path).record(entries[1]._replace(state=LOST))
-        assert lost is not None and lost.reason == "no reason"
-        Queue(tmp_path).remove(queue.move(sent, REMOTE))
-        assert [entry.state for entry in queue.entries()] == [REMOTE, LOST]  # and not again in an earlier one
-    Queue(tmp_path).sweep()
-    assert list(aside.iterdir()) == []
-    assert {path.suffix for path in queue.folder.iterdir()} == {".remote", ".lost", ".trouble", ".committed"}
-    assert queue.is_confirmed(entries[0])
+            assert not is_free  # it is in another state
+        queue.remove(queue.move(sent, REMOTE))
+        assert [entry.state for entry in queue.entries()] == [REMOTE, LOST]
+        assert not queue.retry()
+    assert queue.retry()
+    assert [(entry.state, record.reason) for entry, record in Queue(tmp_path).records()] == [
+        (REMOTE, ""),
+        (LOST, "no reason"),
+    ]
     for entry in queue.entries():
         queue.remove(entry)
     assert list(queue.folder.iterdir()) == []
+
+
+def test_a_refused_state_of_a_record_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If another process has removed the record, the refused state is dropped with it."""
+    queue = Queue(tmp_path)
+    writing = queue.begin(FlushRecord("remote", "step-1", 0, "a" * 32))
+    writing.written({"file": 3}, sync=False)
+    with monkeypatch.context() as patch:
+        read_only(patch, tmp_path)
+        queue.move(writing.entry, SENT)
+    Queue(tmp_path).remove(writing.entry)
+    assert not queue.retry()
+    assert queue.entries() == []
+    assert queue.retry()

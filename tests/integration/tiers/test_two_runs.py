@@ -14,20 +14,20 @@ from dcp_tensorizer._tiers.flush import Flusher
 
 from ...lab.states import directories_in
 from ...lab.waiting import WAIT
-from .support import Run, state_of
+from .support import Run, read_only, state_of
 
 NAME = ".step-N.claim"
 
 
 def claimed(run: Run) -> str:
-    """The id of a run that has just claimed the remote folder."""
+    """Takes the lease of the remote folder; returns the id of the run."""
     owner = Lease(LocalStorage(run.remote), NAME)
     owner.check()
     return owner.id
 
 
 def test_what_a_run_has_left_is_flushed_by_the_next_one_there(tmp_path: Path) -> None:
-    """The folder is claimed by a run that saves to the same local folder: whatever lies there is of its past."""
+    """Saves are flushed if a run with the same local folder has the lease."""
     run = Run(tmp_path)
     run.save_unflushed(1)
     for _ in range(2):
@@ -38,7 +38,7 @@ def test_what_a_run_has_left_is_flushed_by_the_next_one_there(tmp_path: Path) ->
 
 
 def test_what_another_run_has_not_seen_is_given_up(tmp_path: Path) -> None:
-    """The folder is claimed by a run with another local folder, which resumes from something else."""
+    """Saves are given up if a run with another local folder has the lease."""
     run = Run(tmp_path)
     run.save_unflushed(1)
     run.queue.admit(NAME, "a" * 32)
@@ -52,8 +52,23 @@ def test_what_another_run_has_not_seen_is_given_up(tmp_path: Path) -> None:
     assert list(run.remote.rglob("*.tensors")) == []
 
 
+def test_a_run_that_a_read_only_disk_cannot_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run may save to this local folder, so its lease is no reason to give up a save."""
+    run = Run(tmp_path)
+    run.save_unflushed(1)
+    run.queue.admit(NAME, "a" * 32)
+    flusher = Flusher(run.target)
+    with monkeypatch.context() as patch:
+        read_only(patch, run.local)
+        run.queue.admit(NAME, claimed(run))
+        assert flusher.step() is not None
+        assert [entry.state for entry in flusher._queue.entries()] == ["sent"]
+    assert not (run.remote / "step-1" / ".metadata").exists()
+    assert list(run.local.rglob("*.tensors")) != []
+
+
 def test_an_older_run_is_told_by_its_flush(tmp_path: Path) -> None:
-    """What it saves locally does not come to the remote, and its next save raises."""
+    """An older run's local saves are not flushed, and its next save raises."""
     old, new = Run(tmp_path), Run(tmp_path)
     with (
         CheckpointManager(old.remote, local=tmp_path / "older", stop_signals=()) as older,

@@ -10,8 +10,7 @@ import pytest
 from dcp_tensorizer._job.ranks import Agreement
 from dcp_tensorizer._job.unflushed import LocalSaves, finish_unflushed
 from dcp_tensorizer._saving.flushing import Flushing
-from dcp_tensorizer._storage.base import Refused
-from dcp_tensorizer._tiers.queue import Commit, FlushRecord, Queue
+from dcp_tensorizer._tiers.queue import Commit, FlushRecord
 
 from .support import Run, unlistable
 
@@ -19,16 +18,16 @@ FILE = f"__7_0_{'a' * 32}.tensors"
 
 
 class _Client:
-    """Of a writer process that does nothing."""
+    """A client of a writer process that does nothing."""
 
     is_running = True
 
     def flush(self, target: object, context: object) -> None:
-        """Takes a request."""
+        """Ignores a request."""
 
 
 class _Ranks(Agreement):
-    """This rank, and another one that has nothing, and can list its folder or not."""
+    """This rank, and one without saves, which may be unable to list its folder."""
 
     def __init__(self, *, can_list: bool = True) -> None:
         super().__init__(None)
@@ -45,7 +44,7 @@ class _Ranks(Agreement):
 
 
 def _flushing(run: Run) -> Flushing:
-    """Of a folder with a save of which a file of rank 7 is nowhere."""
+    """Returns the flush of a folder with a save that lacks a file of rank 7."""
     writing = run.queue.begin(FlushRecord(run.target.name, "step-1", 0, "a" * 32))
     writing.written({}, sync=False, commit=Commit(".metadata", {FILE: 4}, True))
     client: Any = _Client()
@@ -53,7 +52,7 @@ def _flushing(run: Run) -> Flushing:
 
 
 def test_a_rank_that_cannot_list_its_folder_has_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes part in every agreement, and says that it cannot tell."""
+    """A rank that cannot list its folder takes part in every agreement, and reports that."""
     run, ranks = Run(tmp_path), _Ranks()
     flushing = _flushing(run)
     with monkeypatch.context() as patch:
@@ -67,7 +66,7 @@ def test_a_rank_that_cannot_list_its_folder_has_nothing(tmp_path: Path, monkeypa
 def test_what_may_lie_in_a_folder_that_cannot_be_listed_is_not_given_up(
     tmp_path: Path, can_list: bool, states: list[str]
 ) -> None:
-    """A rank that cannot list its folder may have the file that is missing."""
+    """A save is not given up if a rank that cannot list its folder may have the missing file."""
     run, ranks = Run(tmp_path), _Ranks(can_list=can_list)
     finish_unflushed(_flushing(run), ranks)
     assert run.states() == states
@@ -76,17 +75,4 @@ def test_what_may_lie_in_a_folder_that_cannot_be_listed_is_not_given_up(
     left, must_wait = ranks.told
     (part,) = left.parts
     assert (left.held, left.can_list, must_wait) == (set(), True, (1,))
-    assert (part.record.place, part.record.rank, part.record.files, part.committed) == ("step-1", 0, {}, {FILE: 4})
-
-
-def test_a_rank_that_can_write_nothing_down_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it cannot give up it leaves to the flush, and the others do not wait for it."""
-    run, ranks = Run(tmp_path), _Ranks()
-
-    def fails(*args: object) -> None:
-        raise Refused("Input/output error")
-
-    monkeypatch.setattr(Queue, "give_up", fails)
-    finish_unflushed(_flushing(run), ranks)
-    assert (ranks.told[-1], run.states()) == ((1,), ["unflushed"])
-    run.queue.remove(run.queue.entries()[0])
+    assert (part.record.subpath, part.record.rank, part.record.files, part.committed) == ("step-1", 0, {}, {FILE: 4})

@@ -1,4 +1,4 @@
-"""A result is at its path as a whole, or nothing is; what others put there stays."""
+"""Conversions write a whole result or nothing, and leave files of other programs alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...lab.states import filled, same
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_what_is_there_stays(tmp_path: Path, to: str) -> None:
-    """Neither a file nor a directory with something in it is written over."""
+    """A conversion refuses a destination that is a directory with files in it, and leaves these files."""
     make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "mine").write_text("mine")
@@ -32,7 +32,7 @@ def test_what_is_there_stays(tmp_path: Path, to: str) -> None:
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("name", ["file/below", "nul\0", "\ud800", "x" * 300])
 def test_where_nothing_can_be_written(tmp_path: Path, to: str, name: str) -> None:
-    """Below a file, under no name at all, or under one that is too long: the error is ours, and nothing is left."""
+    """A destination below a file, or with an invalid or too long name, is a CheckpointError, and nothing is left."""
     make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"File exists|is not a valid path|File name too long"):
@@ -42,7 +42,7 @@ def test_where_nothing_can_be_written(tmp_path: Path, to: str, name: str) -> Non
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_file_that_is_there_stays(tmp_path: Path, to: str) -> None:
-    """Also where a directory would be written; the error comes before the work."""
+    """A conversion refuses a destination that is a file, whether it would write a file or a directory."""
     make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
     (tmp_path / "b").write_text("mine")
     with pytest.raises(ConversionError, match="exists"):
@@ -52,7 +52,7 @@ def test_a_file_that_is_there_stays(tmp_path: Path, to: str) -> None:
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_source_that_breaks_off_leaves_nothing(tmp_path: Path, to: str) -> None:
-    """Damage that shows in the middle of the work: the error names the file, and no part of a result is there."""
+    """If the source is damaged near its end, the error names the damaged file, and no part of the result is left."""
     make_checkpoint(tmp_path / "a", {"first": torch.ones(100), "last": filled(torch.uint8, (300_000,))})
     (path,) = (tmp_path / "a").glob("*.tensors")
     with open(path, "r+b") as file:
@@ -65,7 +65,7 @@ def test_a_source_that_breaks_off_leaves_nothing(tmp_path: Path, to: str) -> Non
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_failure_leaves_no_new_directories(tmp_path: Path, to: str) -> None:
-    """Those above the result that were there stay, and so does what others have put into the new ones meanwhile."""
+    """A failed conversion removes the parent directories that it made, except those that hold other files by then."""
     make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
     (tmp_path / "mine").mkdir()
 
@@ -83,7 +83,7 @@ def test_a_failure_leaves_no_new_directories(tmp_path: Path, to: str) -> None:
 
 
 def test_a_destination_that_is_a_link(tmp_path: Path) -> None:
-    """What it leads to is written, and it stays."""
+    """If the destination is a link, the conversion writes its target, and the link stays."""
     make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
     (tmp_path / "disk").mkdir()
     (tmp_path / "b").symlink_to("disk")
@@ -100,7 +100,7 @@ def test_a_destination_that_is_a_link(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("leads_to", ["disk/new", "disk/made/new"])
 def test_a_destination_that_is_a_link_to_nothing(tmp_path: Path, to: str, leads_to: str) -> None:
-    """The link stays, and what it leads to is made, whether that is a file or a directory."""
+    """If the destination is a link to a missing path, the conversion makes that path, and the link stays."""
     make_checkpoint(tmp_path / "a", {"x": torch.arange(3.0)})
     (tmp_path / "disk").mkdir()
     (tmp_path / "b").symlink_to(leads_to)
@@ -114,7 +114,7 @@ def test_a_destination_that_is_a_link_to_nothing(tmp_path: Path, to: str, leads_
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("name", ["x" * 255, "€" * 85, "😀" * 63], ids=["1", "3", "4"])
 def test_the_longest_names(tmp_path: Path, to: str, name: str) -> None:
-    """255 bytes, of characters of one, three and four bytes: the temporary name fits as well."""
+    """A result may have a name of 255 bytes, whatever the size of its characters: the temporary name also fits."""
     make_checkpoint(tmp_path / "a", {"x": torch.arange(3.0)})
     convert(tmp_path / "a", tmp_path / name, to)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", name]
@@ -122,7 +122,7 @@ def test_the_longest_names(tmp_path: Path, to: str, name: str) -> None:
 
 
 def test_a_destination_that_is_a_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cannot be replaced, which is an error before the work."""
+    """A mount point, which cannot be replaced, is refused before anything is written."""
     make_checkpoint(tmp_path / "a", {"x": torch.ones(3)})
     (tmp_path / "b").mkdir()
     monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "b")
@@ -133,7 +133,7 @@ def test_a_destination_that_is_a_mount_point(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("to", ["dcp_tensorizer", "safetensors", "dcp"])
 def test_a_failure_leaves_what_others_put_there(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a directory off local disks, where a result cannot be written elsewhere first."""
+    """On a storage without renaming, a failed conversion removes its own files, and leaves those of other jobs."""
     make_checkpoint(tmp_path / "a", {"x": torch.ones(300), "y": filled(torch.float32, (300,))})
     (path,) = (tmp_path / "a").glob("*.tensors")
     path.write_bytes(path.read_bytes()[:-200])
@@ -155,7 +155,7 @@ def test_a_failure_leaves_what_others_put_there(tmp_path: Path, to: str, monkeyp
 
 
 def test_an_empty_directory_keeps_its_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be for one user alone. The working directory is not replaced: whoever is in it would see nothing."""
+    """A conversion into an empty directory preserves its mode, and refuses to replace the working directory."""
     make_checkpoint(tmp_path / "a", {"w": torch.ones(3)})
     (tmp_path / "private").mkdir(mode=0o700)
     convert(tmp_path / "a", tmp_path / "private", "dcp")

@@ -1,4 +1,4 @@
-"""Regions of tensors whose elements are not stored in C order."""
+"""Tensors whose elements are not stored in C order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...lab.states import filled, same
 
 
 def test_views_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many blocks there are of a tensor whose elements are not stored in order; then it is dropped."""
+    """A tensor that is not stored in C order is read once for all of its blocks, and then freed."""
     tensor = filled(torch.int32, (100, 100)).t()
     torch.save({"x": tensor, "y": torch.ones(2, 3).t()}, tmp_path / "a.pt")
     view = open_checkpoint(tmp_path / "a.pt", {})
@@ -48,7 +48,7 @@ def test_views_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_what_lies_between_elements_does_not_stay_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, view: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
 ) -> None:
-    """A part of a matrix takes its own memory and that of a piece, and is right in every bit."""
+    """A view of a matrix takes its own memory and that of one read, and is equal in every bit."""
     monkeypatch.setattr(torch_file, "_RUN", 1000)
     tensor = view(filled(dtype, (100, 100)))
     torch.save({"x": tensor}, tmp_path / "a.pt")

@@ -1,4 +1,4 @@
-"""Conversions in one process, into every format and back."""
+"""Conversions in one process, to every format and back."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SAFETENSORS_LACKS |= {dtype for dtype in ALL_DTYPES if "bcomplex" in str(dtype)}
 
 
 class Custom:
-    """What could run code."""
+    """An object whose pickle could run code."""
 
 
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
 def test_every_dtype_in_every_format(tmp_path: Path, dtype: torch.dtype, to: str) -> None:
-    """There and back in every bit, or an error that names the key and leaves nothing."""
+    """Every dtype survives a conversion to each format and back bit for bit, or is refused by key."""
     state = {"half": filled(dtype, (5, 4)), "columns": filled(dtype, (5, 4), 1), "zero": filled(dtype, (), 2)}
     if to == "safetensors" and dtype == torch.float4_e2m1fn_x2:
         del state["zero"]  # it has no dimension in which its two elements could be counted
@@ -49,7 +49,7 @@ def test_every_dtype_in_every_format(tmp_path: Path, dtype: torch.dtype, to: str
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_tensors_without_elements(tmp_path: Path, to: str) -> None:
-    """They keep shape and dtype; the kind that makes a tensorizer file unreadable is an error that names the key."""
+    """Empty tensors keep shape and dtype; those that make a tensorizer file unreadable are refused by key."""
     state = {"a": torch.ones(2), "plain": torch.empty(0, 3), "odd": torch.empty(2, 0, dtype=torch.bfloat16)}
     make_checkpoint(tmp_path / "a", state)
     options = ConvertOptions()
@@ -69,7 +69,7 @@ def test_tensors_without_elements(tmp_path: Path, to: str) -> None:
 
 
 def test_selecting_renaming_and_casting(tmp_path: Path) -> None:
-    """Floating-point tensors are cast as torch casts them, others are not."""
+    """`dtype` casts floating-point tensors as torch does, and leaves others as they are."""
     make_checkpoint(tmp_path / "a", {"m.w": filled(torch.float32, (3, 3)), "m.n": torch.arange(3), "o": torch.ones(1)})
     options = ConvertOptions(include=["m.*"], strip_prefix="m.", dtype=torch.bfloat16)
     done = convert(tmp_path / "a", tmp_path / "b.safetensors", "safetensors", options=options)
@@ -99,7 +99,7 @@ def test_selecting_renaming_and_casting(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_done_is_said_first(tmp_path: Path, options: ConvertOptions, words: str) -> None:
-    """And nothing is written."""
+    """An invalid option is an error before anything is written."""
     make_checkpoint(tmp_path / "a", {"a.b": torch.ones(3), "b": torch.ones(3)})
     with pytest.raises(ConversionError, match=words):
         convert(tmp_path / "a", tmp_path / "b", "tensorizer", options=options)
@@ -130,7 +130,7 @@ def test_what_cannot_be_done_is_said_first(tmp_path: Path, options: ConvertOptio
 def test_options_that_would_change_nothing_are_refused(
     tmp_path: Path, to: str, options: ConvertOptions, words: str
 ) -> None:
-    """Whoever gives one of another format expects that it is obeyed; nothing is written."""
+    """An option of another format than the target's is an error before anything is written."""
     make_checkpoint(tmp_path / "a", {"w": torch.ones(4)})
     with pytest.raises(ConversionError, match=re.escape(words)):
         convert(tmp_path / "a", tmp_path / "b.safetensors", to, options=options)
@@ -139,7 +139,7 @@ def test_options_that_would_change_nothing_are_refused(
 
 @pytest.mark.parametrize("to", ["dcp_tensorizer", "dcp", "torch"])
 def test_values_keep_their_order(tmp_path: Path, to: str) -> None:
-    """Tensors and other values stay as they were among each other, at every depth; so do those that are selected."""
+    """Tensors and objects keep their order, at every depth, also if only some are selected."""
     model = {"w": torch.ones(2), "name": "m", "b": torch.zeros(1), "layers": [1, torch.ones(1)]}
     torch.save({"step": 3, "model": model, "lr": 0.1, "z": torch.zeros(1), "a": 5}, tmp_path / "a.pt")
     convert(tmp_path / "a.pt", tmp_path / "b", to)
@@ -152,7 +152,7 @@ def test_values_keep_their_order(tmp_path: Path, to: str) -> None:
 
 
 def test_a_tensor_of_a_subclass_is_refused(tmp_path: Path) -> None:
-    """Only its class can take it apart: the error names path and key."""
+    """A tensor of a subclass, which only its own class can flatten, is refused with its path and key."""
     save_wrapper(tmp_path / "a", [b"one", b"two"])
     with pytest.raises(
         ConversionError, match=r"/a: 'w' is a tensor of a subclass, .*, and cannot be converted\. Leave"
@@ -162,7 +162,7 @@ def test_a_tensor_of_a_subclass_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_code_is_run(tmp_path: Path) -> None:
-    """Pickles of torch files, of objects and of torch's metadata meet an allow-list each."""
+    """A conversion runs no code from pickles of torch files, of objects or of torch's metadata."""
     torch.save({"x": Custom()}, tmp_path / "a.pt")
     with pytest.raises(UntrustedObject, match="Custom"):
         convert(tmp_path / "a.pt", tmp_path / "out", "dcp_tensorizer")
@@ -183,7 +183,7 @@ def test_no_code_is_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_urls(tmp_path: Path, to: str) -> None:
-    """From any storage to any storage; a conversion that fails leaves nothing there either."""
+    """Conversions read from and write to URLs, and a failed one leaves nothing there."""
     state = {"x": filled(torch.float32, (50, 30)), "y": filled(torch.int64, (7,))}
     make_checkpoint(tmp_path / "a", state)
     memory = fsspec.filesystem("memory")
@@ -204,7 +204,7 @@ def test_urls(tmp_path: Path, to: str) -> None:
 
 
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:
-    """It gets the bytes of tensors, and never runs backwards."""
+    """Progress counts the bytes of tensors, never decreases, and ends at the total."""
     make_checkpoint(tmp_path / "a", {"x": filled(torch.float32, (50, 30)), "y": torch.ones(7)}, {"o": 1})
     seen: list[tuple[int, int]] = []
     convert(tmp_path / "a", tmp_path / "b", "dcp_tensorizer", on_progress=lambda *now: seen.append(now))

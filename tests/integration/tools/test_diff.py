@@ -1,4 +1,4 @@
-"""Differences are found by value, in any chunks, and measured right at the edges of each dtype."""
+"""`diff` compares values in any chunks, and measures differences exactly at the limits of each dtype."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def compare(
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
 def test_the_same_values_in_other_chunks(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Every dtype; NaNs are equal to themselves."""
+    """Equal tensors of every dtype are equal in different chunks, NaNs included."""
     state = {"half": filled(dtype, (5, 4)), "columns": filled(dtype, (5, 4), 1), "none": torch.empty(0, dtype=dtype)}
     found = compare(tmp_path, state, state, ODD)
     assert (bool(found), found.same) == (False, 3)
@@ -36,13 +36,13 @@ def test_the_same_values_in_other_chunks(tmp_path: Path, dtype: torch.dtype) -> 
 
 
 def test_the_same_digests_need_no_reading(tmp_path: Path) -> None:
-    """Tensors in the same chunks are not read to find them the same."""
+    """Tensors in the same chunks with the same digests are not read."""
     found = compare(tmp_path, {"x": filled(torch.float32, (5, 4))}, {"x": filled(torch.float32, (5, 4))})
     assert (bool(found), found.same, found.nbytes) == (False, 1, 0)
 
 
 def test_keys_shapes_dtypes_and_kinds(tmp_path: Path) -> None:
-    """Each difference under its name."""
+    """`diff` reports added and removed keys, and changes of shape, dtype and kind."""
     found = compare(
         tmp_path,
         {"gone": torch.ones(1), "shape": torch.ones(2, 3), "dtype": torch.ones(2), "kind": torch.ones(1), "o": [1]},
@@ -76,7 +76,7 @@ def test_keys_shapes_dtypes_and_kinds(tmp_path: Path) -> None:
 def test_how_far_values_lie_apart(
     tmp_path: Path, a: torch.Tensor, b: torch.Tensor, differing: int, largest: float, relative: float
 ) -> None:
-    """Absolutely, and in relation to the larger."""
+    """`diff` reports the largest absolute difference, and the largest one relative to the larger value."""
     (change,) = compare(tmp_path, {"x": a}, {"x": b}).changed
     assert (change.elements, change.differing) == (a.numel(), differing)
     assert change.largest == pytest.approx(largest, nan_ok=True)
@@ -84,7 +84,7 @@ def test_how_far_values_lie_apart(
 
 
 def test_dtypes_without_arithmetic_are_counted(tmp_path: Path) -> None:
-    """They differ by an unknown amount."""
+    """For a dtype without arithmetic, `diff` counts differing elements, and reports no distance."""
     a = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     b = torch.tensor([0, 1, 0, 2], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     (change,) = compare(tmp_path, {"x": a}, {"x": b}).changed
@@ -92,7 +92,7 @@ def test_dtypes_without_arithmetic_are_counted(tmp_path: Path) -> None:
 
 
 def test_blocks_add_up(tmp_path: Path) -> None:
-    """However small the pieces are in which tensors are compared."""
+    """The result does not depend on the size of the blocks in which tensors are compared."""
     a = torch.arange(60.0).reshape(3, 4, 5)
     b = a.clone()
     b[2, 3, 4] += 7
@@ -102,7 +102,7 @@ def test_blocks_add_up(tmp_path: Path) -> None:
 
 
 def test_tensors_of_subclasses_differ_in_any_chunk(tmp_path: Path) -> None:
-    """All of one is compared, and not what the first rank saved."""
+    """`diff` compares all chunks of a tensor of a subclass, not only the first rank's."""
     save_wrapper(tmp_path / "a", [b"one", b"two"])
     save_wrapper(tmp_path / "b", [b"one", b"THREE"])
     a, b = (open_checkpoint(tmp_path / name, {}) for name in "ab")
@@ -112,7 +112,7 @@ def test_tensors_of_subclasses_differ_in_any_chunk(tmp_path: Path) -> None:
 
 
 def test_objects_are_compared_by_value(tmp_path: Path) -> None:
-    """Pickles of equal values differ where one has a string twice and the other two equal ones; types count."""
+    """`diff` compares objects by type and value, because pickles of equal values may differ."""
     one, two = "".join(["ab"] * 10), "".join(["ab"] * 10)
     same: dict[str, Any] = {"o": {"a": one, "b": one}, "n": 1, "nan": math.nan, "l": [torch.ones(2)]}
     other: dict[str, Any] = {"o": {"a": one, "b": two}, "n": 1.0, "nan": math.inf, "l": [torch.zeros(2)]}

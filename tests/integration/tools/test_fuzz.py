@@ -1,4 +1,4 @@
-"""Mutated files of every format that is read (see `tests.soak.fuzz`): data or one of our errors, in bounded time."""
+"""Mutated files of every format (see `tests.soak.fuzz`) give data or a CheckpointError, in bounded time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHANGES = st.lists(
 
 @pytest.fixture(scope="module", params=TARGETS)
 def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, bytes]:
-    """A kind of file, a folder with one, and what is in that."""
+    """Returns a kind of file, a folder with such a file, and the values in it."""
     folder = tmp_path_factory.mktemp("fuzz")
     target = TARGETS[request.param]
     target.make(folder)
@@ -42,6 +42,6 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 )
 @given(changes=CHANGES)
 def test_changed_files(kind: tuple[str, Path, bytes], changes: list[Change]) -> None:
-    """Each case gives what was saved, where there are digests, or one of this package's errors."""
+    """A mutated file gives the saved values, if the format has digests, or a CheckpointError."""
     name, folder, original = kind
     run_case(folder, TARGETS[name], original, changes)

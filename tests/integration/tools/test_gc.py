@@ -1,4 +1,4 @@
-"""Lists what lies below a path, and never collects what a job still needs."""
+"""`list_checkpoints` lists what is below a path, and `collect` never removes what a job still needs."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ NOW = 0.0
 
 @pytest.fixture(autouse=True)
 def _now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for all that a test makes, and of when it runs, not of when it was collected."""
+    """Sets the time of the test's start, from which all ages count."""
     monkeypatch.setitem(globals(), "NOW", time.time())
 
 
 def make(path: Path, age: float, key: str = "x") -> Path:
-    """A checkpoint that was committed ``age`` seconds ago, by its record and by its files."""
+    """Makes a checkpoint that was committed ``age`` seconds ago, by its record and by its files."""
     make_checkpoint(path, {key: torch.ones(3)}, {"step": 1})
     edit_index(path / ".metadata", "head", lambda head: setattr(head, "saved_at", int((NOW - age) * 1e9)))
     for file in path.iterdir():
@@ -52,7 +52,7 @@ def make(path: Path, age: float, key: str = "x") -> Path:
 
 
 def leave(folder: Path, age: float = 0, *, recorded: bool = True) -> Path:
-    """What a save that died has left: its file of 100 bytes, and its record."""
+    """Leaves a file of 100 bytes of a dead save, and the save's record."""
     folder.mkdir(exist_ok=True)
     if recorded:
         put_records(open_storage(folder), ["f" * 32])
@@ -84,7 +84,7 @@ def names(path: Path) -> set[str]:
 
 
 def test_what_is_found(tmp_path: Path) -> None:
-    """The highest step first, with their records' times; those that are not committed, and damaged ones, as such."""
+    """A listing has the highest step first, with recorded times and the state of each checkpoint."""
     make(tmp_path / "run" / "step-20", 10)
     make(tmp_path / "run" / "step-10", 20)
     leave(tmp_path / "run" / "step-30", 5)
@@ -106,8 +106,8 @@ def test_what_is_found(tmp_path: Path) -> None:
         find(tmp_path / "nowhere")
 
 
-def test_each_rank_by_itself_is_committed(tmp_path: Path) -> None:
-    """Saved without collectives, a checkpoint has a metadata file for each rank."""
+def test_ranks_that_saved_for_themselves(tmp_path: Path) -> None:
+    """A checkpoint whose ranks saved for themselves is committed, with the values of all ranks."""
     make_checkpoint(tmp_path / "a", {"x": torch.ones(3)}, rank=0)
     make_checkpoint(tmp_path / "a", {"y": torch.ones(3)}, rank=1)
     (found,) = find(tmp_path)
@@ -115,7 +115,7 @@ def test_each_rank_by_itself_is_committed(tmp_path: Path) -> None:
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
-    """As many as asked, in each directory; what is not committed does not count."""
+    """`keep_latest` counts the committed checkpoints of each directory separately."""
     for run_name in ("one", "two"):
         for step in range(1, 5):
             make(tmp_path / run_name / f"step-{step}", 100 - step)
@@ -126,7 +126,7 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 
 
 def test_the_newest_one_always_stays(tmp_path: Path) -> None:
-    """However old it is; and so does the one with the highest step, from which a job would resume."""
+    """The newest checkpoint and the highest step stay, however old they are."""
     make(tmp_path / "step-100", 2000)
     make(tmp_path / "step-50", 1000)
     make(tmp_path / "step-10", 3000)
@@ -135,7 +135,7 @@ def test_the_newest_one_always_stays(tmp_path: Path) -> None:
 
 
 def test_both_conditions_must_hold(tmp_path: Path) -> None:
-    """Beyond the number and beyond the age."""
+    """With `keep_latest` and `older_than`, only checkpoints that exceed both are removed."""
     for step, age in ((1, 400), (2, 300), (3, 200), (4, 100)):
         make(tmp_path / f"step-{step}", age)
     run(tmp_path, keep=1, older_than=250)
@@ -143,7 +143,7 @@ def test_both_conditions_must_hold(tmp_path: Path) -> None:
 
 
 def test_without_conditions_only_leftovers_go(tmp_path: Path) -> None:
-    """Of saves that never committed, also beside a checkpoint; what is not ours stays, and so does its directory."""
+    """Without conditions, only leftovers are removed, and other files and their directories stay."""
     make(tmp_path / "step-1", 10)
     leave(tmp_path / "step-1")
     leave(tmp_path / "step-2")
@@ -158,7 +158,7 @@ def test_without_conditions_only_leftovers_go(tmp_path: Path) -> None:
 
 
 def test_a_save_in_progress_is_left_alone(tmp_path: Path) -> None:
-    """Whoever has claimed a directory keeps what is in it: a first save, and one that overwrites."""
+    """Nothing is removed from a directory that a save has locked."""
     old, new = make(tmp_path / "step-1", 100), make(tmp_path / "step-2", 50)
     fresh = tmp_path / "step-3"
     fresh.mkdir()
@@ -175,18 +175,20 @@ def test_a_save_in_progress_is_left_alone(tmp_path: Path) -> None:
     assert names(tmp_path) == {new.name}
 
 
-def test_a_save_that_came_in_between_is_left_alone(tmp_path: Path) -> None:
-    """Between looking and removing, a job has saved there."""
+def test_a_save_after_the_plan_is_left_alone(tmp_path: Path) -> None:
+    """A checkpoint that was saved again after the plan is not removed."""
     make(tmp_path / "step-1", 100)
     make(tmp_path / "step-2", 50)
     plan = plan_collection(open_storage(tmp_path), 1, None)
     make(tmp_path / "step-1", 0)
-    assert [remove(removal).kept for removal in plan] == ["something has been saved or changed there in the meantime"]
+    assert [remove(removal).kept for removal in plan] == [
+        "its files have changed since they were listed. Run the command again."
+    ]
     assert find(tmp_path / "step-1")[0].state == "committed"
 
 
-def test_unreadable_checkpoints_are_nobodys_leftovers(tmp_path: Path) -> None:
-    """Nothing of them is removed: they may be of a newer release."""
+def test_unreadable_checkpoints_stay(tmp_path: Path) -> None:
+    """Nothing of an unreadable checkpoint is removed, because a newer release may read it."""
     (make(tmp_path / "step-1", 100) / ".metadata").write_bytes(b"of a later version")
     leave(tmp_path / "step-1")
     make(tmp_path / "step-2", 50)
@@ -194,7 +196,7 @@ def test_unreadable_checkpoints_are_nobodys_leftovers(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_removal_leaves_no_half_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The metadata goes first; the rest is what the next collection removes."""
+    """A removal begins with the metadata, and the next collection removes the rest."""
     make(tmp_path / "step-1", 100)
     make(tmp_path / "step-2", 50)
     storage_type = type(open_storage(tmp_path))
@@ -215,7 +217,7 @@ def test_an_interrupted_removal_leaves_no_half_checkpoint(tmp_path: Path, monkey
 
 
 def test_off_local_disks_leftovers_go_only_by_age() -> None:
-    """Locks of a save in progress are not visible there."""
+    """On a storage without visible locks, leftovers are removed only by their age."""
     memory = fsspec.filesystem("memory")
     url = "memory://collected"
     make_checkpoint(f"{url}/step-1", {"x": torch.ones(3)})
@@ -233,15 +235,15 @@ def test_off_local_disks_leftovers_go_only_by_age() -> None:
 
 
 def test_the_newest_and_the_highest_are_kept(tmp_path: Path) -> None:
-    """A job that went back has newer checkpoints of lower steps."""
+    """After a job went back, the newest checkpoints and the highest steps stay."""
     for step, age in ((10, 1), (20, 3), (30, 2), (40, 4), (5, 9)):
         make(tmp_path / f"step-{step}", age)
     run(tmp_path, keep=2)
     assert names(tmp_path) == {"step-10", "step-30", "step-40"}
 
 
-def test_copies_are_as_old_as_what_they_are_of(tmp_path: Path) -> None:
-    """``cp -r`` gives files the times at which it was run, in any order: the checkpoints' own records count."""
+def test_copies_have_the_age_of_their_record(tmp_path: Path) -> None:
+    """The age of a copied checkpoint is that of its record, not of its files."""
     for step in (9, 10, 11, 12):
         make(tmp_path / f"step-{step}", 1000 - step)
     for seconds, name in enumerate(("step-12", "step-10", "step-11", "step-9")):
@@ -253,7 +255,7 @@ def test_copies_are_as_old_as_what_they_are_of(tmp_path: Path) -> None:
 
 
 def test_links_to_checkpoints_are_not_counted(tmp_path: Path) -> None:
-    """The newest one stays, whatever points to it."""
+    """A link to a checkpoint does not count as a checkpoint."""
     for step in (1, 2, 3):
         make(tmp_path / f"step-{step}", 100 - step)
     (tmp_path / "latest").symlink_to("step-3")
@@ -263,8 +265,8 @@ def test_links_to_checkpoints_are_not_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "short"])
-def test_what_is_being_copied_neither_counts_nor_goes(tmp_path: Path, damage: str) -> None:
-    """Its metadata came first, and its data has not arrived."""
+def test_incomplete_copies_stay(tmp_path: Path, damage: str) -> None:
+    """A checkpoint whose data is missing or short, as in a copy in progress, neither counts nor is removed."""
     make(tmp_path / "step-1", 100)
     (data,) = make(tmp_path / "step-2", 50).glob("*.tensors")
     if damage == "missing":
@@ -279,7 +281,7 @@ def test_what_is_being_copied_neither_counts_nor_goes(tmp_path: Path, damage: st
 
 
 def test_ranks_that_have_not_all_committed(tmp_path: Path) -> None:
-    """Where each saves for itself, a checkpoint with fewer ranks than others does not make these old."""
+    """A checkpoint of fewer ranks than others neither counts nor is removed."""
     for step, ranks in ((1, 2), (2, 2), (3, 1)):
         for rank in range(ranks):
             make_checkpoint(tmp_path / f"step-{step}", {f"x{rank}": torch.ones(3)}, rank=rank)
@@ -288,8 +290,8 @@ def test_ranks_that_have_not_all_committed(tmp_path: Path) -> None:
     assert names(tmp_path) == {"step-2", "step-3"}
 
 
-def test_one_that_cannot_be_removed_does_not_keep_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is shown with the reason, and what was removed as well."""
+def test_a_failed_removal_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a checkpoint cannot be removed, the result has the reason, and the others are removed."""
     for step in (1, 2, 3, 4):
         make(tmp_path / f"step-{step}", 100 - step)
     storage_type = type(open_storage(tmp_path))
@@ -312,7 +314,7 @@ def test_one_that_cannot_be_removed_does_not_keep_the_others(tmp_path: Path, mon
 
 
 def test_uploads_of_dead_saves_are_aborted(s3: S3Server) -> None:
-    """They are in no listing, and are paid for; those that may be of a save in progress stay."""
+    """Old uploads of dead saves are aborted; newer ones may be of a save in progress, and stay."""
     url = f"s3://{s3.bucket}/{uuid.uuid4().hex}"
     make_checkpoint(f"{url}/step-1", {"w": torch.ones(3)}, options=s3.options())
     storage = open_storage(f"{url}/step-1", s3.options())
@@ -330,7 +332,7 @@ def test_uploads_of_dead_saves_are_aborted(s3: S3Server) -> None:
 
 @pytest.mark.parametrize("top", ["", "/run", "/run/step-1"])
 def test_a_first_save_that_was_killed(s3: S3Server, top: str) -> None:
-    """It has left uploads and no object, so that no listing shows its directory: it is found from each one above."""
+    """A directory with nothing but open uploads is found from each directory above it."""
     url = f"s3://{s3.bucket}/{uuid.uuid4().hex}"
     storage = open_storage(f"{url}/run/step-1", s3.options())
     other = open_storage(f"{url}/run", s3.options())
@@ -341,7 +343,8 @@ def test_a_first_save_that_was_killed(s3: S3Server, top: str) -> None:
     with s3_proxy(s3.endpoint) as proxy:
         (listed,) = listed_in(f"{url}{top}", s3.options(proxy.endpoint))
         assert proxy.counts()["ListMultipartUploads"] == 1
-    (info,) = listed.infos
+    info = listed.info
+    assert info is not None
     assert (info.path, info.state, info.step) == (f"{url}/run/step-1", "unfinished", 1)
     assert ([file.name for file in listed.leftovers], info.nbytes, listed.unknown) == ([LEFTOVER], 0, "")
     assert info.saved is not None and abs(info.saved.timestamp() - time.time()) < 60
@@ -356,7 +359,7 @@ def test_a_first_save_that_was_killed(s3: S3Server, top: str) -> None:
 
 
 def test_an_upload_to_a_committed_file(s3: S3Server) -> None:
-    """A lost answer has left it: to collect it would take the file with it."""
+    """An open upload to a committed file is not collected, because that would remove the file."""
     url = f"s3://{s3.bucket}/{uuid.uuid4().hex}"
     make_checkpoint(f"{url}/step-1", {"w": torch.ones(3)}, options=s3.options())
     storage = open_storage(f"{url}/step-1", s3.options())
@@ -364,12 +367,12 @@ def test_an_upload_to_a_committed_file(s3: S3Server) -> None:
     sink = storage.create(name, 100 << 20, sync=True)
     sink.put_part(0, on_a_page(bytes(sink.part_bytes)))
     assert run(url, older_than=0.0, options=s3.options()) == ()
-    assert [(one.infos[0].state, one.leftovers) for one in listed_in(url, s3.options())] == [("committed", ())]
+    assert [(one.info and one.info.state, one.leftovers) for one in listed_in(url, s3.options())] == [("committed", ())]
     sink.abort()
 
 
 def test_uploads_that_cannot_be_listed(s3: S3Server) -> None:
-    """What a listing shows is removed. A checkpoint stays that may be saved again unseen, and that is a failure."""
+    """If uploads cannot be listed, checkpoints that might be saved again stay, and that is a failure."""
     url = f"s3://{s3.bucket}/{uuid.uuid4().hex}"
     for step in (1, 2):
         make_checkpoint(f"{url}/step-{step}", {"w": torch.ones(3)}, options=s3.options())
@@ -399,8 +402,8 @@ def test_uploads_that_cannot_be_listed(s3: S3Server) -> None:
 
 
 @pytest.mark.parametrize("state", ["alone", "beside a checkpoint"])
-def test_what_nobody_recorded_goes_by_age_alone(tmp_path: Path, state: str) -> None:
-    """It may be on its way into the directory, or of a save whose lock is not to be seen; times are easily restored."""
+def test_unrecorded_leftovers_are_removed_by_age(tmp_path: Path, state: str) -> None:
+    """A file without a record may belong to a copy in progress, and is removed only by its age."""
     make(tmp_path / "step-2", 50)
     if state == "beside a checkpoint":
         make(tmp_path / "step-1", 100)
@@ -416,7 +419,7 @@ def test_what_nobody_recorded_goes_by_age_alone(tmp_path: Path, state: str) -> N
 
 @pytest.mark.parametrize("state", ["alone", "beside a checkpoint"])
 def test_old_leftovers_go_with_proven_ones(tmp_path: Path, state: str) -> None:
-    """In one directory, in one run: what is recorded as of a dead save, and what is old enough."""
+    """One run removes leftovers of a recorded dead save together with old ones."""
     if state == "beside a checkpoint":
         make(tmp_path / "step-1", 100)
     proven = leave(tmp_path / "step-1")
@@ -431,7 +434,7 @@ def test_old_leftovers_go_with_proven_ones(tmp_path: Path, state: str) -> None:
 
 
 def test_a_move_from_another_disk_arrives(tmp_path: Path) -> None:
-    """``mv`` brings the data first and the metadata last; a collection at any moment leaves all of it."""
+    """A collection at any moment of a move from another disk leaves all of its files."""
     source = make(tmp_path / "source", 100)
     (source / "config.json").write_text("{}")
     put_records(open_storage(source), ["f" * 32, source_id(source)])
@@ -446,174 +449,113 @@ def test_a_move_from_another_disk_arrives(tmp_path: Path) -> None:
 
 
 def source_id(folder: Path) -> str:
-    """The id of the save of a checkpoint."""
+    """Returns the id of a checkpoint's save."""
     (data,) = folder.glob("*.tensors")
     return save_id_in(data.name)
 
 
-# --- the parts of one checkpoint --------------------------------------------------------------------------------------
-
-
-def make_parts(folder: Path, age: float, **parts: str) -> Path:
-    """A checkpoint of several parts, by the keys in them, with something of a framework's beside them."""
-    for name, key in parts.items():
-        make(folder / name, age, key)
-    (folder / "rng_state.pth").write_bytes(b"x")
-    (folder / "pretrained").mkdir(exist_ok=True)
-    (folder / "pretrained" / "config.json").write_text("{}")
-    return folder
-
-
-def test_parts_are_kept_and_removed_together(tmp_path: Path) -> None:
-    """As Accelerate and the HF Trainer save: the model in one directory, its optimizer in another."""
-    for step in (10, 20, 30):
-        folder = tmp_path / f"checkpoint-{step}"
-        make_parts(folder, 100 - step, pytorch_model_fsdp_0="model", optimizer_0="optimizer")
-    removals = run(tmp_path, keep=2)
-    assert [(name_of(removal), removal.whole, removal.kept) for removal in removals] == [("checkpoint-10", True, None)]
-    assert names(tmp_path) == {"checkpoint-20", "checkpoint-30"}
-    assert len(find(tmp_path)) == 4
-    assert names(tmp_path / "checkpoint-20" / "pretrained") == {"config.json"}
-
-
-def test_parts_are_not_taken_for_steps(tmp_path: Path) -> None:
-    """Whoever names a checkpoint's own directory loses none of its parts."""
-    folder = make_parts(tmp_path / "checkpoint-10", 50, pytorch_model_fsdp_0="model", optimizer_0="optimizer")
-    kept = "may hold the parts of one checkpoint"
-    assert [removal.kept for removal in run(folder, keep=1, older_than=0)] == [f"{folder} {kept}"]
-    two = {"pytorch_model_fsdp_0": "a", "pytorch_model_fsdp_1": "b", "optimizer_0": "c", "optimizer_1": "d"}
-    folder = make_parts(tmp_path / "checkpoint-20", 50, **two)
-    assert {removal.kept for removal in run(folder, keep=1)} == {f"{folder} {kept}"}
-    assert len(find(tmp_path)) == 6
-
-
-def test_what_may_be_steps_or_parts_stays(tmp_path: Path) -> None:
-    """Two models of one shape, say, with their averages; the runs that lie beside each other are not touched."""
-    for step in (10, 20):
-        make_parts(tmp_path / f"checkpoint-{step}", 100 - step, model_0="m", average_0="m", model_1="n", average_1="n")
-    removals = run(tmp_path, keep=1)
-    assert all("may hold the parts of one checkpoint" in str(removal.kept) for removal in removals)
-    assert len(find(tmp_path)) == 8
+# --- which checkpoints are the steps of one job -----------------------------------------------------------------------
 
 
 def make_numbered(folder: Path, *names: str, age: float = 50) -> None:
-    """Checkpoints of the same keys whose names differ by a number, the first one the oldest."""
+    """Makes checkpoints with equal keys, the first one the oldest."""
     for number, name in enumerate(names):
         make(folder / name, age - number / 100)
 
 
 def all_below(folder: Path) -> set[str]:
-    """The directories of all checkpoints below a directory."""
+    """Returns the directories of all checkpoints below a directory."""
     return {str(path.parent.relative_to(folder)) for path in folder.rglob(".metadata")}
 
 
-RANKS = tuple(f"rank-{rank}" for rank in range(4))
+def refused(path: Path, keep: int | None = 1, older_than: float | None = None) -> set[tuple[str, str]]:
+    """Collects below a path, which must remove nothing; returns the refused directories and the reasons."""
+    there = all_below(path)
+    removals = run(path, keep, older_than)
+    assert all_below(path) == there
+    assert {(removal.whole, removal.files, removal.failed) for removal in removals} <= {(True, (), False)}
+    return {(os.path.relpath(removal.path, path), str(removal.kept)) for removal in removals}
 
 
-@pytest.mark.parametrize("named", ["run", "run/step-10", "run/step-20"])
-@pytest.mark.parametrize("parts", [RANKS, ("0", "1", "2"), ("model-0", "model-1")], ids=lambda parts: parts[0])
-def test_ranks_of_the_same_keys_are_no_steps(tmp_path: Path, parts: tuple[str, ...], named: str) -> None:
-    """Each rank or model in a directory of its own: all stay, whichever directory is named."""
-    for step in (10, 20):
-        make_numbered(tmp_path / f"run/step-{step}", *parts, age=100 - step)
-    there = all_below(tmp_path)
-    removals = run(tmp_path / named, keep=1, older_than=0)
-    assert [str(removal.kept).partition(" may hold ")[2] for removal in removals] == [
-        "the parts of one checkpoint"
-    ] * len(removals)
-    assert len(removals) == (len(parts) - 1) * (2 if named == "run" else 1)
-    assert all_below(tmp_path) == there
+NOT_STEPS = (
+    "its checkpoints may not be steps of one job. Without a manager's records, steps are named like step-10 and "
+    "step-20, beside no other numbers, and have equal keys. Delete old ones by hand."
+)
+IN_A_STEP = "a directory around it is named like a step. Pass its own path to collect its checkpoints."
 
 
-def test_ranks_of_one_checkpoint_alone(tmp_path: Path) -> None:
-    """A job has saved once, or overwrites: its ranks are no steps, also where no directory is named like a step."""
-    make_numbered(tmp_path / "one" / "step-10", *RANKS)
-    make_numbered(tmp_path / "two" / "final", *RANKS)
-    make_numbered(tmp_path / "flat", *(f"step-10-{name}" for name in RANKS))
-    for folder in (tmp_path, tmp_path / "two" / "final", tmp_path / "flat"):
-        assert {removal.kept is None for removal in run(folder, keep=1)} == {False}
-    assert len(all_below(tmp_path)) == 12
-
-
-def test_fewer_ranks_than_before(tmp_path: Path) -> None:
-    """The job was started again on half of its ranks: directories that hold other names are not runs for that."""
-    make_numbered(tmp_path / "step-10", *RANKS)
-    make_numbered(tmp_path / "step-20", *RANKS[:2])
-    run(tmp_path, keep=1)
-    assert len(all_below(tmp_path)) == 6
-
-
-def test_steps_in_runs_with_numbers(tmp_path: Path) -> None:
-    """Each run is counted for itself: ``step-10`` is named like a step, and ``run-1`` is not."""
-    for name in ("run-1", "run-2", "42"):
-        make_numbered(tmp_path / name, "step-10", "step-20", "step-30")
-    make_numbered(tmp_path / "run-3" / "checkpoints", "10", "20", "30")
-    run(tmp_path, keep=1)
-    assert all_below(tmp_path) == {"run-1/step-30", "run-2/step-30", "42/step-30", "run-3/checkpoints/30"}
+@pytest.mark.parametrize("name", ["step-{}", "checkpoint_{}", "iter_{:07}", "global_step{}", "Epoch={}"])
+def test_names_of_steps(tmp_path: Path, name: str) -> None:
+    """Checkpoints with equal keys and names of one word for a step and a number are steps."""
+    make_numbered(tmp_path / "run", *map(name.format, range(3)))
+    make(tmp_path / "run" / "best", 1000)
+    assert [removal.kept for removal in run(tmp_path, keep=1)] == [None, None]
+    assert all_below(tmp_path) == {f"run/{name.format(2)}", "run/best"}
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["step-{}", "checkpoint_{}", "epoch={0}-step={0}00.ckpt", "iter_{:07}", "global_step{}", "{:06}", "Model-{}"],
+    "names",
+    [
+        ("rank-0", "rank-1", "rank-2"),
+        ("0", "1", "2"),
+        ("model-10", "model-20"),
+        ("step-10-rank-0", "step-10-rank-1"),
+        ("epoch=0-step=100", "epoch=1-step=200"),
+        ("step-10", "step-20", "ckpt-30"),
+        ("step-10", "step-20", "rank-0"),
+        ("step-10", "step-20", "run-1/model_0"),
+    ],
+    ids=lambda names: " ".join(names),
 )
-def test_names_of_steps(tmp_path: Path, name: str) -> None:
-    """As frameworks and people have them: two of three go."""
-    make_numbered(tmp_path / "run", *map(name.format, range(3)))
-    assert [removal.kept for removal in run(tmp_path, keep=1)] == [None, None]
-    assert all_below(tmp_path) == {f"run/{name.format(2)}"}
+def test_names_that_are_not_those_of_steps(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """Checkpoints with other names, or beside other numbers, stay, and the result names their directory."""
+    make_numbered(tmp_path / "run", *names)
+    for path, directory in ((tmp_path, "run"), (tmp_path / "run", ".")):
+        assert refused(path) == refused(path, None, 0.0) == {(directory, NOT_STEPS)}
 
 
-def test_who_names_a_directory_says_that_it_holds_steps(tmp_path: Path) -> None:
-    """From above, ``model-1`` in ``run-1`` may be a part of it; so may a step in a step."""
-    make_numbered(tmp_path / "run-1", "model-100", "model-200")
-    make_numbered(tmp_path / "epoch-1", "step-100", "step-200")
-    assert {removal.kept is None for removal in run(tmp_path, keep=1)} == {False}
-    for name in ("run-1", "epoch-1"):
-        run(tmp_path / name, keep=1)
-    assert all_below(tmp_path) == {"run-1/model-200", "epoch-1/step-200"}
+def test_steps_of_different_keys(tmp_path: Path) -> None:
+    """Checkpoints with different keys stay: they may be of several jobs, or parts of one checkpoint."""
+    for step, key in ((10, "model"), (20, "model"), (30, "optimizer")):
+        make(tmp_path / f"step-{step}", 100 - step, key)
+    assert refused(tmp_path) == {(".", NOT_STEPS)}
 
 
-@pytest.mark.parametrize("steps", [(10,), (10, 20, 30)], ids=["one step", "three steps"])
-def test_a_run_is_no_checkpoint(tmp_path: Path, steps: tuple[int, ...]) -> None:
-    """Two kinds of steps in a directory are not the parts of one checkpoint: no run goes as an old one."""
-    for name in ("run-1", "run-2"):
-        for step in steps:
-            make_parts(tmp_path / name, 100 - step, **{f"model-{step}": "model", f"optim-{step}": "optimizer"})
-    there = all_below(tmp_path)
-    for folder in (tmp_path, tmp_path / "run-1"):
-        assert {removal.kept is None for removal in run(folder, keep=1)} <= {False}
-    assert all_below(tmp_path) == there
+def test_parts_of_a_checkpoint(tmp_path: Path) -> None:
+    """The parts of a checkpoint, as Accelerate and the Hugging Face Trainer save them, stay."""
+    for step in (10, 20, 30):
+        for number, name in enumerate(("pytorch_model_fsdp_0", "optimizer_0")):
+            make(tmp_path / f"checkpoint-{step}" / name, 100 - step, str(number))
+    assert {directory for directory, _ in refused(tmp_path)} == {"checkpoint-10", "checkpoint-20", "checkpoint-30"}
+    assert refused(tmp_path / "checkpoint-10") == {(".", NOT_STEPS)}
 
 
-def test_a_kind_that_lacks_a_step(tmp_path: Path) -> None:
-    """The job died between the model and the optimizer of a step: the two are not counted as one kind."""
-    for step in (10, 20):
-        make(tmp_path / f"model-{step}", 100 - step, "model")
-    make(tmp_path / "optim-10", 89, "optimizer")
+def test_steps_in_a_directory_that_is_named_like_a_step(tmp_path: Path) -> None:
+    """Steps below a directory with the name of a step may be its parts, and are collected only by their own path."""
+    make_numbered(tmp_path / "epoch-1" / "run", "step-100", "step-200")
+    assert refused(tmp_path) == {("epoch-1/run", IN_A_STEP)}
+    run(tmp_path / "epoch-1", keep=1)
+    assert all_below(tmp_path) == {"epoch-1/run/step-200"}
+
+
+def test_steps_in_runs_with_numbers(tmp_path: Path) -> None:
+    """The steps of each run are counted separately, also if runs have numbers."""
+    for name in ("run-1", "run-2", "42"):
+        make_numbered(tmp_path / name, "step-10", "step-20", "step-30")
     run(tmp_path, keep=1)
-    assert names(tmp_path) == {"model-10", "model-20", "optim-10"}
-
-
-def test_a_part_that_is_not_committed(tmp_path: Path) -> None:
-    """The job died between the model and the optimizer: that is no checkpoint, and does not make others old."""
-    make_parts(tmp_path / "checkpoint-10", 90, pytorch_model_fsdp_0="model", optimizer_0="optimizer")
-    make(tmp_path / "checkpoint-20" / "pytorch_model_fsdp_0", 80, "model")
-    leave(tmp_path / "checkpoint-20" / "optimizer_0")
-    run(tmp_path, keep=1)
-    assert names(tmp_path / "checkpoint-10") >= {"pytorch_model_fsdp_0", "optimizer_0"}
-    assert names(tmp_path / "checkpoint-20") == {"pytorch_model_fsdp_0"}
+    assert all_below(tmp_path) == {"run-1/step-30", "run-2/step-30", "42/step-30"}
 
 
 def make_recorded(folder: Path, step: int, age: float) -> Path:
-    """A checkpoint that a manager has saved."""
+    """Makes a checkpoint with a manager's record."""
     make(folder, age)
     record = SaveRecord(step, None, (("run", 0),), {})
     edit_index(folder / ".metadata", "head", lambda head: setattr(head, "record", record))
     return folder
 
 
-def test_recorded_steps_need_no_guess(tmp_path: Path) -> None:
-    """A manager's steps count under any name, each job's by themselves; a copy under another name stays."""
+def test_recorded_steps(tmp_path: Path) -> None:
+    """A manager's steps count under any name, for each job separately; a copy under another name stays."""
     for step in (10, 20, 30):
         for name in (f"run-1/model-{step}", f"run-1/optim-{step}-v2", f"epoch-1/step-{step}"):
             make_recorded(tmp_path / name, step, 100 - step)
@@ -628,7 +570,7 @@ def test_recorded_steps_need_no_guess(tmp_path: Path) -> None:
 
 
 def job(path: Path, losses: dict[int, float], **rules: Any) -> None:
-    """A manager saves some steps, with their losses, and resumes from the newest."""
+    """Saves steps with their losses by a manager that resumes from the newest."""
     with CheckpointManager(path, stop_signals=(), **rules) as manager:
         manager.restore({"w": torch.zeros(4)})
         for step, loss in losses.items():
@@ -653,7 +595,7 @@ LOSSES = {1: 0.5, 2: 0.25, 3: 0.75, 4: 1.0, 5: 1.5, 6: 2.0}
 def test_the_rules_of_a_manager_hold(
     tmp_path: Path, keep: int | None, older_than: float | None, rules: dict[str, Any], left: set[int]
 ) -> None:
-    """What its last manager retains by its rules stays; ``keep_latest`` of the call replaces that of the manager."""
+    """The rules of the last manager hold, except that `keep_latest` of the call replaces the manager's."""
     job(tmp_path, LOSSES, **rules)
     results = run(tmp_path, keep, older_than)
     assert {int(name.removeprefix("step-")) for name in names(tmp_path) if name.startswith("step-")} == left
@@ -664,7 +606,7 @@ def test_the_rules_of_a_manager_hold(
 
 
 def test_the_last_manager_of_a_folder_has_the_rules(tmp_path: Path) -> None:
-    """Its branch alone has a best checkpoint: earlier rules, and branches that the job has left, do not count."""
+    """Only the last manager's rules and branch decide which checkpoint is the best."""
     job(tmp_path, {1: 0.5, 2: 0.75, 3: 0.25}, keep_best="loss", keep_every=1)
     with CheckpointManager(tmp_path, stop_signals=(), keep_best=("loss", "max")) as manager:
         manager.restore({"w": torch.zeros(4)}, 2)
@@ -681,7 +623,7 @@ def test_the_last_manager_of_a_folder_has_the_rules(tmp_path: Path) -> None:
 
 
 def test_a_clock_that_was_set_back(tmp_path: Path) -> None:
-    """The checkpoint that the job would resume from is the newest, also if its time and its step are lower."""
+    """The checkpoint that the job would resume from stays, even if its time and its step are lower."""
     job(tmp_path, {1: 1.0, 8: 1.0, 9: 1.0})
     with CheckpointManager(tmp_path, stop_signals=()) as manager:
         manager.restore({"w": torch.zeros(4)}, 1)
@@ -692,7 +634,7 @@ def test_a_clock_that_was_set_back(tmp_path: Path) -> None:
 
 
 def test_names_without_steps_stay(tmp_path: Path) -> None:
-    """The best one and the last one, beside the steps, are not old steps."""
+    """A checkpoint without a number in its name, beside the steps, stays."""
     for step in (1, 2, 3):
         make(tmp_path / f"step-{step}", 100 - step)
     make(tmp_path / "best", 1000)
@@ -700,21 +642,21 @@ def test_names_without_steps_stay(tmp_path: Path) -> None:
     assert names(tmp_path) == {"step-3", "best"}
 
 
-def test_what_lies_beside_goes_with_its_checkpoint(tmp_path: Path) -> None:
-    """Lightning's ``meta.pt`` and a tokenizer's directory."""
+def test_other_files_are_removed_with_their_checkpoint(tmp_path: Path) -> None:
+    """Other files and directories in a checkpoint's directory are removed with it."""
     for step in (1, 2):
-        make(tmp_path / f"step={step}.ckpt", 100 - step)
-        (tmp_path / f"step={step}.ckpt" / "meta.pt").write_bytes(b"x")
-        (tmp_path / f"step={step}.ckpt" / "tokenizer").mkdir()
-        (tmp_path / f"step={step}.ckpt" / "tokenizer" / "vocabulary").write_bytes(b"x")
+        folder = make(tmp_path / f"step={step}", 100 - step)
+        (folder / "meta.pt").write_bytes(b"x")
+        (folder / "tokenizer").mkdir()
+        (folder / "tokenizer" / "vocabulary").write_bytes(b"x")
     (removal,) = run(tmp_path, keep=1)
     assert {*removal.files} >= {".metadata", "meta.pt", "tokenizer/vocabulary"}
-    assert names(tmp_path) == {"step=2.ckpt"}
-    assert names(tmp_path / "step=2.ckpt") >= {"meta.pt", "tokenizer"}
+    assert names(tmp_path) == {"step=2"}
+    assert names(tmp_path / "step=2") >= {"meta.pt", "tokenizer"}
 
 
-def test_only_data_goes_if_that_is_asked(tmp_path: Path) -> None:
-    """What others have put there stays, and so does the directory; what is empty then goes."""
+def test_only_data(tmp_path: Path) -> None:
+    """With `only_data`, other files and their directories stay."""
     for step in (1, 2, 3):
         make(tmp_path / f"step-{step}", 100 - step)
     (tmp_path / "step-1" / "tokenizer").mkdir()
@@ -726,8 +668,8 @@ def test_only_data_goes_if_that_is_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", ["torch", "newer", "damaged"])
-def test_what_is_not_ours_to_read(tmp_path: Path, state: str) -> None:
-    """Torch's own checkpoints are shown as such, and collected no more than others that cannot be read."""
+def test_checkpoints_of_other_formats_stay(tmp_path: Path, state: str) -> None:
+    """Checkpoints of torch, of a newer release and damaged ones are listed as such, and stay."""
     for step in (2, 3):
         make(tmp_path / f"step-{step}", 100 - step)
     if state == "torch":
@@ -742,36 +684,36 @@ def test_what_is_not_ours_to_read(tmp_path: Path, state: str) -> None:
     assert names(tmp_path) == {"step-1", "step-3"}
 
 
-@pytest.mark.parametrize("target", ["step-1", "step-1/pytorch_model_fsdp_0"])
-def test_what_a_link_leads_to_stays(tmp_path: Path, target: str) -> None:
-    """``best -> step-1``, or to a part of it, also from a directory below."""
+@pytest.mark.parametrize("target", ["step-1", "step-1/pretrained"])
+def test_targets_of_links_stay(tmp_path: Path, target: str) -> None:
+    """The target of a link in any directory below stays, also if the link leads into it."""
     for step in (1, 2, 3):
-        make_parts(tmp_path / f"step-{step}", 100 - step, pytorch_model_fsdp_0="model", optimizer_0="optimizer")
+        (make(tmp_path / f"step-{step}", 100 - step) / "pretrained").mkdir()
     (tmp_path / "exported").mkdir()
     (tmp_path / "exported" / "best").symlink_to(f"../{target}")
     assert {name_of(removal): removal.kept for removal in run(tmp_path, keep=1)} == {
-        "step-1": "a link leads to it",
+        "step-1": "it is the target of a link",
         "step-2": None,
     }
     assert names(tmp_path) == {"exported", "step-1", "step-3"}
 
 
 def test_leftovers_in_an_old_checkpoint_that_stays_are_removed(tmp_path: Path) -> None:
-    """A link keeps the checkpoint and each of its parts, and not what a dead save has left in one of them."""
+    """Leftovers are removed from an old checkpoint that a link retains."""
     for step in (1, 2):
-        make_parts(tmp_path / f"step-{step}", 100 - step, pytorch_model_fsdp_0="model", optimizer_0="optimizer")
+        make(tmp_path / f"step-{step}", 100 - step)
     (tmp_path / "best").symlink_to("step-1")
-    part = tmp_path / "step-1" / "optimizer_0"
-    whole = {path.name for path in part.iterdir()}
-    leftover = leave(part, 90, recorded=False)
+    linked = tmp_path / "step-1"
+    whole = {path.name for path in linked.iterdir()}
+    leftover = leave(linked, 90, recorded=False)
     kept, removed = run(tmp_path, keep=1, older_than=0)
-    assert (name_of(kept), kept.whole, kept.kept) == ("step-1", True, "a link leads to it")
-    assert (name_of(removed), removed.files, removed.kept) == ("optimizer_0", (leftover.name,), None)
-    assert {path.name for path in part.iterdir()} == whole
+    assert (name_of(kept), kept.whole, kept.kept) == ("step-1", True, "it is the target of a link")
+    assert (name_of(removed), removed.files, removed.kept) == ("step-1", (leftover.name,), None)
+    assert {path.name for path in linked.iterdir()} == whole
 
 
-def test_what_a_killed_job_leaves_beside_its_checkpoints(tmp_path: Path) -> None:
-    """Its half-written `latest` and claim go when they are old enough; what has other names stays."""
+def test_temporary_files_of_a_killed_job(tmp_path: Path) -> None:
+    """Old temporary files of `latest` and of leases are removed, and files with other names stay."""
     make(tmp_path / "step-1", 500.0)
     (tmp_path / "latest").write_text("step-1\n")
     strays = [tmp_path / f"{name}.{'a' * 32}.tmp" for name in ("latest", ".step-N.claim")]

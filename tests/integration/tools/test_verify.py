@@ -1,4 +1,4 @@
-"""Every damage is found and named, and nothing else is; the rest is checked past it."""
+"""`verify` finds and names every damage, reports no other, and continues after it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ...lab.states import filled
 
 @pytest.fixture(params=[None, Cipher(bytes(range(32)), Derivation(1, 8192, 2, bytes(16)))], ids=["plain", "encrypted"])
 def checkpoint(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """A checkpoint, plain or encrypted; verification has no key."""
+    """Makes a plain or an encrypted checkpoint of two ranks."""
     tensors = {"a": filled(torch.float32, (5, 4)), "b": filled(torch.bfloat16, (300, 1000), 1), "e": torch.empty(0, 2)}
     chunks = {"b": [Region((0, 0), (200, 1000)), Region((200, 0), (100, 1000))]}
     return make_checkpoint(tmp_path / "checkpoint", tensors, {"step": 7}, chunks, request.param)
@@ -39,7 +39,7 @@ def data_file(checkpoint: Path, rank: int) -> Path:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_what_is_whole_is_found_whole(checkpoint: Path, full: bool) -> None:
-    """And all of it has been read: the data, or every byte of the files."""
+    """`verify` reads all data of an undamaged checkpoint, or with ``full`` every byte of its files."""
     found = look(checkpoint, full)
     sizes = sum(path.stat().st_size for path in checkpoint.glob("*.tensors"))
     assert (found.files, found.items, found.damages) == (2, 4, ())
@@ -47,7 +47,7 @@ def test_what_is_whole_is_found_whole(checkpoint: Path, full: bool) -> None:
 
 
 def test_any_flipped_byte_is_found_in_full(checkpoint: Path) -> None:
-    """In the head, the index, a header, the data and the end of a file."""
+    """With ``full``, a flipped byte in the head, index, headers, data or end of a file is found."""
     path = data_file(checkpoint, 0)
     pieces = read_parts(open_storage(checkpoint))[None].storage_data["items"]
     offset = pieces["a", (0, 0)][2]
@@ -64,7 +64,7 @@ def test_any_flipped_byte_is_found_in_full(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("sha256", [False, True])
 def test_the_hashes_that_there_are_are_checked(tmp_path: Path, sha256: bool) -> None:
-    """The CRC-32, and the SHA-256 where the file has one: no byte of a header can change."""
+    """With ``full``, any changed byte of a header with CRC-32, and SHA-256 if present, is found."""
     checkpoint = make_checkpoint(tmp_path / "c", {"a": torch.ones(3), "b": torch.ones(5, 2)}, sha256=sha256)
     path = data_file(checkpoint, 0)
     assert (b"\x01\x20" in path.read_bytes()) == sha256
@@ -78,7 +78,7 @@ def test_the_hashes_that_there_are_are_checked(tmp_path: Path, sha256: bool) -> 
 
 
 def test_damage_is_named_by_key_file_and_block(checkpoint: Path) -> None:
-    """Each damaged block by itself, of every tensor."""
+    """Each damaged block of each tensor is a separate damage with key, file and offset."""
     stored = read_parts(open_storage(checkpoint))[None].storage_data["items"]["b", (0, 0)]
     path = checkpoint / stored[0]
     flip(path, stored[2] + 5)
@@ -94,7 +94,7 @@ def test_damage_is_named_by_key_file_and_block(checkpoint: Path) -> None:
 
 
 def test_a_missing_file(checkpoint: Path) -> None:
-    """One damage tells of it and of what was in it; the other file is checked."""
+    """A missing file is one damage that names its keys, and the other file is verified."""
     path = data_file(checkpoint, 1)
     path.unlink()
     found = look(checkpoint)
@@ -104,7 +104,7 @@ def test_a_missing_file(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("saved_again", [True, False])
 def test_a_checkpoint_that_is_replaced_meanwhile_is_not_damaged(checkpoint: Path, saved_again: bool) -> None:
-    """A save to the same path has removed the files that it replaces; a removed one is an error as well."""
+    """A checkpoint that is replaced or removed during verification is a ReadError, not damage."""
     storage = open_storage(checkpoint)
     parts, old = read_parts(storage), list(checkpoint.iterdir())
     if saved_again:
@@ -118,7 +118,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_damaged(checkpoint: Path
 
 @pytest.mark.parametrize("full", [False, True])
 def test_a_short_file(checkpoint: Path, full: bool) -> None:
-    """The damage has its size and what was lost with its end; what is before that is not damaged."""
+    """A truncated file is a damage with its size and the keys at its end; data before that is not damaged."""
     path = data_file(checkpoint, 0)
     size = path.stat().st_size
     with open(path, "r+b") as file:
@@ -129,14 +129,14 @@ def test_a_short_file(checkpoint: Path, full: bool) -> None:
 
 
 def test_a_file_that_grew(checkpoint: Path) -> None:
-    """Its data is as it was, and its size is not."""
+    """A file with extra bytes at its end is one damage, because its data is unchanged."""
     with open(data_file(checkpoint, 0), "ab") as file:
         file.write(b"more")
     assert [(d.key, "instead of" in d.what) for d in look(checkpoint).damages] == [(None, True)]
 
 
 def test_damaged_metadata_is_an_error(checkpoint: Path) -> None:
-    """Without it there is nothing to compare with."""
+    """Damaged metadata is a MetadataError, because there is nothing to compare with."""
     flip(checkpoint / ".metadata", 100)
     with pytest.raises(MetadataError, match="checksum"):
         look(checkpoint)
@@ -144,7 +144,7 @@ def test_damaged_metadata_is_an_error(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_a_short_file_with_many_tensors(tmp_path: Path, full: bool) -> None:
-    """What was lost with its end is one damage, however many tensors that were."""
+    """A truncated file is one damage, however many tensors were at its end."""
     make_checkpoint(tmp_path, {f"t{n}": torch.full((1000,), float(n)) for n in range(50)}, {})
     (path,) = tmp_path.glob("*.tensors")
     parts = read_parts(open_storage(tmp_path))

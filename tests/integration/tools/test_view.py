@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: what they hold together, and what is missing."""
+"""Views of checkpoints of several ranks: merged values, and missing parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ...lab.checkpoints import make_checkpoint, tensors_of
 
 
 def test_ranks_that_saved_for_themselves_are_put_together(tmp_path: Path) -> None:
-    """Each part has its own metadata; what is the same on all of them is one value."""
+    """Checkpoints of ranks that saved for themselves are merged: an equal value of all ranks appears once."""
     make_checkpoint(tmp_path / "a", {"x": torch.zeros(3), "only0": torch.ones(1)}, {"step": 7}, rank=0)
     make_checkpoint(tmp_path / "a", {"x": torch.zeros(3), "only1": torch.ones(2)}, {"step": 7}, rank=1)
     convert(tmp_path / "a", tmp_path / "b.pt", "torch")
@@ -34,7 +34,7 @@ def test_ranks_that_saved_for_themselves_are_put_together(tmp_path: Path) -> Non
 
 
 def make_diverging(path: Path, second: float, rng: int) -> Path:
-    """Of two ranks that saved each for itself; the second one's values are given."""
+    """Makes a checkpoint of two ranks that saved for themselves, with these values of the second rank."""
     for rank, (value, generator) in enumerate([(0.0, 0), (second, rng)]):
         tensors = {"m.w": torch.full((3,), value), "same": torch.ones(2)}
         make_checkpoint(path, tensors, {"rng": generator}, rank=rank)
@@ -43,7 +43,7 @@ def make_diverging(path: Path, second: float, rng: int) -> Path:
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_what_ranks_have_differently_is_there_for_each(tmp_path: Path, to: str) -> None:
-    """By the rank's name before the key: a conversion loses nothing of any rank."""
+    """If the values of a key differ by rank, each appears under a key with its rank, in every format."""
     make_diverging(tmp_path / "a", 1.0, 5)
     options = ConvertOptions(exclude=["*rng"]) if to in ("tensorizer", "safetensors") else ConvertOptions()
     convert(tmp_path / "a", tmp_path / "b", to, options=options)
@@ -55,7 +55,7 @@ def test_what_ranks_have_differently_is_there_for_each(tmp_path: Path, to: str) 
 
 
 def test_a_difference_of_a_later_rank_is_seen(tmp_path: Path) -> None:
-    """`diff` compares rank by rank, `inspect` shows all."""
+    """`diff` compares rank by rank, and `inspect` shows the values of all ranks."""
     before, after = make_diverging(tmp_path / "a", 1.0, 5), make_diverging(tmp_path / "b", 2.0, 6)
     found = tools.diff(before, after)
     assert [(change.key, change.before, change.after) for change in found.changed] == [
@@ -67,7 +67,7 @@ def test_a_difference_of_a_later_rank_is_seen(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_taken_is_not_given_to_a_rank(tmp_path: Path) -> None:
-    """A state dict may have a key that begins like a rank."""
+    """A key with a rank in its name is made unique if the state dict has a key of that name."""
     for rank in range(2):
         make_checkpoint(tmp_path / "a", {"x": torch.full((1,), float(rank)), "rank1.x": torch.ones(1) * 9}, rank=rank)
     found = {key: tensor.tolist() for key, tensor in tensors_of(tmp_path / "a").items()}
@@ -75,12 +75,12 @@ def test_a_name_that_is_taken_is_not_given_to_a_rank(tmp_path: Path) -> None:
 
 
 def test_parts_of_a_tensor_that_differ_are_an_error(tmp_path: Path) -> None:
-    """No rank has it whole, so there is no value to show; what else there is can be converted."""
+    """Different parts of a tensor on several ranks are an error that names the key, unless the key is excluded."""
     for rank, start in enumerate([0, 0, 2]):
         chunks = {"w": [Region((start,), (2,))]}
         tensors = {"w": torch.full((4,), float(rank)), "v": torch.ones(1)}
         make_checkpoint(tmp_path / "a", tensors, None, chunks, rank=rank)
-    with pytest.raises(ConversionError, match=r"of 'w', ranks 0, 1, 2 saved for themselves .* parts that differ"):
+    with pytest.raises(ConversionError, match=r"ranks 0, 1, 2 each saved a part of 'w' .* the parts differ"):
         convert(tmp_path / "a", tmp_path / "b", "torch")
     convert(tmp_path / "a", tmp_path / "b", "torch", options=ConvertOptions(exclude=["w"]))
     assert tensors_of(tmp_path / "b").keys() == {"v"}
@@ -88,7 +88,7 @@ def test_parts_of_a_tensor_that_differ_are_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("second", [1.0, 0.0])
 def test_encrypted_values_are_compared_as_they_were(tmp_path: Path, second: float) -> None:
-    """Equal ones are not encrypted to the same bytes."""
+    """Encrypted values of ranks are compared decrypted, because equal values have different encrypted bytes."""
     params = EncryptionParams.from_string("walrus", opslimit=1, memlimit=8192)
     for rank, value in enumerate([0.0, second]):
         make_checkpoint(tmp_path, {"x": torch.full((3,), value)}, None, None, encryption_cipher(params), rank=rank)
@@ -98,7 +98,7 @@ def test_encrypted_values_are_compared_as_they_were(tmp_path: Path, second: floa
 
 @pytest.mark.parametrize("lost", ["__0_*.tensors", "__1.metadata", "__2.metadata"])
 def test_ranks_that_lost_their_metadata_are_missed(tmp_path: Path, lost: str) -> None:
-    """In the middle, or the last one while its data is there; what is lost else shows when it is read."""
+    """Lost metadata or data of any rank is an error that names the missing file."""
     for rank in range(3):
         make_checkpoint(tmp_path / "a", {f"x{rank}": torch.ones(3)}, rank=rank)
     for path in (tmp_path / "a").glob(lost):
@@ -109,7 +109,7 @@ def test_ranks_that_lost_their_metadata_are_missed(tmp_path: Path, lost: str) ->
 
 
 def test_values_of_other_shapes_are_each_rank_s_own(tmp_path: Path) -> None:
-    """They are no chunks of one tensor."""
+    """Values of one key with different shapes on two ranks are not chunks of one tensor."""
     make_checkpoint(tmp_path / "a", {"x": torch.zeros(3)}, rank=0)
     make_checkpoint(tmp_path / "a", {"x": torch.ones(5)}, rank=1)
     found = tensors_of(tmp_path / "a")
@@ -119,7 +119,7 @@ def test_values_of_other_shapes_are_each_rank_s_own(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("form", ["dcp", "dcp_tensorizer"])
 def test_chunks_that_overlap_are_no_tensor(tmp_path: Path, form: str) -> None:
-    """They have as many elements as it, and leave a gap."""
+    """Chunks that overlap and leave a gap are an error, even if they have as many elements as the tensor."""
     regions = [Region((0,), (2,)), Region((1,), (2,))]
     if form == "dcp_tensorizer":
         make_checkpoint(tmp_path / "a", {"x": torch.ones(4)}, None, {"x": regions})
@@ -136,7 +136,7 @@ def test_chunks_that_overlap_are_no_tensor(tmp_path: Path, form: str) -> None:
 
 
 def test_a_passphrase_makes_one_key_for_all_ranks(tmp_path: Path) -> None:
-    """Where each rank saved for itself: to make it takes long on purpose."""
+    """The slow derivation of a key from a passphrase runs once for all ranks."""
     params = EncryptionParams.from_string("walrus", opslimit=1, memlimit=8192)
     for rank in range(3):
         make_checkpoint(tmp_path, {f"x{rank}": torch.ones(3)}, None, None, encryption_cipher(params), rank=rank)
@@ -148,7 +148,7 @@ def test_a_passphrase_makes_one_key_for_all_ranks(tmp_path: Path) -> None:
 
 
 def test_a_chunk_without_a_location_is_named(tmp_path: Path) -> None:
-    """The error has its key and offset; no index of this package lacks one."""
+    """A chunk without a location is an error with its key and offset."""
     make_checkpoint(tmp_path, {"x": torch.ones(3)})
     storage = open_storage(tmp_path)
     parts = read_parts(storage)

@@ -1,4 +1,4 @@
-"""The writer process, from the trainer's side: requests, death, hangs, ends."""
+"""The trainer's side of the writer process: requests, deaths, hangs, ends."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ NAME = data_file_name(0, 0, "a" * 32)
 
 
 class Foreign:
-    """Not importable in the writer process: this module is none of its."""
+    """A class that the writer process cannot import."""
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def processes():
 
 @pytest.fixture
 def process(processes):
-    """A process that works: the one before, unless a test has ended it (a start takes a while)."""
+    """Returns a running process: the previous test's, or a new one if that has ended."""
     if not processes or not processes[-1].alive:
         processes.append(WriterProcess())
     return processes[-1]
@@ -72,7 +72,7 @@ def request(path, buffer, count=1000, options=None):
 
 
 def test_requests_are_written(process, buffer, tmp_path):
-    """Two requests over one buffer: the second needs no descriptor, and both files hold the tensor."""
+    """Two requests with one buffer write the tensor; the second request sends no descriptor."""
     for number in range(2):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -87,7 +87,7 @@ def test_requests_are_written(process, buffer, tmp_path):
 
 
 def test_a_failed_request_leaves_no_file(process, buffer, tmp_path):
-    """An error names the path, comes with the traceback of the other process, and the next request works."""
+    """The error names the path, has the process's traceback as its cause, and the next request succeeds."""
     with pytest.raises(WriteError, match="nowhere") as caught:
         process.ask(request(tmp_path / "nowhere", buffer), [buffer], 60)
     assert "Traceback" in str(caught.value.__cause__)
@@ -97,7 +97,7 @@ def test_a_failed_request_leaves_no_file(process, buffer, tmp_path):
 
 
 def test_storage_options_that_cannot_be_understood(process, buffer, tmp_path):
-    """A class that the writer process cannot import is an error, not the end of the process."""
+    """A class that the writer process cannot import fails the request, and the process continues."""
     options = {"option": Foreign()}
     Foreign.__module__ = "an_unknown_module"
     sys.modules["an_unknown_module"] = sys.modules[__name__]
@@ -110,7 +110,7 @@ def test_storage_options_that_cannot_be_understood(process, buffer, tmp_path):
 
 
 def test_storage_options_that_cannot_be_sent(process, buffer, tmp_path):
-    """They are named as what is wrong, nothing is sent, and the next request works."""
+    """The error names storage_options, nothing is sent, and the next request succeeds."""
     with pytest.raises(Unsendable, match=r"storage_options cannot be sent.*TypeError: cannot pickle '_thread.lock'"):
         process.ask(request(tmp_path, buffer, options={"option": threading.Lock()}), [buffer], 60)
     assert process.alive
@@ -121,7 +121,7 @@ def test_storage_options_that_cannot_be_sent(process, buffer, tmp_path):
 
 
 def test_a_buffer_that_never_arrived_is_sent_again(process, buffer, tmp_path):
-    """A request that failed before it was understood leaves nothing assumed: the next one has what it needs."""
+    """After a request that failed before its buffers were attached, the next request sends them again."""
     Foreign.__module__ = "an_unknown_module"
     sys.modules["an_unknown_module"] = sys.modules[__name__]
     try:
@@ -135,7 +135,7 @@ def test_a_buffer_that_never_arrived_is_sent_again(process, buffer, tmp_path):
 
 
 def test_death_is_noticed(process, buffer, tmp_path):
-    """A process that was killed is not alive, and a request to it is WriterProcessDied with the signal's name."""
+    """A killed process is not alive, and a request to it raises WriterProcessDied with the signal's name."""
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(WriterProcessDied, match="SIGKILL"):
         process.ask(request(tmp_path, buffer), [buffer], 60)
@@ -143,7 +143,7 @@ def test_death_is_noticed(process, buffer, tmp_path):
 
 
 def test_death_in_the_middle_of_a_request_is_noticed(process, buffer, tmp_path):
-    """A process that is killed while it has a request is WriterProcessDied at once, in its own words only."""
+    """If the process is killed during a request, WriterProcessDied is raised at once, without a cause."""
     process.ask(request(tmp_path, buffer), [buffer], 60)
     os.kill(process.pid, signal.SIGSTOP)
     killer = threading.Timer(0.2, os.kill, (process.pid, signal.SIGKILL))
@@ -156,7 +156,7 @@ def test_death_in_the_middle_of_a_request_is_noticed(process, buffer, tmp_path):
 
 
 def test_a_process_that_takes_no_request_is_killed(process, buffer, tmp_path):
-    """A request larger than the socket's buffer waits for its reader no longer than any other."""
+    """The timeout also applies to sending a request that exceeds the socket's buffer."""
     process.ask(request(tmp_path, buffer), [buffer], 60)
     os.kill(process.pid, signal.SIGSTOP)
     rescue = threading.Timer(20, os.kill, (process.pid, signal.SIGKILL))
@@ -173,7 +173,7 @@ def test_a_process_that_takes_no_request_is_killed(process, buffer, tmp_path):
 
 
 def test_warnings_as_errors_do_not_keep_it_from_starting(buffer, tmp_path, monkeypatch):
-    """PYTHONWARNINGS=error is for the trainer's own code."""
+    """PYTHONWARNINGS=error in the trainer's environment does not fail the start."""
     monkeypatch.setenv("PYTHONWARNINGS", "error")
     process = WriterProcess()
     try:
@@ -184,7 +184,7 @@ def test_warnings_as_errors_do_not_keep_it_from_starting(buffer, tmp_path, monke
 
 
 def test_a_process_that_hangs_is_killed(process, buffer, tmp_path):
-    """Without progress for the timeout, the process is killed, which the error reports."""
+    """After the timeout without progress, the process is killed, and the error says so."""
     process.ask(request(tmp_path, buffer), [buffer], 60)
     os.kill(process.pid, signal.SIGSTOP)
     buffer.reset()
@@ -195,7 +195,7 @@ def test_a_process_that_hangs_is_killed(process, buffer, tmp_path):
 
 @pytest.mark.parametrize("when", ["at work", "starting"])
 def test_signals_of_the_job_are_the_trainers(buffer, tmp_path, when):
-    """Terminals and schedulers signal every process of a job. None ends the writer process: the trainer decides."""
+    """Signals that terminals and schedulers send to all processes of a job do not end the writer process."""
     process = WriterProcess()
     if when == "at work":
         process.ask(request(tmp_path, buffer), [buffer], 60)
@@ -210,7 +210,7 @@ def test_signals_of_the_job_are_the_trainers(buffer, tmp_path, when):
 
 
 def test_an_answer_that_stops_half_way(process, buffer, tmp_path, monkeypatch):
-    """The timeout holds in the middle of an answer, too."""
+    """The timeout also applies in the middle of an answer."""
     receive = Channel._read
 
     def stop_first(channel, count, wait):
@@ -229,7 +229,7 @@ def test_an_answer_that_stops_half_way(process, buffer, tmp_path, monkeypatch):
 
 
 def test_closing_twice(process):
-    """`close` ends the process; again it does nothing."""
+    """`close` ends the process, and a second call does nothing."""
     pid = process.pid
     process.close()
     process.close()
@@ -238,7 +238,7 @@ def test_closing_twice(process):
 
 
 def test_nothing_secret_in_the_process_list(process, buffer, tmp_path):
-    """The command line shows how it is started, the module and three numbers."""
+    """The command line contains only the interpreter's arguments, the module and three numbers."""
     process.ask(request(tmp_path, buffer, options={"secret": "hunter2-secret"}), [buffer], 60)
     command = psutil.Process(process.pid).cmdline()
     assert command[:-3] == [*interpreter(), "dcp_tensorizer._writer_process.worker"]
@@ -246,7 +246,7 @@ def test_nothing_secret_in_the_process_list(process, buffer, tmp_path):
 
 
 def test_no_gpu_and_low_priority(process, buffer, tmp_path):
-    """The process sees no GPU and gives way to training."""
+    """The process sees no GPU, and has a lower priority than training."""
     process.ask(request(tmp_path, buffer), [buffer], 60)
     seen = psutil.Process(process.pid)
     assert seen.environ()["CUDA_VISIBLE_DEVICES"] == ""
@@ -254,7 +254,7 @@ def test_no_gpu_and_low_priority(process, buffer, tmp_path):
 
 
 def test_it_ends_with_its_trainer():
-    """A trainer that is killed takes its idle writer process along, although a forked child holds the socket."""
+    """An idle writer process ends with its killed trainer, even if a forked child holds the socket."""
     script = textwrap.dedent(
         """
         import os, sys, signal
@@ -281,7 +281,7 @@ def test_it_ends_with_its_trainer():
 
 
 def test_started_from_several_threads(tmp_path):
-    """Writers of one trainer do not get in each other's way."""
+    """Several threads of a trainer can start processes at the same time."""
     buffers = [SharedBuffer(1 << 16) for _ in range(2)]
     processes = [WriterProcess() for _ in range(2)]
     folders = [tmp_path / str(number) for number in range(2)]
@@ -302,7 +302,7 @@ def test_started_from_several_threads(tmp_path):
 
 
 def test_a_snapshot_that_cannot_be_taken_is_an_error_and_no_more(buffer, tmp_path):
-    """Without a GPU it fails; the process, and what it has attached, serve the next request."""
+    """Without a GPU the snapshot fails, and the process serves the next request with its attached buffers."""
     process = WriterProcess(devices=True)
     handle = ((torch.Tensor, "no handle"),)
     wrong = SnapshotRequest(buffer.id, 0, handle, (DeviceTensor(0, "float32", (3,), (1,), 0, False, False, 0),))
@@ -317,7 +317,7 @@ def test_a_snapshot_that_cannot_be_taken_is_an_error_and_no_more(buffer, tmp_pat
 
 
 def test_a_process_that_may_use_gpus_sees_the_trainers(monkeypatch, buffer, tmp_path):
-    """Its environment names the same ones."""
+    """A process that may use GPUs has the trainer's CUDA_VISIBLE_DEVICES."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     process = WriterProcess(devices=True)
     try:
@@ -328,13 +328,13 @@ def test_a_process_that_may_use_gpus_sees_the_trainers(monkeypatch, buffer, tmp_
 
 
 def mapped(process):
-    """The inodes of the trainer's buffers that the process has mapped."""
+    """Returns the inodes of the trainer's buffers that the process has mapped."""
     with open(f"/proc/{process.pid}/maps", encoding="ascii") as maps:
         return {int(line.split()[4]) for line in maps if "memfd:dcp_tensorizer" in line}
 
 
 def test_a_buffer_that_is_given_back_is_free(process, tmp_path):
-    """The process lets go of it at once, and not when the next request comes; of others it does not."""
+    """The process unmaps a closed buffer at once, and retains others."""
     kept, given_back = SharedBuffer(1 << 20), SharedBuffer(1 << 20)
     (tmp_path / "1").mkdir()
     (tmp_path / "2").mkdir()
@@ -351,7 +351,7 @@ def test_a_buffer_that_is_given_back_is_free(process, tmp_path):
 
 
 def test_giving_back_the_buffer_of_a_dead_process_is_no_error(processes, tmp_path):
-    """Its mapping is gone with it."""
+    """Closing the buffer of a dead process raises nothing."""
     process = WriterProcess()
     processes.append(process)
     buffer = SharedBuffer(1 << 20)
@@ -364,7 +364,7 @@ def test_giving_back_the_buffer_of_a_dead_process_is_no_error(processes, tmp_pat
 
 
 def test_after_a_failed_request_a_buffer_that_is_given_back_is_free_too(process, tmp_path):
-    """Whether the process had attached it is not known here."""
+    """A buffer of a failed request, which the process may have attached, is unmapped when it is closed."""
     buffer = SharedBuffer(1 << 20)
     with pytest.raises(WriteError):
         process.ask(request(tmp_path / "nowhere", buffer), [buffer], 60)
@@ -373,7 +373,7 @@ def test_after_a_failed_request_a_buffer_that_is_given_back_is_free_too(process,
 
 
 def test_an_interrupted_request_ends_the_process(processes, buffer, tmp_path, monkeypatch):
-    """Else its answer would be taken for the next one's; the next request is refused, and its sender starts another."""
+    """An interrupted request ends the process, so that its answer is not taken for that of the next request."""
     process = WriterProcess()
     processes.append(process)
 
@@ -391,7 +391,7 @@ def test_an_interrupted_request_ends_the_process(processes, buffer, tmp_path, mo
 
 
 def test_a_process_that_cannot_be_started(monkeypatch):
-    """The error has the reason, and no descriptor stays open."""
+    """If the process cannot be started, the error has the reason, and no descriptor stays open."""
 
     def refuse(*args, **options):
         raise OSError(errno.EMFILE, "Too many open files")
@@ -404,7 +404,7 @@ def test_a_process_that_cannot_be_started(monkeypatch):
 
 
 def test_a_kernel_without_pidfds(monkeypatch, buffer, tmp_path):
-    """Before Linux 5.3, and in some sandboxes: the process works."""
+    """Without pidfds, as before Linux 5.3 and in some sandboxes, the process works."""
 
     def refuse(pid):
         raise OSError(errno.ENOSYS, "Function not implemented")
@@ -418,7 +418,7 @@ def test_a_kernel_without_pidfds(monkeypatch, buffer, tmp_path):
 
 
 def test_a_process_that_cannot_be_killed_is_given_up(processes, buffer, tmp_path, monkeypatch):
-    """It hangs in the kernel, say for a network disk: it takes no other request, and closing it does not hang."""
+    """A process that hangs in the kernel gets no other request, and closing it does not hang."""
     process = WriterProcess()
     processes.append(process)
     popen = process._popen

@@ -1,4 +1,4 @@
-"""Which modules the writer process finds: the trainer's, and none of them in place of the standard library's."""
+"""The modules that the writer process finds: the trainer's, but never instead of the standard library's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from dcp_tensorizer._runtime.channel import Ready
 from dcp_tensorizer._runtime.child import environment, interpreter
-from dcp_tensorizer._runtime.threads import Patience
+from dcp_tensorizer._runtime.threads import ProgressTimeout
 from dcp_tensorizer._writer_process.client import WriterProcess
 
 from ...lab.processes import PACKAGE, ROOT
@@ -34,7 +34,7 @@ SHADOWS = ["queue", "random", "types", "runpy", "sitecustomize", "usercustomize"
 
 @pytest.fixture
 def scripts(tmp_path: Path) -> Path:
-    """A directory of the trainer's: modules with names that others have, which leave a mark when they run."""
+    """Returns a directory with modules named like others, which leave a mark when they run."""
     folder = tmp_path / "scripts"
     folder.mkdir()
     for name in SHADOWS:
@@ -58,7 +58,7 @@ def found(*names: str, module: str = "probe") -> dict[str, str]:
 def test_the_trainers_modules_take_nobodys_place(
     tmp_path: Path, scripts: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """The standard library is the interpreter's, and what the trainer has imported is found where it found it."""
+    """The standard library is the interpreter's, and the trainer's modules are found where the trainer found them."""
     if way == "working directory":
         monkeypatch.chdir(scripts)
     if way == "PYTHONPATH":
@@ -78,7 +78,7 @@ def test_the_trainers_modules_take_nobodys_place(
 
 
 def test_modules_in_an_archive_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry of the trainer's path may be a zip file."""
+    """Modules in a zip file on the trainer's path are found."""
     with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
         archive.writestr("zipped_probe.py", PROBE)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "archive.zip")])
@@ -107,7 +107,7 @@ subprocess.run([*interpreter(), "plugin_probe"], env=environment(False), check=T
 
 
 def test_several_installations_and_a_plugin(tmp_path: Path) -> None:
-    """The package is the one that the trainer imports, found by PYTHONPATH; entry points are found beside it."""
+    """The package is the one that the trainer found by PYTHONPATH, and entry points beside it are found."""
     other = tmp_path / "other"
     shutil.copytree(PACKAGE, other / "dcp_tensorizer")
     (other / "plugin_probe.py").write_text(PLUGIN_PROBE)
@@ -131,7 +131,7 @@ def test_several_installations_and_a_plugin(tmp_path: Path) -> None:
 
 
 def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process starts without it, and entries that are relative to it lead nowhere."""
+    """The process starts without its working directory, and ignores relative entries of the path."""
     folder = tmp_path / "gone"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -139,7 +139,7 @@ def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "path", ["", "relative", *sys.path])
     process = WriterProcess()
     try:
-        process._channel.wait_readable(Patience(WAIT, 1.0))
+        process._channel.wait_readable(ProgressTimeout(WAIT, 1.0))
         assert process._channel.receive() == (Ready(), [])
     finally:
         process.close()

@@ -1,4 +1,4 @@
-"""Versions are published by the writer process, and once more by a fresh one if it dies."""
+"""Publishing in the writer process, with one retry after its death."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dcp_tensorizer import WriteError
+from dcp_tensorizer import Publish, WriteError
 from dcp_tensorizer._publish.publisher import Publication
 from dcp_tensorizer._runtime.process_context import ProcessContext
 from dcp_tensorizer._saving.writer_client import WriterClient
-from dcp_tensorizer._writer_process.protocol import PublishRequest
 from dcp_tensorizer.tools import list_versions, verify_versions
 
 from ...lab.models import write_model
@@ -32,24 +31,24 @@ def client() -> Iterator[WriterClient]:
 
 
 def test_the_writer_process_publishes(tmp_path: Path, client: WriterClient) -> None:
-    """One version after the other, with one claim, at the lowest priority; what fails has an error of its own words."""
+    """The process publishes successive versions with one lease at the lowest priority, and raises its own errors."""
     state = {"w": np.zeros(1000, np.float32)}
     write_model(tmp_path / "one", state)
     write_model(tmp_path / "two", {"w": np.ones(1000, np.float32)})
-    published = str(tmp_path / "published")
-    first = client.publish(PublishRequest(Publication(str(tmp_path / "one"), published, step=1), None), 60)
-    second = client.publish(PublishRequest(Publication(str(tmp_path / "two"), published), first[1]), 60)
+    published = Publish(tmp_path / "published")
+    first = client.publish(Publication(str(tmp_path / "one"), published, step=1), 60)
+    second = client.publish(Publication(str(tmp_path / "two"), published, own=first[1]), 60)
     assert (first[0].version, second[0].version, second[0].is_delta) == (1, 2, True)
     assert first[1] == second[1]
     assert os.getpriority(os.PRIO_PROCESS, client.ensure_process().pid) == 19
     with pytest.raises(WriteError, match="there is no model in"):
-        client.publish(PublishRequest(Publication(str(tmp_path), published), first[1]), 60)
+        client.publish(Publication(str(tmp_path), published, own=first[1]), 60)
 
 
 def test_a_fresh_process_publishes_what_a_dead_one_could_not(
     tmp_path: Path, client: WriterClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Killed as soon as the version's directory is there."""
+    """If the process is killed when the version's directory exists, a fresh process publishes the version."""
     write_model(tmp_path / "model", {"w": np.arange(20_000_000, dtype=np.float32)})
     published = tmp_path / "published"
     process = client.ensure_process()
@@ -62,7 +61,7 @@ def test_a_fresh_process_publishes_what_a_dead_one_could_not(
 
     killer = threading.Thread(target=kill)
     killer.start()
-    request = PublishRequest(Publication(str(tmp_path / "model"), str(published)), None)
+    request = Publication(str(tmp_path / "model"), Publish(published))
     with caplog.at_level(logging.WARNING, "dcp_tensorizer"):
         version = client.publish(request, 60, ProcessContext.here())[0]
     killer.join()

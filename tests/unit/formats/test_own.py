@@ -1,4 +1,4 @@
-"""What a load asks an index for: whole tensors are shown, and their stored chunks are found, with few bytes read."""
+"""Tests of the catalog of this package's checkpoints: what a load is shown, what it finds, and how much is read."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def chunk_item(rank: int, key: str, rows: int, kind: str = "tensor") -> StoredIt
 
 
 def tensor_of(world: int, rows: int) -> TensorStorageMetadata:
-    """Of so many rows on each rank."""
+    """Describes a tensor with ``rows`` rows on each rank."""
     size = torch.Size([rows, COLUMNS])
     chunks = [ChunkStorageMetadata(torch.Size([rank * rows, 0]), size) for rank in range(world)]
     return TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([world * rows, COLUMNS]), chunks)
 
 
 def index_of(world: int, *, keys: int = 1, rank: int | None = None, kind: str = "tensor", without: int = -1) -> bytes:
-    """Tensors ``w0``, ``w1``, ... of two rows on each rank; the first rank has an object ``o``, too."""
+    """Returns an index of tensors ``w0``, ``w1``, ... with two rows per rank, and an object ``o`` of rank 0."""
     described: dict[str, Any] = {f"w{n}": tensor_of(world, 2) for n in range(keys)}
     described["o"] = BytesStorageMetadata()
     blob = StoredItem(file_of(0), "o", 0, 4, "uint8", "object", b"12345678")
@@ -68,14 +68,14 @@ def opened(data: bytes) -> Index:
 
 
 def shown(index: Index, key: str = "w0") -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The chunks that a load is shown."""
+    """Returns the chunks of each tensor in a load's metadata."""
     entry = index.metadata().state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
     return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
 
 
 def read_of(key: str, offset: tuple[int, ...] | None, region: Region | None) -> ReadItem:
-    """An item of a load plan: a region of the chunk at an offset, or an object."""
+    """Returns an item of a load plan: a region of the chunk at an offset, or an object."""
     kind = LoadItemType.BYTE_IO if region is None else LoadItemType.TENSOR
     stored = MetadataIndex(key, None if offset is None else torch.Size(offset))
     start, size = region or ((), (0,))
@@ -83,12 +83,12 @@ def read_of(key: str, offset: tuple[int, ...] | None, region: Region | None) -> 
 
 
 def pieces_of(index: Index, key: str, offset: tuple[int, ...] | None, region: Region | None) -> list[Piece]:
-    """The stored chunks of one item."""
+    """Returns the stored chunks of one item."""
     return index.locate([read_of(key, offset, region)])[0]
 
 
 def test_a_tensor_is_shown_whole_and_stored_in_chunks() -> None:
-    """`metadata` is for planners, `stored_metadata` for tools."""
+    """Planners get whole tensors from `metadata`, and tools get the chunks from `stored_metadata`."""
     index = opened(index_of(3))
     assert shown(index) == [((0, 0), (6, 4))]
     stored = index.stored_metadata().state_dict_metadata["w0"]
@@ -102,7 +102,7 @@ def test_a_tensor_is_shown_whole_and_stored_in_chunks() -> None:
     ids=["one is not stored", "no plain elements"],
 )
 def test_chunks_that_do_not_make_up_a_tensor_are_shown(data: bytes) -> None:
-    """And those that are no plain elements, of which no part can be read: each is asked for by its offset."""
+    """Incomplete tensors, and wrappers, are shown in chunks, each of which is found by its offset."""
     index = opened(data)
     assert shown(index) == [((0, 0), (2, 4)), ((2, 0), (2, 4)), ((4, 0), (2, 4))]
     assert {key: len(layout) for key, layout in index.incomplete_layouts().items()} == {"w0": 3}
@@ -111,7 +111,7 @@ def test_chunks_that_do_not_make_up_a_tensor_are_shown(data: bytes) -> None:
 
 
 def test_the_pieces_of_a_region() -> None:
-    """Of rows 1 to 4: the second of the first rank, both of the second, the first of the third; two columns."""
+    """Rows 1 to 4 and two columns are in the chunks of three ranks."""
     index = opened(index_of(4))
     assert pieces_of(index, "w0", (0, 0), Region((1, 2), (4, 2))) == [
         Piece(chunk_item(0, "w0", 2), (2, 4), Region((1, 2), (1, 2)), Region((0, 0), (1, 2))),
@@ -122,7 +122,7 @@ def test_the_pieces_of_a_region() -> None:
 
 
 def test_a_small_value_is_in_the_index_itself() -> None:
-    """No data file is opened for it; the tools find it in its file."""
+    """A load opens no data file for a small value; tools find the value in its file."""
     index = opened(index_of(2))
     (piece,) = pieces_of(index, "o", None, None)
     ((name, content),) = index.in_memory.items()
@@ -132,7 +132,7 @@ def test_a_small_value_is_in_the_index_itself() -> None:
 
 
 def test_what_is_not_there_is_named() -> None:
-    """With its key and its offset."""
+    """The error names the key and the offset of the missing chunk."""
     index = opened(index_of(3, without=1))
     with pytest.raises(MetadataError, match=r"m has no data for 'w0' at offset \(2, 0\)"):
         pieces_of(index, "w0", (2, 0), Region((0, 0), (2, 4)))
@@ -145,7 +145,7 @@ def test_what_is_not_there_is_named() -> None:
 
 
 class Counted:
-    """A file of which ranges are read, and how many bytes of it were."""
+    """A file that records the ranges that are read, and counts their bytes."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -157,7 +157,7 @@ class Counted:
 
 
 def test_a_rank_reads_the_places_of_those_whose_data_it_needs() -> None:
-    """Of 512 ranks with 100 tensors each, a rank that loads its own reads one section, and so do its tensors."""
+    """One of 512 ranks with 100 tensors each reads one section to load its own tensors."""
     file = Counted(index_of(512, keys=100))
     assert len(file.data) > 2 * FIRST_BYTES
     index = Index(open_index("m", file.data[:FIRST_BYTES], file))
@@ -171,7 +171,7 @@ def test_a_rank_reads_the_places_of_those_whose_data_it_needs() -> None:
 
 
 def test_of_a_chunk_that_several_ranks_have_written_the_last_ones_is_read() -> None:
-    """As with torch's own storage, whose index is a dict."""
+    """The last rank's copy of a chunk counts, as in torch's storage, whose index is a dict."""
     described: Any = {"w": tensor_of(1, 2)}
     parts = [RankLocations.of(r, {("w", (0, 0)): chunk_item(r, "w", 2)}, {file_of(r): 1 << 30}) for r in range(3)]
     index = opened(encode(Metadata(described), parts))
@@ -180,7 +180,7 @@ def test_of_a_chunk_that_several_ranks_have_written_the_last_ones_is_read() -> N
 
 
 def test_small_values_beyond_the_room_for_them_are_read_from_their_files() -> None:
-    """The index holds a mebibyte of them."""
+    """The index holds one mebibyte of small values, and the others are read from data files."""
     blob = StoredItem(file_of(0), "x", 0, 4000, "uint8", "object", b"12345678")
     keys = [f"o{n}" for n in range(600)]
     inline = [InlineItem(hash_of(k, None), blob._replace(file="", name=""), bytes(4000)) for k in keys]

@@ -1,4 +1,4 @@
-"""Where the elements of tensors are under other names: in parts, or together."""
+"""Tests of the elements of tensors under other names: in parts, and joined."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def cut(array: np.ndarray, region: Region) -> np.ndarray:
 
 
 def moved(rules: Renaming, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays on the other side."""
+    """Returns the arrays on the other side of a renaming."""
     result = {}
     for name, placed in place(rules, {key: array.shape for key, array in arrays.items()}).items():
         result[name] = np.full(placed.shape, -1)
@@ -60,7 +60,7 @@ def moved(rules: Renaming, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarra
 
 
 def test_tensors_are_cut_and_put_together_and_come_back() -> None:
-    """Experts one by one, several parts of each, fused projections, and the same the other way round."""
+    """Experts, several parts of each, and fused projections map to the other side and back."""
     arrays = filled(SHAPES)
     there = moved(Renaming(RULES), arrays)
     w2, w13, qkv = arrays["0.experts.w2"], arrays["0.experts.w13"], arrays["0.qkv"]
@@ -93,7 +93,7 @@ def test_tensors_are_cut_and_put_together_and_come_back() -> None:
 
 @pytest.mark.parametrize("side", [Renaming(RULES), Renaming(RULES).inverse()], ids=["there", "back"])
 def test_a_region_is_carried_element_by_element(side: Renaming) -> None:
-    """Every chunk of a source, to where its elements are, and back."""
+    """Each chunk of a source maps to the region of its elements, and back."""
     arrays = filled(SHAPES)
     if side.find("0.q") is not None:
         arrays = moved(Renaming(RULES), arrays)

@@ -1,4 +1,4 @@
-"""New names of keys by patterns, and the way back."""
+"""Tests of the rules that give keys new names, and of their inverses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dcp_tensorizer._formats.rename import Parts, Renaming
 
 
 def test_the_first_pattern_that_matches_counts() -> None:
-    """The n-th star of a name is what the n-th of its pattern stands for; other characters have no meaning."""
+    """The n-th star of a name stands for the text of the pattern's n-th star; other characters are literal."""
     renaming = Renaming({"model.layers.*.w?": "never", "model.layers.*.*": "h.*.*", "model.*": "*", "lm": "head"})
     names = [renaming.new_name(key) for key in ("model.layers.3.w1", "model.norm", "lm", "other")]
     assert names == ["h.3.w1", "norm", "head", "other"]
@@ -19,19 +19,19 @@ def test_the_first_pattern_that_matches_counts() -> None:
 
 @pytest.mark.parametrize("rules", [{"a.*": ""}, {"a": "*"}, {"a.*": "*.*"}])
 def test_a_name_that_cannot_be_made_is_refused(rules: dict[str, str]) -> None:
-    """It is empty, or has a star more than its pattern."""
+    """A new name that is empty, or has more stars than its pattern, is an error."""
     with pytest.raises(ValueError, match="cannot become"):
         Renaming(rules)
 
 
 def test_a_pattern_that_loses_something_has_no_inverse() -> None:
-    """The star that is left out could stand for anything."""
+    """A star that the new name lacks could stand for any text."""
     with pytest.raises(ValueError, match=r"'b' cannot become 'a\.\*'"):
         Renaming({"a.*": "b"}).inverse()
 
 
 def test_parts_have_a_number_of_their_name_and_one_of_the_row() -> None:
-    """In a name of parts ``{}`` stands for a number; elsewhere it has no meaning."""
+    """In names of parts ``{}`` stands for a number; in other names it is literal."""
     renaming = Renaming({Parts("e.{}.*.a", "e.{}.*.b"): "experts.*", "*{}": "x*"})
     match = renaming.find("e.12.up.b")
     assert match is not None
@@ -47,11 +47,11 @@ def test_parts_have_a_number_of_their_name_and_one_of_the_row() -> None:
     ("make", "error", "message"),
     [
         (Parts, TypeError, "Parts takes names"),
-        (lambda: Parts("q"), ValueError, "one part is the whole"),
+        (lambda: Parts("q"), ValueError, "the only name of Parts must contain"),
         (lambda: Parts("q.*", "k"), ValueError, "equally many"),
         (lambda: Parts("q.{}", "k"), ValueError, "all or none"),
-        (lambda: Parts("q", "k", sizes=(1,)), ValueError, "2 names with the sizes"),
-        (lambda: Parts("q", "k", sizes=(1, 0)), ValueError, "2 names with the sizes"),
+        (lambda: Parts("q", "k", sizes=(1,)), ValueError, "for each of its 2 names"),
+        (lambda: Parts("q", "k", sizes=(1, 0)), ValueError, "for each of its 2 names"),
         (lambda: Parts("q", "k", dim=-1), ValueError, "dim=-1"),
         (lambda: Parts("q", "k", groups=0), ValueError, "groups=0"),
         (lambda: Parts("q.{}", groups=2), ValueError, "groups=2 of Parts needs several names"),
@@ -63,13 +63,13 @@ def test_parts_have_a_number_of_their_name_and_one_of_the_row() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_makes_no_rule_is_refused(make: Any, error: type[Exception], message: str) -> None:
-    """When it is made."""
+    """An invalid rule raises an error when it is made."""
     with pytest.raises(error, match=message):
         make()
 
 
 def test_parts_are_values() -> None:
-    """They can be keys, and are shown as they were made."""
+    """Parts can be keys of a dict, and their repr is the call that makes them."""
     parts = Parts("q", "k", sizes=[3, 1], dim=1)
     assert parts == Parts("q", "k", sizes=(3, 1), dim=1)
     assert {parts: 1}[Parts("q", "k", sizes=(3, 1), dim=1)] == 1

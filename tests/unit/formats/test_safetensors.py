@@ -1,4 +1,4 @@
-"""The layout of safetensors files is that of the library."""
+"""Tests of the layout of safetensors files against the library's own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def described(tensors: dict[str, torch.Tensor]) -> list[Tensor]:
 
 
 def test_a_file_is_what_the_library_makes_of_the_tensors() -> None:
-    """Byte for byte: dtypes, shapes of pairs, empty tensors, names with every kind of character, and the padding."""
+    """Files are equal byte for byte, for all dtypes, pairs, empty tensors and odd names."""
     tensors = {f"{dtype_name(dtype)}.{n}": filled(dtype, (3 - n, 2)) for dtype in NAMES for n in (0, 1)}
     tensors |= {
         key: torch.ones(n) for n, key in enumerate(['a"b\\c', "e/\N{SNOWMAN}\n\x01\x7f", "", "\U0001f600", "~"])
@@ -40,7 +40,7 @@ def test_a_file_is_what_the_library_makes_of_the_tensors() -> None:
 
 
 def test_files_are_filled_in_order() -> None:
-    """A tensor that is larger than a file has one to itself."""
+    """A tensor that is larger than a file gets its own file."""
     sizes = {"a": 10, "b": 30, "c": 10, "d": 10, "e": 10}
     tensors = described({key: torch.empty(n, dtype=torch.uint8) for key, n in sizes.items()})
     found = [[tensor.key for tensor in file] for file in shards(tensors, 20)]
@@ -50,7 +50,7 @@ def test_files_are_filled_in_order() -> None:
 
 
 def test_the_index_names_the_file_of_each_tensor() -> None:
-    """And how much there is in all."""
+    """The index also has the total numbers of parameters and bytes."""
     tensors = described({"a": torch.empty(3), "b": torch.empty(2, 2, dtype=torch.bfloat16)})
     assert json.loads(index_of({"one": tensors[:1], "two": tensors[1:]})) == {
         "metadata": {"total_parameters": 7, "total_size": 20},
@@ -72,7 +72,7 @@ def test_the_index_names_the_file_of_each_tensor() -> None:
 def test_what_the_format_cannot_hold(
     key: object, dtype: torch.dtype, shape: tuple[int, ...], fault: str | None
 ) -> None:
-    """The fault says why, and what to do."""
+    """The fault names the reason, and what to do."""
     found = fault_of(key, dtype, shape)
     assert found == fault if fault is None else fault in str(found)
 

@@ -1,4 +1,4 @@
-"""Headers of safetensors files, read without torch."""
+"""Tests of the headers of safetensors files, which are read without torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dcp_tensorizer._formats.safetensors_header import encode_header, read_header
+from dcp_tensorizer._formats.safetensors_header import encode_header
+from dcp_tensorizer._formats.weight_files import StoredBytes, read_header
 
 
 def reads(content: bytes) -> Callable[[int, int], bytes]:
@@ -17,21 +18,20 @@ def reads(content: bytes) -> Callable[[int, int], bytes]:
 
 
 def test_a_file_of_the_library_is_read(tmp_path: Path) -> None:
-    """Tensors in the order of their bytes, and the notes; the same header is made of them again."""
+    """The tensors are in the order of their bytes, and encoding them again makes the same header."""
     tensors = {"b": torch.ones(3), "a": torch.ones(2, 2, dtype=torch.int64)}
     save_file(tensors, tmp_path / "file", metadata={"format": "pt"})
     content = (tmp_path / "file").read_bytes()
-    header = read_header(reads(content), len(content))
-    assert {key: (record.dtype, record.shape, record.data_offsets) for key, record in header.tensors.items()} == {
-        "a": ("I64", (2, 2), (0, 32)),
-        "b": ("F32", (3,), (32, 44)),
-    }
-    assert (list(header.tensors), header.notes) == (["a", "b"], {"format": "pt"})
+    header, read, notes = read_header(reads(content), len(content))
+    base = len(header)
+    assert header == content[:base]
+    assert read == (StoredBytes("a", base, 32, "I64", (2, 2)), StoredBytes("b", base + 32, 12, "F32", (3,)))
+    assert notes == {"format": "pt"}
     described = {
-        key: {"dtype": record.dtype, "shape": record.shape, "data_offsets": record.data_offsets}
-        for key, record in header.tensors.items()
+        t.key: {"dtype": t.dtype, "shape": t.shape, "data_offsets": (t.offset - base, t.offset + t.nbytes - base)}
+        for t in read
     }
-    assert encode_header({"__metadata__": header.notes, **described}) == header.content
+    assert encode_header({"__metadata__": notes, **described}) == header
 
 
 @pytest.mark.parametrize(
@@ -43,14 +43,14 @@ def test_a_file_of_the_library_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_tensors_that_do_not_fill_the_file_are_refused(offsets: list[int], nbytes: int, message: str) -> None:
-    """Gaps, overlaps and bytes behind the last tensor."""
+    """Gaps, overlaps and bytes behind the last tensor are errors."""
     content = encode_header({"x": {"dtype": "U8", "shape": [4], "data_offsets": offsets}}) + bytes(nbytes)
     with pytest.raises(ValueError, match=message):
         read_header(reads(content), len(content))
 
 
 def test_a_header_that_is_longer_than_its_file_is_refused() -> None:
-    """Before anything of that length is read."""
+    """The length is checked before that many bytes are read."""
     content = encode_header({})
     with pytest.raises(ValueError, match="its header claims to have"):
         read_header(reads(content), len(content) - 1)

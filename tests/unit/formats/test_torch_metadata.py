@@ -1,4 +1,4 @@
-"""torch's ``.metadata``: only DCP's own records are made of its pickle, and no code of it runs."""
+"""Tests that torch's ``.metadata`` is read as DCP's own records only, without running code from its pickle."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from dcp_tensorizer._formats.torch_metadata import read_pickled
 
 
 def metadata(**changed: Any) -> Metadata:
-    """The metadata of a tensor in two chunks and an object."""
+    """Returns the metadata of a tensor in two chunks and of an object."""
     size = torch.Size([4, 3])
     chunks = [ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([2, 3])) for row in (0, 2)]
     properties = TensorProperties(torch.bfloat16, requires_grad=True, memory_format=torch.channels_last)
@@ -57,7 +57,7 @@ def metadata(**changed: Any) -> Metadata:
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_what_torch_writes_is_read_as_it_is(protocol: int) -> None:
-    """All fields of all records, as `pickle.load` gives them."""
+    """All fields of all records equal those of `pickle.load`."""
     pickled = pickle.dumps(metadata(), protocol)
     found, expected = read_pickled(pickled, ".metadata"), pickle.loads(pickled)
     assert found == expected
@@ -70,7 +70,7 @@ def test_what_torch_writes_is_read_as_it_is(protocol: int) -> None:
 
 
 def with_plans() -> Metadata:
-    """Metadata as Megatron-Core leaves it: with the plan of each rank, and notes about each tensor."""
+    """Returns metadata as Megatron-Core writes it: with the plan of each rank, and notes on each tensor."""
     found = metadata()
     entry = found.state_dict_metadata["w"]
     assert isinstance(entry, TensorStorageMetadata)
@@ -95,7 +95,7 @@ def with_plans() -> Metadata:
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_plans_and_fields_of_frameworks_stay(protocol: int) -> None:
-    """Records of DCP's planner, and fields that torch's `Metadata` does not have."""
+    """Records of DCP's planner and fields that torch's `Metadata` lacks are read."""
     pickled = pickle.dumps(with_plans(), protocol)
     found = read_pickled(pickled, ".metadata")
     assert vars(found) == vars(pickle.loads(pickled)) == vars(with_plans())
@@ -103,7 +103,7 @@ def test_plans_and_fields_of_frameworks_stay(protocol: int) -> None:
 
 
 def test_classes_of_megatron_are_read_as_those_they_extend() -> None:
-    """Up to Megatron-Core 0.15, plans and metadata are of its own subclasses, which add a field."""
+    """Megatron-Core up to 0.15 has its own subclasses of plans and metadata, with one more field."""
     pickled = pickle.dumps(with_plans(), 2)
     for kind, theirs in ((Metadata, "MCoreMetadata"), (SavePlan, "MCoreSavePlan")):
         name = f"c{kind.__module__}\n{kind.__name__}\n".encode()
@@ -113,7 +113,7 @@ def test_classes_of_megatron_are_read_as_those_they_extend() -> None:
 
 
 def test_what_a_planner_records_is_kept() -> None:
-    """Plain values in plain containers, and the types of torch that describe tensors."""
+    """Plain values, plain containers and torch's types that describe tensors are read."""
     data = {
         "of": [1, 2.5, None, True, b"x", {3}, frozenset([4])],
         ("a", 0): collections.OrderedDict([("b", torch.Size([2])), ("a", torch.float8_e4m3fn)]),
@@ -127,7 +127,7 @@ def test_what_a_planner_records_is_kept() -> None:
 
 
 def test_old_releases_of_torch_and_python() -> None:
-    """Before torch 2.3 a tensor's properties were of another module; Python 3.11.0 wrote members of an Enum by name."""
+    """torch before 2.3 has a tensor's properties in another module; Python 3.11.0 pickles Enum members by name."""
     entry = TensorStorageMetadata(OldProperties(torch.int8), torch.Size([1]), [])  # type: ignore[arg-type]
     old = metadata(state_dict_metadata={"w": entry})
     del old.storage_meta, old.version
@@ -158,7 +158,7 @@ def record(attribute: str) -> bytes:
 
 
 def inside(value: bytes) -> bytes:
-    """Metadata that is whole, and in whose planner data somebody has put something."""
+    """Returns valid metadata with a pickled value in its planner data."""
     pickled = pickle.dumps(metadata(planner_data="a mark"), 2)
     mark = b"X\x06\x00\x00\x00a mark"
     assert pickled.count(mark) == 1
@@ -236,7 +236,7 @@ DAMAGED = {
 def test_what_others_name_is_refused(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, attack: str, place: Callable[[bytes], bytes]
 ) -> None:
-    """By the name, before anything is called; also where nothing would look at it."""
+    """The error names the class or function before anything is called, also in values that no load reads."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UntrustedObject, match=r"^x/\.metadata refers to .*, and was not loaded$"):
         read_pickled(place(UNTRUSTED[attack]), "x/.metadata")
@@ -245,7 +245,7 @@ def test_what_others_name_is_refused(
 
 @pytest.mark.parametrize("attack", DAMAGED)
 def test_what_no_writer_makes_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, attack: str) -> None:
-    """In the time and memory of its own bytes; no class of this process changes."""
+    """Errors take time and memory in proportion to the bytes, and no class of this process changes."""
     monkeypatch.chdir(tmp_path)
     before, started = dict(vars(Metadata)), time.monotonic()
     with pytest.raises(CheckpointError, match=r"x/\.metadata"):
@@ -273,6 +273,6 @@ def test_what_no_writer_makes_is_refused(tmp_path: pathlib.Path, monkeypatch: py
     ],
 )
 def test_fields_are_of_their_types(change: dict[str, Any]) -> None:
-    """Whoever plans a load by them finds what it expects, and no place outside of the checkpoint."""
+    """Fields of other types, and files outside the checkpoint, are errors."""
     with pytest.raises(MetadataError, match=r"^x/\.metadata "):
         read_pickled(pickle.dumps(metadata(**change)), "x/.metadata")

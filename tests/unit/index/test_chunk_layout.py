@@ -1,4 +1,4 @@
-"""Layouts of chunks come back from a few numbers, and the chunks of a region are found without a look at all."""
+"""Tests of layouts of chunks: their encoding in a few numbers, and the chunks of a region."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dcp_tensorizer._tensor_file.regions import Region
 
 @given(st.lists(st.integers(0, 9) | st.integers(0, 2**61)))
 def test_numbers_come_back_from_runs(numbers: list[int]) -> None:
-    """Whatever they are."""
+    """Any numbers are equal after encoding and decoding."""
     assert expand(runs_of(np.array(numbers, dtype="i8"))).tolist() == numbers
 
 
 def test_regular_numbers_are_few_runs() -> None:
-    """One for equal steps, also if they are zero, and one more for each turn."""
+    """Equal steps, also of zero, make one run, and each change of the step makes one more."""
     assert runs_of(np.arange(0, 80_000, 8)) == [(0, 8, 10_000)]
     assert runs_of(np.full(10_000, 7)) == [(7, 0, 10_000)]
     assert runs_of(np.array([5, 5, 5, 3])) == [(5, 0, 3), (3, 0, 1)]
@@ -33,7 +33,7 @@ def test_regular_numbers_are_few_runs() -> None:
 
 
 def test_a_few_bytes_stand_for_no_more_numbers_than_a_job_has() -> None:
-    """All lists together: many short ones, each of which would be allowed, are refused before any is made."""
+    """The limit counts the runs of all lists, and is checked before any run is expanded."""
     many = [(0, 1, 1 << 24)]
     layout = Layout((1 << 24,), 1 << 24, [many], [many])
     check_numbers([layout], [many, many])
@@ -44,7 +44,7 @@ def test_a_few_bytes_stand_for_no_more_numbers_than_a_job_has() -> None:
 
 
 def sharded(shape: tuple[int, ...], parts: Sequence[int]) -> list[Region]:
-    """The chunks of a tensor of which each dimension is cut into so many parts, the last ones smaller or empty."""
+    """Returns the chunks of a tensor whose dimensions are cut into ``parts``; the last ones are smaller or empty."""
     ranges = []
     for extent, count in zip(shape, parts, strict=True):
         size = -(-extent // count)
@@ -57,7 +57,7 @@ def sharded(shape: tuple[int, ...], parts: Sequence[int]) -> list[Region]:
     [((8192, 64), (8192, 1), 4), ((8000, 64), (512, 1), 6), ((64, 128), (64, 128), 260), ((7,), (3,), 3)],
 )
 def test_a_sharded_tensor_is_a_few_numbers(shape: tuple[int, ...], parts: tuple[int, ...], numbers: int) -> None:
-    """However many ranks it was sharded over; it comes back as it was."""
+    """The size of a layout does not depend on the number of ranks, and the layout is equal after decoding."""
     regions = sharded(shape, parts)
     row = ChunkLayout.of(shape, regions).to_row()
     assert row.offsets is not None and row.sizes is not None
@@ -72,14 +72,14 @@ def test_a_sharded_tensor_is_a_few_numbers(shape: tuple[int, ...], parts: tuple[
     ids=["scalar", "scalar twice", "empty", "nowhere", "twice"],
 )
 def test_odd_layouts_come_back(shape: tuple[int, ...], chunks: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-    """Those that no sharding makes; only a single chunk that is the whole is stored without numbers."""
+    """Layouts that no sharding makes are equal after decoding; only one whole chunk is stored without numbers."""
     layout = ChunkLayout.from_row(ChunkLayout.of(shape, chunks).to_row())
     assert [tuple(region) for region in layout.regions] == chunks
     assert layout.is_one == (len(chunks) == 1)
 
 
 def test_a_chunk_of_other_dimensions_is_refused() -> None:
-    """It cannot be one of the tensor's."""
+    """A chunk has as many dimensions as its tensor."""
     with pytest.raises(
         ValueError, match=r"a chunk of shape \(4, 1\) at \(0, 0\) is not inside a tensor of shape \(4,\)"
     ):
@@ -88,7 +88,7 @@ def test_a_chunk_of_other_dimensions_is_refused() -> None:
 
 @given(st.data())
 def test_the_chunks_of_a_region_are_those_that_overlap_it(data: st.DataObject) -> None:
-    """Compared with a look at all chunks, in grids of up to three dimensions."""
+    """Bisection finds the same chunks as comparing all, in grids of up to three dimensions."""
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
     regions = data.draw(st.permutations(sharded(shape, [data.draw(st.integers(1, 7)) for _ in shape])))
     start = tuple(data.draw(st.integers(0, extent - 1)) for extent in shape)

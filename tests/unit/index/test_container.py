@@ -1,4 +1,4 @@
-"""The container of `.metadata`: what is not an index is named as what it is, and each part is checked by itself."""
+"""Tests of the container of `.metadata`: each section is checked by itself, and other files are recognised."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ from dcp_tensorizer._index.container import (
     INDEX_VERSION,
     IndexFile,
     Part,
-    check_section,
     committed,
     open_index,
     pack,
     read_head,
-    read_seal,
 )
 from dcp_tensorizer._index.schema import DataFile, Head, KeyRecord, SaveRecord, Section
 from dcp_tensorizer._tensor_file.names import data_file_name
@@ -61,7 +59,7 @@ def section_of(data: bytes, section: Section, path: str) -> bytes:
 
 
 def with_head(data: bytes, head: Any) -> bytes:
-    """An index with another head, and right digests."""
+    """Returns an index with another head, and valid digests."""
     _, version, head_nbytes, _ = struct.unpack_from("<8sQQQ", data)
     packed = msgspec.msgpack.encode(head)
     rest = data[START + head_nbytes :]
@@ -70,7 +68,7 @@ def with_head(data: bytes, head: Any) -> bytes:
 
 
 def test_the_layout_that_is_documented() -> None:
-    """Magic, version, lengths, digest, MAC, head, sections: each where `docs/reference/format.md` says it is."""
+    """Each field is where `docs/reference/format.md` describes it."""
     data = index_of(b"two", b"three")
     magic, version, head_nbytes, nbytes = struct.unpack_from("<8sQQQ", data)
     assert (magic, version, nbytes) == (b"\x89DCPTZR\n", INDEX_VERSION, len(data))
@@ -84,7 +82,7 @@ def test_the_layout_that_is_documented() -> None:
 
 
 def test_sections_are_read_by_themselves() -> None:
-    """A damaged one does not keep anybody from the others, nor from the names of the files."""
+    """A damaged section is an error; the other sections and the names of files are still read."""
     data = bytearray(index_of(b"two", b"three"))
     data[-1] ^= 1
     head = read_head(bytes(data), "m")
@@ -108,20 +106,20 @@ OLD = pickle.dumps({}) + b"\x00DCPTZR1" + bytes(16)
         (b"{}", "was not written by dcp_tensorizer, or is damaged at its beginning"),
         (b"", "was not written by dcp_tensorizer"),
         (index_of()[:20], "is damaged: it ends after 20 bytes"),
-        (index_of()[:100], "is damaged: its head is not whole"),
+        (index_of()[:100], "is damaged: its head is incomplete"),
         (index_of()[:-1], "is damaged: it has [0-9,]+ bytes instead of"),
         (index_of() + b"x", "is damaged: it has [0-9,]+ bytes instead of"),
     ],
     ids=["old", "torch", "other", "empty", "start", "head", "cut", "longer"],
 )
 def test_what_is_no_index_is_named(data: bytes, message: str) -> None:
-    """And what to do about it."""
+    """The error names the kind of file, and what to do."""
     with pytest.raises(MetadataError, match=f"/c/.metadata .*{message}"):
         read_head(data, "/c/.metadata")
 
 
 def test_a_newer_version_is_told_from_a_damaged_one() -> None:
-    """Its digest is where this one's is."""
+    """Every version has its digest at the same offset."""
     data = bytearray(index_of())
     data[8] = 7
     with pytest.raises(MetadataError, match="damaged"):
@@ -181,7 +179,7 @@ def section(**changes: Any) -> list[Any]:
     ids=repr,
 )
 def test_heads_that_make_no_sense_are_refused(change: dict[str, Any]) -> None:
-    """With right digests: types, names of files, and sections that do not fill the file."""
+    """Invalid types, file names, and sections that do not fill the file are errors, also with valid digests."""
     data = index_of()
     head = msgspec.msgpack.decode(msgspec.msgpack.encode(read_head(data, "m")))
     assert read_head(with_head(data, head), "m").sections == [Section(*section())]
@@ -200,18 +198,18 @@ def test_an_encrypted_index_is_signed() -> None:
         return b"m" * 32
 
     data = pack(head_of(encryption=KeyRecord(bytes(56), None)), [Part("entries", None, b"one")], sign)
-    head_end = len(data) - 3
-    assert read_seal(data) == (signed[0], b"m" * 32)
+    head, head_end = read_head(data, "m"), len(data) - 3
+    assert IndexFile("m", head, data).seal == (signed[0], b"m" * 32)
     assert signed == [hashlib.blake2b(data[:32] + data[START:head_end], digest_size=32).digest()]
-    (only,) = read_head(data, "m").sections
+    (only,) = head.sections
     assert only.strong == hashlib.blake2b(b"one", digest_size=32).digest()
     changed = msgspec.structs.replace(only, digest=xxhash.xxh3_128_digest(b"ONE"))
     with pytest.raises(MetadataError, match=re.escape("BLAKE2b")):  # XXH3 alone could be forged
-        check_section(b"ONE", changed, "m")
+        IndexFile("m", head, data[:head_end] + b"ONE").section(changed)
 
 
 class Reads:
-    """A file of which ranges are read, and which those were."""
+    """A file that records the ranges that are read."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -226,7 +224,7 @@ class Reads:
 
 
 def test_a_small_index_is_read_at_once() -> None:
-    """All of it is there with its first bytes."""
+    """The first bytes hold the whole index, so that nothing else is read."""
     reads = Reads(index_of(b"two"))
     assert [bytes(reads.open().section(section)) for section in reads.open().head.sections] == [b"one", b"two"]
     assert reads.ranges == []
@@ -234,7 +232,7 @@ def test_a_small_index_is_read_at_once() -> None:
 
 @pytest.mark.parametrize("large", ["head", "entries", "places"])
 def test_of_a_large_index_places_are_read_when_they_are_wanted(large: str) -> None:
-    """What every load needs takes one request more at most, or two where even the head is that large."""
+    """All sections but the locations take one more request, or two if the head is large."""
     entries = bytes(2 * FIRST_BYTES if large == "entries" else 10)
     places = [b"a" * (FIRST_BYTES if large == "places" else 10), b"b" * 10]
     modules = ["m" * 2 * FIRST_BYTES] if large == "head" else []
@@ -249,7 +247,7 @@ def test_of_a_large_index_places_are_read_when_they_are_wanted(large: str) -> No
 
 
 class File:
-    """A directory with an index in it, of which so many bytes are there."""
+    """A directory with an index whose size may differ from the number of its bytes."""
 
     path = "/ckpt"
 
@@ -268,7 +266,7 @@ class File:
 
 
 def test_nothing_is_asked_for_beyond_the_end_of_an_index() -> None:
-    """A file that was cut off is damaged; and so is one that claims more bytes than there is memory."""
+    """A truncated file, and one that claims more bytes than there is memory, are damaged."""
     data = pack(head_of(), [Part("entries", None, bytes(10)), Part("places", 3, bytes(2 * FIRST_BYTES))])
     whole = committed(File(data, len(data)), ".metadata")
     assert whole is not None and len(whole.section(whole.head.sections[1])) == 2 * FIRST_BYTES
@@ -283,7 +281,7 @@ def test_nothing_is_asked_for_beyond_the_end_of_an_index() -> None:
 
 
 def test_a_section_that_was_overwritten_meanwhile_is_found() -> None:
-    """By its digest: it is of another checkpoint."""
+    """The digest of a section of another checkpoint does not match."""
     data = pack(head_of(), [Part("entries", None, b"one"), Part("places", 3, bytes(FIRST_BYTES))])
     reads = Reads(data)
     index = reads.open()
@@ -293,7 +291,7 @@ def test_a_section_that_was_overwritten_meanwhile_is_found() -> None:
 
 
 def test_what_a_manager_says_comes_back() -> None:
-    """Its record is one more field of the head, NaN and all; a head without it is read as ever."""
+    """The record is one field of the head, also with NaN; a head without it is read as before."""
     record = SaveRecord(7, "s" * 32, (("", 0), ("b" * 32, 5)), {"loss": 0.5, "n": 3.0, "odd": float("nan")})
     assert repr(read_head(index_of(record=record), "x").record) == repr(record)
     data = index_of()
@@ -306,7 +304,7 @@ def test_what_a_manager_says_comes_back() -> None:
     "record", [[-1, None, [], {}], [1, 2, [], {}], [1, None, [["a"]], {}], [1, None, [], {"a": "b"}], 7]
 )
 def test_records_that_make_no_sense_are_refused(record: Any) -> None:
-    """Values of other types are no record."""
+    """Records with values of other types are errors."""
     data = index_of()
     head = msgspec.msgpack.decode(data[START : START + struct.unpack_from("<8sQQQ", data)[2]])
     with pytest.raises(MetadataError, match="not a valid dcp_tensorizer index"):

@@ -1,4 +1,4 @@
-"""The entries of an index are made of rules, and not made again where neither these nor places have changed."""
+"""Tests of the entries of an index: made of rules, and reused if neither the rules nor the locations change."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ RANKS, KEYS = 16, 5
 
 
 def entry(rows: int = 2, dtype: torch.dtype = torch.float32, sizes: int = 3) -> TensorStorageMetadata:
-    """A tensor sharded over all ranks, with chunks of its own."""
+    """Describes a tensor that is sharded over all ranks, with its own list of chunks."""
     chunks = [ChunkStorageMetadata(torch.Size([rows * r, 0]), torch.Size([rows, sizes])) for r in range(RANKS)]
     return TensorStorageMetadata(TensorProperties(dtype), torch.Size([rows * RANKS, sizes]), chunks)
 
 
 def described() -> dict[str, object]:
-    """Tensors of one shape, and an object."""
+    """Describes tensors of one shape, and an object."""
     return {**{f"w{n}": entry() for n in range(KEYS)}, "o": BytesStorageMetadata()}
 
 
 def parts(save: str = "a", digest: bytes = b"12345678", last: int = RANKS) -> list[RankLocations]:
-    """What the ranks have written."""
+    """Returns the ranks' reports of what they wrote."""
     written = []
     for rank in range(last):
         file = f"__{rank}_0_{save * 32}.tensors"
@@ -48,7 +48,7 @@ def parts(save: str = "a", digest: bytes = b"12345678", last: int = RANKS) -> li
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many chunks have been looked for, call by call."""
+    """Returns the number of chunks in each call of `hashes_of`."""
     counts: list[int] = []
     original = entries.hashes_of
 
@@ -62,7 +62,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def test_a_repeat_looks_for_no_chunk(hashed: list[int]) -> None:
-    """Other digests and file names change nothing in the entries, and nothing of them is made again."""
+    """New digests and file names leave the entries equal, and the cached section is returned."""
     recent: Recent[bytes] = Recent(4)
     rules = StateRules.of(described())
     section = entries_section(rules, parts(), recent)
@@ -73,7 +73,7 @@ def test_a_repeat_looks_for_no_chunk(hashed: list[int]) -> None:
 
 @pytest.mark.parametrize("change", ["properties", "layout", "keys", "order", "places"])
 def test_what_changed_is_made_anew(change: str) -> None:
-    """It is what a writer without a memory makes."""
+    """The section equals that of a writer without a cache."""
     recent: Recent[bytes] = Recent(4)
     before = entries_section(StateRules.of(described()), parts(), recent)
     changed, written = described(), parts()
@@ -93,7 +93,7 @@ def test_what_changed_is_made_anew(change: str) -> None:
 
 
 def test_several_state_dicts_are_remembered(hashed: list[int]) -> None:
-    """A job may save its model and its optimizer in turn."""
+    """A job may save its model and its optimizer alternately."""
     recent: Recent[bytes] = Recent(4)
     states = [{"w0": entry()}, {"w1": entry()}, {"w2": entry()}]
     first = [entries_section(StateRules.of(state), parts(), recent) for state in states]
@@ -103,7 +103,7 @@ def test_several_state_dicts_are_remembered(hashed: list[int]) -> None:
 
 
 def test_tensors_of_one_shape_share_a_layout() -> None:
-    """Also where each has chunks of its own; properties are shared likewise."""
+    """Tensors with separate but equal chunk lists share a layout, and equal properties too."""
     rules = StateRules.of(described())
     assert (len(rules.layouts), len(rules.properties)) == (1, 1)
     assert rules.rows.tolist() == [[0, 0]] * KEYS + [[-1, -1]]
@@ -111,7 +111,7 @@ def test_tensors_of_one_shape_share_a_layout() -> None:
 
 
 def test_entries_come_back_from_rules() -> None:
-    """New ones each time, whose lists and properties nobody shares."""
+    """Each call returns new entries, with lists and properties that are not shared."""
     state = {**described(), "none": TensorStorageMetadata(TensorProperties(torch.int8), torch.Size([3]), [])}
     rules = StateRules.of(state)
     first = rules.described()
@@ -134,6 +134,6 @@ def test_entries_come_back_from_rules() -> None:
     ],
 )
 def test_what_makes_no_sense_is_named(wrong: object, problem: str) -> None:
-    """By its key."""
+    """The error names the key."""
     with pytest.raises(WriteError, match=f"'key' cannot be described in a checkpoint's metadata: .*{problem}"):
         StateRules.of({"key": wrong})

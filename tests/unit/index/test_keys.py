@@ -1,4 +1,4 @@
-"""Keys of all types that an unflattened state dict may have come back as they were, and others are refused."""
+"""Tests of the keys that an unflattened state dict may have."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def through(key: Any) -> Any:
 
 @given(KEYS | st.characters(categories=["Cs"]) | st.tuples(st.characters(categories=["Cs"])))
 def test_keys_come_back(key: Any) -> None:
-    """Equal, of the same type, and with the same hash: strings with lone surrogates, numbers of any size, tuples."""
+    """Keys are equal after decoding, with the same type and hash: strings, numbers of any size, tuples."""
     read = through(key)
     assert read == key
     assert (type(read), hash(read)) == (type(key), hash(key))
@@ -42,13 +42,13 @@ def test_keys_come_back(key: Any) -> None:
 
 @pytest.mark.parametrize("key", [Number.ONE, Name.A, torch.Size([1, 2]), (Number.ONE, "b")], ids=repr)
 def test_keys_that_equal_builtin_ones(key: Any) -> None:
-    """They are found again by what they equal."""
+    """A key of a subclass is found by the builtin value that it equals."""
     assert {through(key): 1}[key] == 1
 
 
 @pytest.mark.parametrize("key", [frozenset([1]), torch.float32, object(), 1j, (1, [2])], ids=lambda key: str(type(key)))
 def test_keys_of_other_types_are_refused(key: Any) -> None:
-    """By the name of the type."""
+    """The error names the type."""
     with pytest.raises(TypeError, match="keys must be strings"):
         to_key(key)
 
@@ -67,7 +67,7 @@ def test_keys_of_other_types_are_refused(key: Any) -> None:
     ids=["too deep", "a mapping", "more than there is", "nothing", "one in another", "another kind", "no text"],
 )
 def test_what_is_no_key_is_refused(hostile: Ext) -> None:
-    """A `ValueError` at once: nested without end, of a foreign type, larger than its bytes."""
+    """Keys nested too deeply, of unknown types, or of wrong lengths raise `ValueError`."""
     with pytest.raises(ValueError, match=r".+"):
         from_key(hostile)
 

@@ -1,4 +1,4 @@
-"""The table of a rank's places: what is put in comes out, and small values carry their bytes."""
+"""Tests of the table of a rank's locations, and of small values with their bytes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def table_of(part: RankLocations, *, is_encrypted: bool = False) -> LocationTabl
 
 
 def test_what_is_put_in_comes_out() -> None:
-    """By key and offset; what is not there is not found."""
+    """Items are found by key and offset, and missing items are None."""
     table = table_of(RankLocations.of(4, ITEMS, FILES))
-    assert len(table) == 4
+    assert len(table.hashes) == 4
     wanted = [("a", None), *ITEMS, ("a", (1, 0))]
     found = table.find([key for key, _ in wanted], [hash_of(*key) for key in wanted])
     assert list(found) == [None, *ITEMS.values(), None]
@@ -35,20 +35,20 @@ def test_what_is_put_in_comes_out() -> None:
 
 
 def test_keys_stand_in_it_where_they_are_asked_for() -> None:
-    """Of what the state dict may not name."""
+    """The table stores the keys of items that the state dict may not name."""
     table = table_of(RankLocations.of(4, ITEMS, FILES, named=[("a", (2, 0)), (5, None)]))
     assert table.named() == {key: ITEMS[key] for key in [("a", (2, 0)), (5, None)]}
 
 
 def test_a_table_takes_few_bytes() -> None:
-    """Forty-odd for an item of one block: a rank of ten thousand reads that many for each of its own items."""
+    """An item of one block takes about forty bytes, which limits what a rank with 10,000 items reads."""
     one = StoredItem(FIRST, "x", 5, 8, "float32", "tensor", b"12345678")
     items = {(f"layers.{n}.weight", (n, 0)): one._replace(name=f"layers.{n}.weight") for n in range(2000)}
     assert len(RankLocations.of(0, items, FILES).section) < 48 * 2000
 
 
 def test_of_an_encrypted_item_its_seal_is_there() -> None:
-    """A nonce, and a MAC for each block."""
+    """The table stores a nonce, and a MAC for each block."""
     items = {(k, (0,)): ITEMS["a", (0, 0)]._replace(name=k, nonce_and_macs=k.encode() * 40) for k in "xy"}
     table = table_of(RankLocations.of(4, items, FILES), is_encrypted=True)
     assert NONCE_BYTES + MAC_BYTES == 40
@@ -56,20 +56,20 @@ def test_of_an_encrypted_item_its_seal_is_there() -> None:
 
 
 def test_two_keys_of_one_hash_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of them would be loaded in place of the other."""
+    """A load would find one item in place of the other."""
     monkeypatch.setattr(locations, "hash_of", lambda key, offset: 7)
     with pytest.raises(WriteError, match="hash collision"):
         RankLocations.of(4, ITEMS, FILES)
 
 
 def test_a_key_that_cannot_be_stored_is_named() -> None:
-    """And what a key must be."""
+    """The error also names the types that a key may have."""
     with pytest.raises(WriteError, match=r"frozenset\(\{1\}\) cannot be described.*keys must be strings"):
         RankLocations.of(4, {(frozenset([1]), None): ITEMS[5, None]}, FILES)
 
 
 def test_small_values_lie_one_after_the_other() -> None:
-    """Of two with one key the last one counts, as in the data files."""
+    """Of two values with one key the last one is stored, as in the data files."""
     small = [
         InlineItem(hash_of(key, None), StoredItem("", "", 0, len(content), "uint8", "object", bytes(8)), content)
         for key, content in (("a", b"old"), ("b", b"bbbb"), ("a", b"new!!"))

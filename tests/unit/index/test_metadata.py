@@ -1,4 +1,4 @@
-"""DCP's metadata comes back from `.metadata` as it was, and what is damaged or is invalid is refused."""
+"""Tests that DCP's metadata is equal after encoding and decoding, and that damaged or invalid indexes are errors."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def metadata_with(entries: dict[Any, Any], items: dict[Any, StoredItem], **field
 
 
 def encoded(metadata: Metadata, **options: Any) -> bytes:
-    """The index of some metadata, and of the items in its ``storage_data``."""
+    """Returns the index of metadata, and of the items in its ``storage_data``."""
     content = metadata.storage_data or {"files": {}, "items": {}}
     parts = parts_of(content["files"], content["items"], named=content["items"])
     return encode(dataclasses.replace(metadata, storage_data=None), parts, **options)
@@ -106,7 +106,7 @@ EVERYTHING = metadata_with(
 
 
 def test_everything_comes_back() -> None:
-    """Entries in their order, keys of all types, every field of torch's classes, and where everything is."""
+    """Entries in order, keys of all types, all fields of torch's classes, and all locations are equal."""
     before = time.time_ns()
     read = decode(encoded(EVERYTHING, rank=4), "x")
     content = read.storage_data
@@ -121,7 +121,7 @@ def test_everything_comes_back() -> None:
 
 
 def test_the_metadata_given_is_not_changed() -> None:
-    """With plan caching DCP hands the same object to every save."""
+    """With plan caching DCP passes the same object to every save."""
     given = metadata_of()
     before = dataclasses.replace(given)
     encode(given, [])
@@ -130,12 +130,12 @@ def test_the_metadata_given_is_not_changed() -> None:
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Metadata)])
 def test_no_field_of_torch_is_lost(field: str) -> None:
-    """Also of a release of torch that has more of them than this test knows: then the index needs them, too."""
+    """The test fails if a release of torch adds a field that the index lacks."""
     assert field in ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
 
 
 def test_each_rank_has_a_section_of_its_own() -> None:
-    """Its places are in it, and the names of its files stand in the head once."""
+    """The section has the rank's locations, and the head has its file names once."""
     data = encoded(EVERYTHING)
     head = read_head(data, "x")
     sections = {section.rank: section for section in head.sections if section.kind == "places"}
@@ -145,7 +145,7 @@ def test_each_rank_has_a_section_of_its_own() -> None:
 
 
 def test_metadata_without_some_parts() -> None:
-    """No planner's data, no `StorageMeta`, nothing at all."""
+    """The planner's data, `StorageMeta`, or all entries may be missing."""
     for planner_data in (None, {}):
         bare = metadata_with({}, {}, planner_data=planner_data, storage_meta=None)
         assert dataclasses.replace(decode(encoded(bare), "x"), storage_data=None) == dataclasses.replace(
@@ -159,7 +159,7 @@ def test_metadata_without_some_parts() -> None:
     ids=repr,
 )
 def test_what_a_custom_planner_records(data: Any) -> None:
-    """Whatever the weights-only rules of `torch.load` accept."""
+    """Data of common types is equal after decoding."""
     metadata = dataclasses.replace(metadata_of(), planner_data=data, storage_data=NOTHING)
     assert decode(encoded(metadata), "x").planner_data == data
 
@@ -172,7 +172,7 @@ class Foreign:
 
 
 def test_planner_data_that_no_reader_would_load() -> None:
-    """Is refused by name when it is saved."""
+    """The save refuses such data, and names its type."""
     with pytest.raises(WriteError, match=r"the planner's data holds an object that no reader would load.*Foreign"):
         encoded(dataclasses.replace(metadata_of(), planner_data={"a": Foreign()}, storage_data=NOTHING))
     with pytest.raises(WriteError, match="cannot be stored"):
@@ -195,7 +195,7 @@ def test_what_no_reader_would_read_is_not_written(key: Any, described: Any, mess
 
 
 def test_every_flipped_byte_is_found() -> None:
-    """Whichever byte of `.metadata` changes, and wherever it is cut, it is refused."""
+    """An index with any changed byte, or truncated anywhere, is an error."""
     data = encoded(dataclasses.replace(metadata_of(), storage_data=NOTHING))
     assert decode(data, "x").planner_data == {"w": ("w",)}
     for position in range(len(data)):
@@ -218,7 +218,7 @@ GOOD = metadata_with(
 
 
 def rewritten(data: bytes, head: dict[str, Any] | None = None, **contents: bytes) -> bytes:
-    """An index with other fields in its head, and other sections, by kind; with right digests."""
+    """Returns an index with other fields in its head, and other sections, with valid digests."""
     old = read_head(data, "x")
     parts = [
         Part(
@@ -234,7 +234,7 @@ def rewritten(data: bytes, head: dict[str, Any] | None = None, **contents: bytes
 
 
 def places(**changes: Any) -> dict[str, bytes]:
-    """The section of places of `GOOD`, with other columns."""
+    """Returns the section of locations of `GOOD`, with other columns."""
     data = encoded(GOOD)
     (section,) = [section for section in read_head(data, "x").sections if section.rank == 0]
     rows = decode_places(section_of(data, section, "x"))
@@ -310,7 +310,7 @@ W = TensorEntry("w", 0, 0, 0, True)
     ids=lambda contents: repr(contents)[:60],
 )
 def test_contents_that_make_no_sense_are_refused(contents: dict[str, bytes]) -> None:
-    """What has right digests and is not what a writer writes is a MetadataError, not whatever it leads to later."""
+    """Invalid contents with valid digests raise `MetadataError`, not a later error."""
     data = encoded(GOOD)
     assert decode(rewritten(data), "x").storage_data["items"] == GOOD.storage_data["items"]
     with pytest.raises(MetadataError, match="x is not a valid dcp_tensorizer index"):
@@ -324,14 +324,14 @@ def test_contents_that_make_no_sense_are_refused(contents: dict[str, bytes]) -> 
     ],
 )
 def test_heads_that_make_no_sense_are_refused(head: dict[str, Any], message: str) -> None:
-    """Although their digests are right."""
+    """Invalid heads are errors, although their digests are valid."""
     with pytest.raises(MetadataError, match=message):
         decode(rewritten(encoded(GOOD), head), "x")
 
 
 @pytest.mark.parametrize("dtype", ["load", "float3_of_tomorrow"])
 def test_dtypes_that_this_torch_has_not_are_named(dtype: str) -> None:
-    """A newer one may have them."""
+    """The error recommends a newer release of torch."""
     properties = Properties(dtype, "strided", False, "contiguous_format", False)
     content = encode_rows(Entries([properties], [Layout((2,), 1, None, None)], [[(0, 0, 1)]], [W]))
     with pytest.raises(MetadataError, match=f"dtype '{dtype}', which torch .* does not have: install a newer one"):
@@ -339,7 +339,7 @@ def test_dtypes_that_this_torch_has_not_are_named(dtype: str) -> None:
 
 
 def test_a_file_that_is_named_twice() -> None:
-    """Nobody can tell which of the sizes is right."""
+    """The two entries may have different sizes."""
     data = encoded(GOOD)
     parts = [Part(s.kind, s.rank, section_of(data, s, "x"), tuple(s.files) * 2) for s in read_head(data, "x").sections]
     with pytest.raises(MetadataError, match="names a data file twice"):
@@ -347,7 +347,7 @@ def test_a_file_that_is_named_twice() -> None:
 
 
 def test_another_release_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One whose `TensorProperties` has fewer fields reads what this one writes, and the other way round."""
+    """Releases whose `TensorProperties` have fewer fields read this index, and the other way round."""
 
     @dataclasses.dataclass
     class Fewer:
@@ -363,7 +363,7 @@ def test_another_release_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_class_and_no_name_of_torch_is_in_it() -> None:
-    """Dtypes and layouts are words."""
+    """Dtypes and layouts are stored by their plain names."""
     data = encoded(GOOD)
     assert b"torch." not in data.replace(torch.__version__.encode(), b"")
     (section,) = [section for section in read_head(data, "x").sections if section.kind == "entries"]
@@ -378,7 +378,7 @@ ENCRYPTED = metadata_with({"w": entry((2,), ((0,), (2,)))}, {("w", (0,)): SEALED
 
 
 def test_what_is_said_of_a_key_comes_back() -> None:
-    """A value that only the key opens, what it was derived from, and a seal that only the key makes."""
+    """The index has a check value, the derivation of the key, and a seal."""
     record = decode(encoded(ENCRYPTED, cipher=CIPHER), "x").storage_data["encryption"]
     assert CIPHER.opens(record["check"])
     assert record["derivation"] is None
@@ -387,7 +387,7 @@ def test_what_is_said_of_a_key_comes_back() -> None:
 
 @pytest.mark.parametrize("sealed", [b"", bytes(39), bytes(56)], ids=len)
 def test_what_is_not_encrypted_as_it_should_be_is_refused(sealed: bytes) -> None:
-    """An item without a nonce and MACs in an encrypted checkpoint would be believed, whoever put it there."""
+    """An attacker could add an item without nonce and MACs to an encrypted checkpoint."""
     items = {("w", (0,)): SEALED._replace(nonce_and_macs=sealed)}
     with pytest.raises(MetadataError, match="the data of 'w' is not encrypted as the checkpoint is"):
         decode(encoded(metadata_with(ENCRYPTED.state_dict_metadata, items), cipher=CIPHER), "x")
@@ -397,14 +397,14 @@ def test_what_is_not_encrypted_as_it_should_be_is_refused(sealed: bytes) -> None
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_of_torch_is_told_apart(tmp_path: Any) -> None:
-    """`.metadata` of torch's own writer is refused with the name of the reader to use."""
+    """The error for torch's own `.metadata` names the reader to use."""
     dcp.save({"w": torch.zeros(3)}, storage_writer=FileSystemWriter(tmp_path))
     with pytest.raises(MetadataError, match="open_reader"):
         read_metadata(open_storage(tmp_path))
 
 
 def test_metadata_of_another_rank_is_told_apart(tmp_path: Any) -> None:
-    """Files that were exchanged or renamed do not load on the wrong rank."""
+    """Files that were swapped or renamed are an error on the wrong rank."""
     (tmp_path / "__1.metadata").write_bytes(encoded(GOOD, rank=0))
     with pytest.raises(MetadataError, match=r"__1\.metadata is the metadata of rank 0"):
         read_metadata(open_storage(tmp_path), 1)

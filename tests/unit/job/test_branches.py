@@ -1,4 +1,4 @@
-"""Branches: what a job that went back has left behind is not its own."""
+"""Branches: checkpoints that a job has left behind by going back do not count as its own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def saved_as(number: int, branch: Branch = TRUNK, serial: int = 0, saved_at: int
 
 
 def test_a_branch_has_what_led_to_it() -> None:
-    """After going back from 1,000 to 500, what lies beyond 500 is of another branch, also later."""
+    """After a job goes back from 1,000 to 500, the steps beyond 500 stay on another branch."""
     old = [saved_as(number, serial=number) for number in (100, 500, 980, 1000)]
     new = [saved_as(number, new_branch(old[1]), 2000 + number) for number in (600,)]
     later = saved_as(990, new[0].branch, 3000)
@@ -33,7 +33,7 @@ def test_a_branch_that_was_left_is_never_current() -> None:
 
 
 def test_of_two_branches_the_one_saved_last_is_current() -> None:
-    """Serials tell which one that is; times count only where a checkpoint has no serial, such as a writer's own."""
+    """Serials decide. Times decide only for checkpoints without a serial, such as those of a plain writer."""
     start = saved_as(5, new_branch(None), 1, 1000)
     first, second = saved_as(6, new_branch(start), 2, 900), saved_as(7, new_branch(start), 3, 800)
     assert current_branch([start, first, second]) == second.branch
@@ -44,7 +44,7 @@ def test_of_two_branches_the_one_saved_last_is_current() -> None:
 
 
 def test_a_job_that_began_anew_has_nothing_of_the_old_one() -> None:
-    """Its branch has no other before it."""
+    """The branch of a new job has no branch before it."""
     old, new = saved_as(10, serial=1), saved_as(5, new_branch(None), serial=2)
     assert members([old, new], new.branch) == [new]
     assert current_branch([old, new]) == new.branch

@@ -1,4 +1,4 @@
-"""What a job loses with ``save_interval="auto"``, beside the best constant interval: a simulation of failures.
+"""Simulation of failures: the time lost with ``save_interval="auto"``, and with the best constant interval.
 
 Failures come at random, at a constant rate. The policy and the clock are those of the manager.
 """
@@ -30,7 +30,7 @@ class Time:
 
 
 class Job:
-    """A job with the manager's own interval that fails now and then."""
+    """Simulated job with the manager's own interval and random failures."""
 
     def __init__(self, cost: tuple[float, float], mean: float, seed: int) -> None:
         self._stall, self._durable = cost
@@ -38,12 +38,12 @@ class Job:
         self._record = SaveRecord(0, None, (), {}, is_end=True)
 
     def lose(self, failures: int) -> tuple[float, float]:
-        """The seconds that are lost until so many failures have come, and all seconds until then."""
+        """Returns the seconds lost up to the last of so many failures, and all seconds up to then."""
         runs = [self._run(next(self._failures)) for _ in range(failures)]
         return sum(lost for lost, _ in runs), sum(seconds for _, seconds in runs)
 
     def _run(self, seconds: float) -> tuple[float, float]:
-        """A run that fails after so many seconds; what it loses, and its seconds."""
+        """Simulates a run that fails after so many seconds. Returns the lost seconds, and all seconds of the run."""
         time = Time()
         clock = GoodputClock(time)
         clock.resume(self._record)
@@ -68,7 +68,7 @@ def _failures(mean: float, seed: int) -> Iterator[float]:
 
 
 def _least(cost: tuple[float, float], mean: float) -> float:
-    """The share of time that the best constant interval loses on average, while saves do not overlap."""
+    """Returns the share of time that the best constant interval loses on average, if saves do not overlap."""
     stall, durable = cost
     tried = [durable]
     while tried[-1] < 20 * math.sqrt(2 * stall * mean) + durable:
@@ -79,7 +79,7 @@ def _least(cost: tuple[float, float], mean: float) -> float:
 
 
 def _auto(cost: tuple[float, float], mean: float) -> tuple[float, float]:
-    """The share that ``"auto"`` loses up to the tenth failure, and after that: of all jobs together."""
+    """Returns the share that ``"auto"`` loses up to the tenth failure, and after it, over all jobs."""
     jobs = [Job(cost, mean, seed) for seed in range(JOBS)]
     first, then = ([job.lose(failures) for job in jobs] for failures in (TO_LEARN, COUNTED))
     shares = [sum(lost for lost, _ in lives) / sum(seconds for _, seconds in lives) for lives in (first, then)]
@@ -99,7 +99,7 @@ def _auto(cost: tuple[float, float], mean: float) -> tuple[float, float]:
     ],
 )
 def test_auto_loses_little_more_than_the_best_interval(cost: tuple[float, float], mean: float, most: float) -> None:
-    """At most 15% more up to the tenth failure, and then what the guide to the manager says."""
+    """The loss is at most 15% larger up to the tenth failure, and then as small as the guide to the manager says."""
     first, then = (share / _least(cost, mean) for share in _auto(cost, mean))
     assert first <= 1.15
     assert then <= most

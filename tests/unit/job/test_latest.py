@@ -1,4 +1,4 @@
-"""The file `latest`: what it names, and that a checkpoint is found by it where a listing does not show it."""
+"""The file `latest`: its content, and a checkpoint that is found by it because the listing is outdated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = StepNames("step-{}")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with steps 2 and 4."""
+    """Makes a folder with steps 2 and 4."""
     folder = tmp_path_factory.mktemp("saved")
     with CheckpointManager(folder, stop_signals=()) as manager:
         for step in (2, 4):
@@ -26,7 +26,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Stale(LocalStorage):
-    """A folder whose listing comes from a cache, from before step 4."""
+    """Folder whose listing comes from a cache that is older than step 4."""
 
     def listing(self) -> tuple[list[FileInfo], list[str]]:
         return [], ["step-2"]
@@ -40,7 +40,7 @@ def numbers(folder: LocalStorage) -> list[int]:
 
 
 def test_a_checkpoint_that_no_listing_shows_yet(saved: Path) -> None:
-    """The file names it, and its own metadata says that it is one."""
+    """A checkpoint that the file names counts if its metadata exists."""
     assert (saved / "latest").read_text() == "step-4\n"
     assert numbers(Stale(saved)) == [2, 4]
     assert numbers(LocalStorage(saved)) == [2, 4]
@@ -50,7 +50,7 @@ def test_a_checkpoint_that_no_listing_shows_yet(saved: Path) -> None:
     "text", [b"step-9\n", b"step-4", b"../saved/step-4\n", b"ema-4\n", b"\xff\n", b"", b"x" * 5000]
 )
 def test_what_names_no_checkpoint_is_ignored(saved: Path, tmp_path: Path, text: bytes) -> None:
-    """One that is gone, another job's, a name that is cut off, as by an old size in a cache, or no name at all."""
+    """The file may name a missing checkpoint or one of another job, be cut off by a cache, or be empty."""
     (tmp_path / "step-2").symlink_to(saved / "step-2")
     (tmp_path / "step-4").symlink_to(saved / "step-4")
     (tmp_path / "latest").write_bytes(text)
@@ -58,7 +58,7 @@ def test_what_names_no_checkpoint_is_ignored(saved: Path, tmp_path: Path, text: 
 
 
 def test_one_that_cannot_be_read_is_ignored(saved: Path, tmp_path: Path) -> None:
-    """The listing has the last word on what is damaged."""
+    """An unreadable checkpoint that only the file names does not count: only the listing can report damage."""
     (tmp_path / "step-2").symlink_to(saved / "step-2")
     (tmp_path / "step-4").mkdir()
     (tmp_path / "step-4" / ".metadata").write_bytes(b"damaged")

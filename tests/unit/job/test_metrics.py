@@ -1,4 +1,4 @@
-"""What checkpoints have cost a job."""
+"""The report of the cost of checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dcp_tensorizer._job.metrics import GoodputClock
 
 
 def test_the_report_adds_up() -> None:
-    """Waiting and restoring count against training; durable seconds are an average."""
+    """Stalls and restores reduce the goodput, and the durable seconds are an average."""
     moments = iter([0.0, 12.0, 21.0, 22.0, 23.0, 26.0, 100.0])
     clock = GoodputClock(lambda: next(moments))
     clock.restored(since=2.0)
@@ -26,7 +26,7 @@ def test_the_report_adds_up() -> None:
 
 
 def test_youngs_interval() -> None:
-    """The square root of twice stall and time between failures, but no less than a save takes."""
+    """The interval is the square root of 2 x stall x MTBF, and at least the time until a save is durable."""
     moments = iter([0.0, 2.0, 60.0, 60.0])
     clock = GoodputClock(lambda: next(moments))
     clock.stalled(since=0.0, saves=True)
@@ -37,6 +37,6 @@ def test_youngs_interval() -> None:
 
 
 def test_a_job_without_saves() -> None:
-    """Nothing is divided by zero."""
+    """The report of a job without saves divides nothing by zero."""
     report = GoodputClock(lambda: 5.0).report()
     assert (report.goodput, report.stall_per_save, report.young_interval(3600.0)) == (1.0, 0.0, 0.0)

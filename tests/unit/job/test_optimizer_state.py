@@ -1,4 +1,4 @@
-"""Room for the state of an optimizer that has made none, as a checkpoint has it."""
+"""Target tensors for the state of an optimizer that has not taken a step, according to the checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tensor(*size: int, dtype: torch.dtype = torch.float32) -> TensorStorageMetad
 
 
 def made(optimizer: torch.optim.Optimizer, stored: Stored) -> dict[Any, Any]:
-    """The state for which there is room, where all of it is stored below ``opt``."""
+    """Returns the state that is made for the stored entries, all of them below ``opt``."""
     collected = optimizer.state_dict()
     entries = {".".join(map(str, path)): entry for path, entry in stored.items()}
     paths = {".".join(map(str, path)): path for path in stored}
@@ -34,7 +34,7 @@ def made(optimizer: torch.optim.Optimizer, stored: Stored) -> dict[Any, Any]:
 
 
 def test_room_is_as_the_checkpoint_has_it() -> None:
-    """Tensors have the shape and dtype that is stored; objects a place; dicts and lists are nested as before."""
+    """Tensors have the stored shape and dtype, objects are None, and dicts and lists are nested as saved."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))])
     state = made(
         optimizer,
@@ -58,7 +58,7 @@ def test_room_is_as_the_checkpoint_has_it() -> None:
 
 
 def test_room_grows_with_the_parameter() -> None:
-    """Where it was as large as the parameter: a factored moment keeps its dimension of 1."""
+    """Dimensions that were as large as those of the parameter grow. A factored moment keeps its dimension of 1."""
     parameter = torch.nn.Parameter(torch.zeros(9, 4))
     collected = torch.optim.SGD([parameter]).state_dict()
     stored = {"moment": tensor(6, 4), "row_var": tensor(6, 1), "col_var": tensor(1, 4), "rows": tensor(6)}
@@ -72,7 +72,7 @@ def test_room_grows_with_the_parameter() -> None:
 
 
 def test_tensors_are_where_the_parameter_is() -> None:
-    """Those of its shape; a step count stays on the host, as torch keeps it, also of a parameter without dimensions."""
+    """Tensors of the parameter's shape are on its device. A step count stays on the host."""
     weight, scale = (torch.nn.Parameter(torch.zeros(size, device="meta")) for size in ((4,), ()))
     stored: Stored = {
         ("opt", "state", number, name): tensor(*size)
@@ -85,14 +85,14 @@ def test_tensors_are_where_the_parameter_is() -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """Of two ranks, of which this is the first."""
+    """Makes a mesh of two ranks, of which this rank is the first."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()
 
 
 def test_tensors_are_sharded_as_the_parameter_is(mesh: DeviceMesh) -> None:
-    """How those of another shape are sharded is not known: there is no room for them, except for scalars."""
+    """The sharding of tensors of other shapes is unknown, so only scalars are made."""
     parameter = torch.nn.Parameter(DTensor.from_local(torch.zeros(3, 2), mesh, [Shard(0)]))
     sizes = {"moment": (6, 2), "factor": (6, 1), "step": ()}
     stored: Stored = {("opt", "state", "0", name): tensor(*size) for name, size in sizes.items()}
@@ -103,7 +103,7 @@ def test_tensors_are_sharded_as_the_parameter_is(mesh: DeviceMesh) -> None:
 
 
 def test_a_state_dict_of_another_kind_is_left_alone() -> None:
-    """There is no room to be made in what an optimizer of its own kind gives."""
+    """An optimizer with its own kind of state dict is not changed."""
     for collected in ({"moments": {}}, {"state": {}, "param_groups": [{"params": [0, 1]}]}, None, []):
         target = OptimizerTarget("opt", torch.optim.SGD([torch.zeros(2)]), collected)
         target.make_state({"opt.state.0.moment": tensor(2)}, {"opt.state.0.moment": ("opt", "state", "0", "moment")})
@@ -111,7 +111,7 @@ def test_a_state_dict_of_another_kind_is_left_alone() -> None:
 
 
 def test_there_is_no_room_for_the_state_of_parameters_that_describe_their_part() -> None:
-    """The parameter does not tell how its state is sharded."""
+    """Such a parameter does not determine the sharding of its state."""
     described, plain = torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(2, 3))
     described.__create_chunk_list__ = list  # type: ignore[attr-defined]
     state = made(

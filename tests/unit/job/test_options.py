@@ -1,4 +1,4 @@
-"""What users give to the manager is checked."""
+"""Checks of the manager's arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dcp_tensorizer._job.options import (
 
 
 def test_steps() -> None:
-    """Any integer will do that is not negative and fits into an index."""
+    """A step is any integer from 0 to 2**63 - 1."""
     assert [check_step(step) for step in (0, np.int32(7), 2**63 - 1)] == [0, 7, 2**63 - 1]
     for step, error in ((-1, ValueError), (2**63, ValueError), (True, TypeError), (1.0, TypeError), ("1", TypeError)):
         with pytest.raises(error, match=r"^step"):
@@ -28,7 +28,7 @@ def test_steps() -> None:
 
 
 def test_metrics() -> None:
-    """Numbers of any kind become floats; what is no number is named."""
+    """Numbers of any kind become floats, and the error for another value names the metric."""
     loss = torch.tensor(0.5, requires_grad=True)  # torch warns if it becomes a number before it is detached
     assert check_metrics({"loss": loss, "n": 3}) == {"loss": 0.5, "n": 3.0}
     assert check_metrics(None) == {}
@@ -38,7 +38,7 @@ def test_metrics() -> None:
 
 
 def test_states() -> None:
-    """A module or an optimizer by itself has no key; the error says how it gets one."""
+    """The error for a bare module or optimizer shows the dict to pass."""
     check_state({"model": torch.nn.Linear(1, 1)})
     model = torch.nn.Linear(1, 1)
     for state, words in (
@@ -51,7 +51,7 @@ def test_states() -> None:
 
 
 def test_patterns() -> None:
-    """One string is not a list of them."""
+    """Patterns must be a list of strings, not one string."""
     assert check_patterns("include", ["a.*", "b"]) == ("a.*", "b")
     for patterns in ("model.*", [7], 7):
         with pytest.raises(TypeError, match=r"^include must be a list of patterns"):
@@ -59,7 +59,7 @@ def test_patterns() -> None:
 
 
 def test_options() -> None:
-    """Readers are told what the writer knows, unless the user says otherwise; failures are counted by the manager."""
+    """Readers get the writer's options unless the user passes others. The manager counts failures itself."""
     limits, failures = split_limits({"limits": SaveLimits(timeout=7.0, max_consecutive_failures=2)})
     assert (limits, failures) == (SaveLimits(timeout=7.0, max_consecutive_failures=None), 2)
     for slip, words in (

@@ -1,4 +1,4 @@
-"""What all ranks do about a step, from what each of them knows."""
+"""The decision of all ranks about a step, from the votes of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NONE = Vote(5)
 
 
 class Others(Agreement):
-    """One of several ranks, the others of which vote so. If it is not the first, the first other is."""
+    """Agreement with other ranks that vote ``others``. If this rank is not the first, the first of them is."""
 
     def __init__(self, rank: int, *others: Vote) -> None:
         super().__init__(None)
@@ -46,13 +46,13 @@ class Others(Agreement):
     ],
 )
 def test_one_rank(changes: dict[str, bool], action: Action) -> None:
-    """A step is saved if a save is due, forced or the last one, and it is neither there nor in progress."""
+    """A step is saved if a save is due, forced or the last, unless the step exists or its save is in progress."""
     vote = replace(NONE, **changes)
     assert decide(Agreement(None), vote) == (action, vote)
 
 
 def test_what_other_ranks_know_does_not_count() -> None:
-    """Their clocks and their view of the storage may differ: that is the first rank's to say."""
+    """Clocks and listings of other ranks may differ, so only the first rank's count."""
     vote = replace(NONE, is_due=True, is_last=True, is_there=True, failures=3)
     assert decide(Others(1, NONE), vote) == (Action.NOTHING, NONE)
     first = replace(NONE, is_due=True, failures=2)
@@ -62,13 +62,13 @@ def test_what_other_ranks_know_does_not_count() -> None:
 
 @pytest.mark.parametrize("name", ["stop", "force"])
 def test_a_signal_or_a_wish_of_any_rank_counts(name: str) -> None:
-    """Stop and force are heard from all."""
+    """One rank's stop signal or force is enough."""
     other = replace(NONE, **{name: True})
     assert decide(Others(0, other), NONE) == (Action.SAVE, other)
 
 
 def test_what_any_rank_says_of_its_memory_counts() -> None:
-    """A save that runs on one rank, a state that one could not keep, and one that keeps none."""
+    """One rank is enough whose save runs, which could not hold a state, or which has stopped holding states."""
     due = replace(NONE, is_due=True)
     other = replace(NONE, is_busy=True, memory=MemoryVote(has_failed=True))
     assert decide(Others(0, other), due) == (Action.HOLD, replace(other, is_due=True))
@@ -77,7 +77,7 @@ def test_what_any_rank_says_of_its_memory_counts() -> None:
 
 
 def test_that_another_run_has_the_folder_is_the_first_ranks_to_say() -> None:
-    """It is known on all ranks then, whatever else is decided."""
+    """All ranks learn that the lease is lost, whatever the action is."""
     lost = replace(NONE, is_lost=True)
     assert decide(Agreement(None), lost)[1].is_lost
     assert decide(Others(1, lost), NONE)[1].is_lost
@@ -85,13 +85,13 @@ def test_that_another_run_has_the_folder_is_the_first_ranks_to_say() -> None:
 
 
 def test_ranks_at_different_steps() -> None:
-    """The error says which."""
+    """The error names the lowest and the highest step."""
     with pytest.raises(ValueError, match="the ranks save different steps, from 5 to 7"):
         decide(Others(0, Vote(7)), NONE)
 
 
 def test_what_any_rank_says_of_copies_counts() -> None:
-    """That one is in progress, has failed, or is not made any more; and that another run has the partner."""
+    """One rank is enough whose copy runs or failed, which makes no more copies, or whose partner is claimed."""
     running, failed = (replace(NONE, memory=MemoryVote(**{name: True})) for name in ("copy_runs", "copy_failed"))
     assert decide(Others(1, failed), running)[1].memory == MemoryVote(copy_runs=True, copy_failed=True)
     ended = replace(NONE, memory=MemoryVote(copies_end=True, is_superseded=True))

@@ -1,4 +1,4 @@
-"""What is planned for a state and a checkpoint that do not quite go together."""
+"""Load plans for a state that does not fully match the checkpoint."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from dcp_tensorizer._job.restore import Selection, SelectivePlanner, fill_beyond
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """Of two ranks, of which this is the second."""
+    """Makes a mesh of two ranks, of which this rank is the second."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()
 
 
 def stored(state: dict[str, tuple[int, ...]], optimizer: torch.optim.Optimizer) -> Metadata:
-    """A checkpoint of tensors, and of the groups of an optimizer."""
+    """Returns the metadata of a checkpoint with these tensors and the groups of an optimizer."""
     entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         key: TensorStorageMetadata(
             TensorProperties(torch.float32),
@@ -46,7 +46,7 @@ def stored(state: dict[str, tuple[int, ...]], optimizer: torch.optim.Optimizer) 
 
 
 def test_a_rank_without_elements_leaves_what_others_leave(mesh: DeviceMesh) -> None:
-    """The state of a parameter of another shape, which it knows by its name: it has no element of the parameter."""
+    """A rank without elements of a parameter recognises it by its name, and leaves its state out as other ranks do."""
     module = torch.nn.Linear(3, 1)
     for name, size in (("weight", (1, 3)), ("bias", (1,))):
         local = torch.zeros(0, *size[1:])
@@ -70,7 +70,7 @@ def test_a_rank_without_elements_leaves_what_others_leave(mesh: DeviceMesh) -> N
 
 
 def test_an_optimizer_is_not_changed_before_all_is_loaded() -> None:
-    """Neither what it has of its state, nor a learning rate that is a tensor."""
+    """Before the load is complete, neither the state nor a learning rate in a tensor has changed."""
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.Adam([weight], lr=torch.tensor(0.5))
     optimizer.state[weight] = {"past": [torch.ones(2)]}
@@ -89,7 +89,7 @@ def test_an_optimizer_is_not_changed_before_all_is_loaded() -> None:
 
 
 def test_elements_beyond_the_stored_size_are_filled_where_a_tensor_describes_them() -> None:
-    """Of a tensor of which each rank has two blocks of rows, and of a whole one."""
+    """The fill covers a tensor of which each rank has two blocks of rows, and a whole tensor."""
     blocks, whole = torch.ones(4, 2), torch.ones(3, 2)
     chunks = {start: torch.Size((start, 0)) for start in (1, 5)}
     blocks.__create_chunk_list__ = lambda: [ChunkStorageMetadata(s, torch.Size((2, 2))) for s in chunks.values()]  # type: ignore[attr-defined]

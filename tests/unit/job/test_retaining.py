@@ -1,4 +1,4 @@
-"""Old checkpoints are deleted for the branch that the job is on."""
+"""Deletion of old checkpoints on the branch of the job."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ NEWEST = Retention.of(1, None, None)
 
 
 def owner_of(folder: LocalStorage) -> Lease:
-    """That of a job which has just claimed the folder."""
+    """Returns the lease of a job that has just taken it."""
     owner = Lease(folder, ".step-N.claim")
     owner.check()
     return owner
 
 
 def two_steps(path: Path) -> tuple[LocalStorage, Step, Step]:
-    """A folder in which a job has saved two steps."""
+    """Makes a folder in which a job has saved two steps."""
     with CheckpointManager(path, stop_signals=()) as manager:
         for step in (100, 200):
             manager.save(step, {"w": torch.zeros(4)}, wait=True)
@@ -44,7 +44,7 @@ def two_steps(path: Path) -> tuple[LocalStorage, Step, Step]:
 
 
 def test_a_checkpoint_that_arrives_late_deletes_nothing(tmp_path: Path) -> None:
-    """The job has gone back since, and what it went back to is of the branch that it has left."""
+    """If the job has gone back since, the checkpoint that it went back to is on the branch that it has left."""
     folder, first, late = two_steps(tmp_path)
     place = Position.at(new_branch(first), first, [first, late])
     Retaining(folder, NAMES, NEWEST, owner_of(folder), None, lambda: place).after(late)
@@ -55,7 +55,7 @@ def test_a_checkpoint_that_arrives_late_deletes_nothing(tmp_path: Path) -> None:
 
 
 def test_on_the_same_branch_old_ones_go(tmp_path: Path) -> None:
-    """And the job does not count them any more."""
+    """Deleted checkpoints no longer count for the job."""
     folder, first, late = two_steps(tmp_path)
     place = Position.at(late.branch, late, [first, late])
     Retaining(folder, NAMES, NEWEST, owner_of(folder), None, lambda: place).after(late)
@@ -64,7 +64,7 @@ def test_on_the_same_branch_old_ones_go(tmp_path: Path) -> None:
 
 
 class Arrivals:
-    """What a flush says of each save: when it is on the remote."""
+    """Flush that reports for each save when it is on the remote."""
 
     def __init__(self) -> None:
         self.futures: dict[str, Future[float]] = defaultdict(Future)
@@ -74,7 +74,7 @@ class Arrivals:
 
 
 def test_a_step_that_was_deleted_before_its_arrival_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A later one has been told before it, and took it along: nothing is missing, and nothing is said."""
+    """A later save that arrived first has deleted the step. Its own arrival then logs no warning."""
     folder, first, late = two_steps(tmp_path)
     caplog.clear()
     place, arrivals = Position.at(late.branch, late, [first, late]), Arrivals()
@@ -89,7 +89,7 @@ def test_a_step_that_was_deleted_before_its_arrival_is_told(tmp_path: Path, capl
 
 
 def moving(folder: Path) -> Retaining:
-    """Of a job that keeps everything: only the file ``latest`` changes."""
+    """Makes the retention of a job without rules, which only changes the file ``latest``."""
     storage = LocalStorage(folder)
     return Retaining(storage, NAMES, Retention(), owner_of(storage), None, lambda: None)
 
@@ -99,7 +99,7 @@ def saved_as(number: int, serial: int, saved_at: int = 0) -> Step:
 
 
 def test_latest_moves_forward(tmp_path: Path) -> None:
-    """A save with a lower serial does not take its place; one with a higher serial does, whatever its step and time."""
+    """Only a save with a higher serial replaces the name, whatever its step and time are."""
     retaining = moving(tmp_path)
     for number, serial, saved_at, named in ((7, 2, 100, "step-7"), (9, 1, 200, "step-7"), (3, 3, 50, "step-3")):
         retaining.after(saved_as(number, serial, saved_at))
@@ -107,7 +107,7 @@ def test_latest_moves_forward(tmp_path: Path) -> None:
 
 
 def test_a_directory_named_latest_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is somebody's: the log says once that there is no such file, and nothing else changes."""
+    """The directory is not replaced, and the log warns once."""
     (tmp_path / "latest").mkdir()
     retaining = moving(tmp_path)
     for number in (1, 2):

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept is a function of their steps and metrics."""
+"""The retained checkpoints, a function of steps and metrics."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ COUNTS = st.none() | st.integers(1, 8)
 def test_what_is_kept(
     losses: dict[int, float | None], latest: int | None, every: int | None, best: Any, seed: random.Random
 ) -> None:
-    """The newest, the multiples and the best are kept, in any order; all, if no checkpoint has a number as its loss."""
+    """The newest, the multiples and the best stay, for any order. If no checkpoint has a loss, all stay."""
     rules = Retention.of(latest, every, best)
     steps = steps_of(losses)
     seed.shuffle(steps)
-    kept = rules.kept(steps)
+    kept = rules.retained(steps)
     known = {number: loss for number, loss in losses.items() if loss is not None and not math.isnan(loss)}
     if latest is every is best is None or (best is not None and not known):
         assert kept == set(losses)
@@ -62,7 +62,7 @@ def test_what_is_kept(
     ],
 )
 def test_the_best(losses: dict[int, float | None], mode: str, best: int | None) -> None:
-    """NaN or none is never best, and of equal ones the newest is."""
+    """NaN or a missing value is never best, and among equal values the newest is."""
     found = Retention.of(None, None, ("loss", mode)).best(steps_of(losses))
     assert (None if found is None else found.number) == best
 
@@ -77,6 +77,6 @@ def test_the_best(losses: dict[int, float | None], mode: str, best: int | None) 
     ],
 )
 def test_rules_that_make_no_sense(arguments: Any, error: type[Exception], message: str) -> None:
-    """Each error names the argument."""
+    """The error names the argument."""
     with pytest.raises(error, match=message):
         Retention.of(*arguments)

@@ -28,7 +28,7 @@ def policy_of(every: int | None, interval: SaveInterval | None, time: Time | Non
 
 @given(every=st.integers(1, 9), calls=st.lists(st.integers(1, 5), max_size=40))
 def test_each_multiple_is_saved_once(every: int, calls: list[int]) -> None:
-    """However far apart the calls are, one is due whenever a multiple has been reached or passed since the last."""
+    """A save is due if a multiple has been reached or passed since the last save, however far apart the calls are."""
     policy, step, last = policy_of(every, None), 0, 0
     for stride in calls:
         step += stride
@@ -40,7 +40,7 @@ def test_each_multiple_is_saved_once(every: int, calls: list[int]) -> None:
 
 
 def test_seconds_are_counted_from_the_last_save() -> None:
-    """A save is due when the interval is over, and then not again before the next one is."""
+    """A save is due when the interval has passed since the last save."""
     clock = Time()
     policy = policy_of(None, 10.0, clock)
     due = []
@@ -52,7 +52,7 @@ def test_seconds_are_counted_from_the_last_save() -> None:
 
 
 def test_either_is_enough() -> None:
-    """With both intervals, steps or seconds make a save due; with neither, everything does."""
+    """With both intervals, either makes a save due. Without intervals, every step is due."""
     clock = Time()
     policy = policy_of(5, 10.0, clock)
     assert [policy.is_due(step) for step in (4, 5)] == [False, True]
@@ -62,7 +62,7 @@ def test_either_is_enough() -> None:
 
 
 def saved(time: Time, clock: GoodputClock, stall: float, durable: float) -> None:
-    """A save, which has begun and come to its commit; the time is then what it was."""
+    """Records a save from its start to its commit, and resets the time."""
     begun = time.now
     time.now = begun + stall
     clock.stalled(begun, saves=True)
@@ -72,7 +72,7 @@ def saved(time: Time, clock: GoodputClock, stall: float, durable: float) -> None
 
 
 def test_an_interval_that_sets_itself_follows_costs_and_failures() -> None:
-    """It is Young's: longer with dear saves, shorter with more failures; at first every step is due."""
+    """Young's interval is longer for costly saves and shorter after failures. At first every step is due."""
     time = Time()
     clock = GoodputClock(time)
     policy = SavePolicy(None, "auto", clock=clock)
@@ -89,7 +89,7 @@ def test_an_interval_that_sets_itself_follows_costs_and_failures() -> None:
 
 
 def test_a_save_is_never_due_before_the_last_is_durable() -> None:
-    """Training would wait for it."""
+    """Otherwise training would wait for the last save."""
     time = Time()
     clock = GoodputClock(time)
     policy = SavePolicy(None, "auto", clock=clock)
@@ -99,7 +99,7 @@ def test_a_save_is_never_due_before_the_last_is_durable() -> None:
 
 @pytest.mark.parametrize(("bounds", "interval"), [((60, 3600), 60.0), ((0, 5), 5.0), ([7.0, 7.0], 7.0)])
 def test_an_interval_has_bounds(bounds: SaveInterval, interval: float) -> None:
-    """The least and the greatest value that users give."""
+    """The interval stays between the bounds that users pass."""
     time = Time()
     clock = GoodputClock(time)
     saved(time, clock, stall=0.1, durable=1.0)
@@ -110,8 +110,8 @@ def test_an_interval_has_bounds(bounds: SaveInterval, interval: float) -> None:
     ("interval", "message"),
     [
         ("10m", "save_interval must be a number of seconds, a pair of them, or 'auto', got '10m'"),
-        ((1, 2, 3), "must have two values"),
-        ((9, 3), "the least seconds first"),
+        ((1, 2, 3), "must be a pair"),
+        ((9, 3), "the shorter interval first"),
         ((-1, 3), "at least 0 seconds"),
         (0, "more than 0 seconds"),
     ],
@@ -123,19 +123,19 @@ def test_an_interval_that_makes_no_sense_is_refused(interval: Any, message: str)
 
 
 def test_a_policy_counts_what_is_saved_and_what_is_held_apart() -> None:
-    """A step that is held was of memory alone: the save is still due. A restored step is both."""
+    """After a step is only held in memory, a save stays due. A restored step counts as saved and held."""
     policy = SavePolicy(10, None, 3, clock=GoodputClock(Time()))
     assert (policy.is_due(10), policy.is_due_in_memory(10)) == (True, True)
     policy.record_save(10, is_due=False)
     assert (policy.is_due(11), policy.is_due_in_memory(11)) == (True, False)
     policy.record_save(11, is_due=True)
     assert (policy.is_due(12), policy.is_due_in_memory(12)) == (False, True)
-    policy.continue_from(29)
+    policy.record_save(29, is_due=True)
     assert [(policy.is_due(step), policy.is_due_in_memory(step)) for step in (29, 30)] == [(False, False), (True, True)]
 
 
 def test_no_step_is_due_in_memory_by_default() -> None:
-    """Whatever step it is."""
+    """Without ``survive_every`` no step is due in memory."""
     policy = policy_of(None, None)
-    policy.continue_from(7)
+    policy.record_save(7, is_due=True)
     assert (policy.is_due(8), policy.is_due_in_memory(8)) == (True, False)

@@ -1,4 +1,4 @@
-"""Signals that ask a job to stop: noted, passed on, and given back."""
+"""Signals that ask a job to stop, and the earlier handlers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dcp_tensorizer._job.policy import StopSignals
 
 @pytest.fixture
 def heard() -> Iterator[list[int]]:
-    """The signals that a handler hears which was there before."""
+    """Sets an earlier handler, and yields the signals that it receives."""
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     yield heard
@@ -24,7 +24,7 @@ def heard() -> Iterator[list[int]]:
 
 
 def test_a_signal_is_noted_and_passed_on(heard: list[int]) -> None:
-    """The handler that was there before is called, and is back afterwards."""
+    """The earlier handler is called as well, and is restored afterwards."""
     before = signal.getsignal(signal.SIGUSR1)
     stop = StopSignals([signal.SIGUSR1])
     stop.install()
@@ -38,7 +38,7 @@ def test_a_signal_is_noted_and_passed_on(heard: list[int]) -> None:
 
 
 def test_a_later_signal_does_what_it_would_have_done(heard: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes to the handler that was there before, which is in its place again."""
+    """A later signal goes to the earlier handler, which is restored."""
     before = signal.getsignal(signal.SIGUSR1)
     stop = StopSignals([signal.SIGUSR1])
     stop.install()
@@ -51,7 +51,7 @@ def test_a_later_signal_does_what_it_would_have_done(heard: list[int], monkeypat
 
 
 def test_a_handler_that_came_later_stays(heard: list[int]) -> None:
-    """It may call ours, which passes signals on as long as it lives."""
+    """A later handler may call this one, which still calls the earlier one."""
     stop = StopSignals([signal.SIGUSR1])
     stop.install()
     ours = signal.getsignal(signal.SIGUSR1)
@@ -62,7 +62,7 @@ def test_a_handler_that_came_later_stays(heard: list[int]) -> None:
 
 
 def test_a_forked_child_ends_when_it_is_told_to() -> None:
-    """The workers of a data loader are no jobs that save before they stop."""
+    """A stop signal ends the worker of a data loader, as without a manager."""
     stop = StopSignals([signal.SIGTERM])
     stop.install()
     reading, writing = os.pipe()
@@ -83,7 +83,7 @@ def test_a_forked_child_ends_when_it_is_told_to() -> None:
 
 
 def test_handlers_go_back_from_another_thread(heard: list[int]) -> None:
-    """That thread cannot set them: each goes back when its signal comes, and hears of it once."""
+    """Another thread cannot set handlers, so each is restored when its signal arrives, and is called once."""
     before = signal.getsignal(signal.SIGUSR1)
     stop = StopSignals([signal.SIGUSR1])
     stop.install()
@@ -95,7 +95,7 @@ def test_handlers_go_back_from_another_thread(heard: list[int]) -> None:
 
 
 def test_only_the_main_thread_has_handlers() -> None:
-    """The error says what to do; without signals any thread will do."""
+    """The error asks for the main thread. Without signals any thread may make the manager."""
     errors: list[str] = []
 
     def make() -> None:
@@ -108,18 +108,18 @@ def test_only_the_main_thread_has_handlers() -> None:
     thread = threading.Thread(target=make)
     thread.start()
     thread.join()
-    assert errors == ["only the main thread can handle signals: make the manager there, or pass stop_signals=()"]
+    assert errors == ["only the main thread can handle signals. Make the manager there, or pass stop_signals=()"]
 
 
 @pytest.mark.parametrize("signals", [7.5, ["TERM"], [9999]])
 def test_what_is_no_signal(signals: object) -> None:
-    """The error shows what was given."""
+    """The error shows the value that was passed."""
     with pytest.raises(TypeError, match="stop_signals must be signals"):
         StopSignals(signals)  # type: ignore[arg-type]
 
 
 def test_signals_that_nobody_can_handle(heard: list[int]) -> None:
-    """The error names them, and the handlers of the others are as before."""
+    """The error names the signals, and no other handler has changed."""
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(ValueError, match="SIGKILL cannot be handled"):
         StopSignals([signal.SIGTERM, signal.SIGKILL])
@@ -128,7 +128,7 @@ def test_signals_that_nobody_can_handle(heard: list[int]) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
 def test_a_signal_waits_while_a_child_is_forked() -> None:
-    """Python drops what comes to a child before its handlers are back; then the child would not end."""
+    """Python drops signals that a child receives before it has restored the handlers, so a child would not end."""
     stop = StopSignals([signal.SIGUSR1])
     stop.install()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())

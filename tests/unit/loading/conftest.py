@@ -1,4 +1,4 @@
-"""Fixtures that the tests of loading share."""
+"""Fixtures of the tests of loading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of loading share: data files of known tensors, and targets for them."""
+"""Helpers of the tests of loading: data files of known tensors, and targets for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Items = dict[str, StoredItem]
 
 
 def write_file(storage: Storage, name: str, tensors: Tensors) -> Items:
-    """Makes a data file and says where everything is in it."""
+    """Writes a data file; returns the location of each tensor."""
     layout = lay_out(sources(tensors.items()))
     sink = storage.create(name, layout.nbytes, sync=False)
     items = encode(layout, lambda source: host_bytes(tensors[source.name]), sink, threads=1, file=name)
@@ -33,7 +33,7 @@ def whole(tensor: torch.Tensor) -> Region:
 def target_for(
     key: str, item: StoredItem, stored: torch.Tensor, tensor: torch.Tensor, region: Region | None = None
 ) -> ReadTarget:
-    """Reads a region of a stored tensor, or all of it, into another tensor."""
+    """Returns a target for a region of a stored tensor, or for all of it."""
     return ReadTarget.of(key, item, tuple(stored.shape), region or whole(stored), tensor)
 
 
@@ -42,5 +42,5 @@ def part(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 def as_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes instead of one-byte elements, some of which cannot be copied from strided memory."""
+    """Returns one-byte elements as uint8, because torch cannot copy some of their dtypes from strided memory."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor

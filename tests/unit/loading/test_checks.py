@@ -1,4 +1,4 @@
-"""What is checked before a load changes any target: each error names what is wrong, and what is whole passes."""
+"""Tests of the checks before a load changes any target: errors name what is wrong, and whole checkpoints pass."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ...lab.seams import stored_item as make_item
 
 
 def entry(size: tuple[int, ...], *chunks: tuple[tuple[int, ...], tuple[int, ...]]) -> TensorStorageMetadata:
-    """A tensor in chunks: the offsets and the size of each."""
+    """Returns the entry of a tensor in chunks, given as pairs of offsets and sizes."""
     made = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks]
     return TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(size), made)
 
@@ -43,7 +43,7 @@ def metadata_of(items: Iterable[Any] = (), files: Iterable[Any] = (), **entries:
 
 
 def plan_of(**lengths: tuple[int, ...]) -> LoadPlan:
-    """A plan that reads a region of such a size for each key."""
+    """Returns a plan that reads a region of the given size for each key."""
     items = [
         SimpleNamespace(dest_index=MetadataIndex(key), dest_offsets=torch.Size((0,) * len(size)), lengths=size)
         for key, size in lengths.items()
@@ -52,7 +52,7 @@ def plan_of(**lengths: tuple[int, ...]) -> LoadPlan:
 
 
 def test_no_checkpoint_is_said_with_its_path_and_what_may_be_the_cause() -> None:
-    """For people: it is also a `FileNotFoundError`."""
+    """The error names the path and the likely causes; it is also a `FileNotFoundError`."""
     error = not_committed("/ckpt/step5")
     assert isinstance(error, NotCommitted)
     assert str(error) == (
@@ -62,7 +62,7 @@ def test_no_checkpoint_is_said_with_its_path_and_what_may_be_the_cause() -> None
 
 
 def test_coverage_is_checked_of_the_tensors_that_are_loaded() -> None:
-    """Of no others, and not of objects; the error says how many elements there are."""
+    """Only tensors that are loaded are checked; the error has the number of their elements."""
     layouts = {"gap": ChunkLayout.of((4000, 2), [((0, 0), (3000, 2))])}
     index: Any = SimpleNamespace(incomplete_layouts=lambda: layouts)
     check_coverage("/ckpt", index, {"whole", "object"})
@@ -75,14 +75,14 @@ def test_coverage_is_checked_of_the_tensors_that_are_loaded() -> None:
 
 
 def test_chunks_that_overlap_do_not_make_up_a_tensor() -> None:
-    """Although they have as many elements as it."""
+    """Chunks that overlap are an error, even if they have as many elements as the tensor."""
     with pytest.raises(MetadataError, match="'x' do not make up its 4 elements: they hold 4"):
         check_chunks("/ckpt", "x", (4,), [Region((0,), (2,)), Region((1,), (2,))])
 
 
 @pytest.mark.parametrize("nbytes", [39, 41, 0])
 def test_a_tensor_has_as_many_bytes_as_its_shape_says(nbytes: int) -> None:
-    """In its own dtype; the error names key, shape and bytes."""
+    """The size of a stored tensor must match its shape and dtype; the error names key, shape and bytes."""
     check_length("/ckpt", "x", make_item(40, dtype="float32"), (2, 5))
     check_length("/ckpt", "x", make_item(2, dtype="bfloat16"), ())
     with pytest.raises(MetadataError, match=rf"/ckpt: 'x' of shape \(2, 5\) has {nbytes} bytes stored"):
@@ -91,7 +91,7 @@ def test_a_tensor_has_as_many_bytes_as_its_shape_says(nbytes: int) -> None:
 
 @pytest.mark.parametrize("saved", [1, 2, 4])
 def test_ranks_that_saved_each_for_itself_are_as_many_as_load(tmp_path: Path, saved: int) -> None:
-    """Each rank looks at the same files, those that have no metadata of their own too: all find the same."""
+    """All ranks check the same files, even ranks without metadata, so all get the same result."""
     for rank in range(saved):
         (tmp_path / f"__{rank}.metadata").touch()
     storage = open_storage(tmp_path)
@@ -102,13 +102,13 @@ def test_ranks_that_saved_each_for_itself_are_as_many_as_load(tmp_path: Path, sa
 
 
 def test_a_path_without_any_ranks_metadata_is_not_committed(tmp_path: Path) -> None:
-    """And not a checkpoint of another number of ranks."""
+    """A path without any rank's metadata is not committed, rather than saved by another number of ranks."""
     with pytest.raises(NotCommitted, match="holds no committed checkpoint"):
         check_world_size(open_storage(tmp_path), False, 2)
 
 
 def test_a_rank_that_saved_for_itself_must_have_saved_all_that_it_loads() -> None:
-    """What it did not save it cannot see: the elements of the plan must be those of the target."""
+    """The elements in the plan must be all elements of the target, because a rank cannot see other ranks' saves."""
     metadata = metadata_of(x=entry((4, 5), ((0, 0), (2, 5))), object=BytesStorageMetadata())
     check_own_parts("/ckpt", metadata, plan_of(x=(2, 5)), {"x": torch.zeros(2, 5), "object": 5, "new": torch.ones(3)})
     twice = LoadPlan(plan_of(x=(2, 5)).items * 2)  # a planner may read a part more than once
@@ -121,7 +121,7 @@ def test_a_rank_that_saved_for_itself_must_have_saved_all_that_it_loads() -> Non
 
 
 def test_files_are_there_and_have_their_sizes(tmp_path: Path) -> None:
-    """Only those that are asked for; the error names the first that is not as it was saved."""
+    """Only the given files are checked; the error names the first one that is missing or has another size."""
     storage = open_storage(tmp_path)
     for name in ("a", "b", "c"):
         (tmp_path / name).write_bytes(bytes(1000))

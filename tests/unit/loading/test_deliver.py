@@ -1,4 +1,4 @@
-"""The stored chunks of a plan's items: found once, also for items that a planner has put in their place."""
+"""Tests of `Load`: it locates the stored chunks of a plan's items."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ..formats.test_own import chunk_item, file_of, index_of, opened
 
 @pytest.fixture
 def index() -> Index:
-    """Of three ranks, each of which has two rows."""
+    """Returns the index of three ranks with two rows each."""
     return opened(index_of(3))
 
 
 def rows(first: int, count: int, key: str = "w0") -> ReadItem:
-    """A read of so many rows of a tensor."""
+    """Returns an item that reads some rows of a tensor."""
     zeros, offset = torch.Size([0, 0]), torch.Size([first, 0])
     stored = MetadataIndex(key, zeros)
     return ReadItem(LoadItemType.TENSOR, MetadataIndex("y"), zeros, stored, offset, torch.Size([count, 4]))
@@ -37,7 +37,7 @@ def load_of(index: Index, items: list[ReadItem], path: Path) -> Load:
 
 
 def test_each_item_has_its_chunks(index: Index, tmp_path: Path) -> None:
-    """Of two ranks for the second item; no other file is named."""
+    """The second item has chunks of two ranks; `files` has only the files of these chunks."""
     load = load_of(index, [rows(0, 1), rows(1, 2)], tmp_path)
     one, two = load.pieces
     assert [piece.item for piece in one] == [chunk_item(0, "w0", 2)]
@@ -46,7 +46,7 @@ def test_each_item_has_its_chunks(index: Index, tmp_path: Path) -> None:
 
 
 def test_a_plan_that_changes_does_not_change_them(index: Index, tmp_path: Path) -> None:
-    """A planner may insert items in the list; then those of the final plan are located again."""
+    """If a planner inserts items into its list, the load keeps the items of the local plan."""
     items = [rows(0, 1)]
     load = load_of(index, items, tmp_path)
     items.insert(0, rows(4, 2))
@@ -55,6 +55,6 @@ def test_a_plan_that_changes_does_not_change_them(index: Index, tmp_path: Path) 
 
 
 def test_what_is_stored_nowhere_is_named(index: Index, tmp_path: Path) -> None:
-    """Before anything is read."""
+    """An item that is not stored is an error when the load is made."""
     with pytest.raises(MetadataError, match=r"m has no data for 'x'"):
         load_of(index, [rows(0, 1), rows(0, 1, key="x")], tmp_path)

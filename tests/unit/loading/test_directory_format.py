@@ -1,4 +1,4 @@
-"""What a directory holds, by its names and first bytes."""
+"""Tests of the recognition of formats by file names and first bytes."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from ...lab.checkpoints import make_checkpoint
 
 
 def test_a_checkpoint_of_ours(tmp_path: Path) -> None:
-    """Its metadata begins with a magic of its own."""
+    """A checkpoint of this package is recognised by the magic of its metadata."""
     make_checkpoint(tmp_path, {})
     assert format_of(open_storage(tmp_path), 0) == "dcp_tensorizer"
 
 
 @pytest.mark.parametrize("name", [".metadata", "__3.metadata"])
 def test_torchs_metadata_is_a_pickle(tmp_path: Path, name: str) -> None:
-    """That of all ranks, or the asking rank's own."""
+    """A pickle is torch's metadata, whether of all ranks or of the rank that loads."""
     (tmp_path / name).write_bytes(pickle.dumps({}))
     assert format_of(open_storage(tmp_path), 3) == "dcp"
 
 
 def test_files_of_safetensors(tmp_path: Path) -> None:
-    """Where there is no metadata, their names say it."""
+    """Without metadata, the names of files tell their format."""
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")
     assert format_of(open_storage(tmp_path), 0) == "safetensors"
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
 def test_a_model_needs_no_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Servers of files may have none: the names of Hugging Face are asked for first."""
+    """Hugging Face's file names are looked up before any listing, because some file servers cannot list."""
     (tmp_path / name).touch()
     storage = open_storage(tmp_path)
     monkeypatch.setattr(storage, "listing", None)
@@ -44,13 +44,13 @@ def test_a_model_needs_no_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_another_ranks_own_metadata_is_not_this_ranks(tmp_path: Path) -> None:
-    """Where each rank saved for itself, each loads its own."""
+    """If each rank saved for itself, another rank's metadata does not count."""
     (tmp_path / "__3.metadata").write_bytes(pickle.dumps({}))
     assert format_of(open_storage(tmp_path), 0) is None
 
 
 def test_anything_else_is_named(tmp_path: Path) -> None:
-    """A few names at most, folders with a slash; an empty directory is called empty, a missing one missing."""
+    """The text names a few entries, directories with a slash; an empty directory is called empty."""
     storage = open_storage(tmp_path)
     assert (format_of(storage, 0), contents(storage)) == (None, "it is empty")
     for name in "abcdef":
@@ -62,7 +62,7 @@ def test_anything_else_is_named(tmp_path: Path) -> None:
 
 
 def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
-    """The error says what it is by its first bytes, and what to do with it."""
+    """The error tells the kind of the file by its first bytes, and what to do with it."""
     path = tmp_path / "file"
     torch.save({"w": torch.ones(2)}, path)
     by_torch = path.read_bytes()
@@ -83,7 +83,7 @@ def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_what_a_directory_without_metadata_holds(tmp_path: Path) -> None:
-    """Data without metadata may be a copy that has left out hidden files."""
+    """The error explains that data without metadata may be a copy without hidden files."""
 
     def reason(name: str) -> str:
         return str(nothing_committed(open_storage(tmp_path / name))).partition(" holds no committed checkpoint: ")[2]

@@ -1,4 +1,4 @@
-"""What the ranks of an exchange tell each other, and who is to exchange with whom."""
+"""Tests of the votes of an exchange, and of its group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dcp_tensorizer._loading.exchange import (
 
 @pytest.fixture
 def group() -> Iterator[dist.ProcessGroup]:
-    """A group of this rank alone."""
+    """Yields a process group that has only this rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
@@ -30,39 +30,43 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 
 class _Unsendable(ChecksumMismatch):
-    """An error of the user's that cannot be pickled, and is not made from one message."""
+    """An error of the user that cannot be pickled, and is not made from one message."""
 
     def __init__(self, path: str, rank: int) -> None:
         super().__init__(f"{path} is refused on rank {rank}")
         self.raised_by = lambda: rank
 
 
-def test_any_error_can_be_told(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has its own type on its rank; the others get the nearest one of this package, and what it says."""
-    told: list[ExchangeVote] = []
+def test_any_error_can_be_sent(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The failed rank raises its own error; the others get its message, in the nearest class of this package."""
+    sent: list[ExchangeVote] = []
     gather = dist.all_gather_object
 
     def gathered(votes: list[ExchangeVote], vote: ExchangeVote, group: dist.ProcessGroup) -> None:
         gather(votes, vote, group=group)
-        told.extend(votes)
+        sent.extend(votes)
 
     monkeypatch.setattr(dist, "all_gather_object", gathered)
     for error in (_Unsendable("a", 1), KeyError("b"), ReadError("c")):
         with pytest.raises(SharedFailure) as caught:
             ExchangeGroup(group, "path").votes(ExchangeVote(), error)
         assert caught.value.error is error
-    said = [(type(vote.error), str(vote.error)) for vote in told]
-    assert said == [(ChecksumMismatch, "a is refused on rank 1"), (CheckpointError, "KeyError: 'b'"), (ReadError, "c")]
+    errors = [(type(vote.error), str(vote.error)) for vote in sent]
+    assert errors == [
+        (ChecksumMismatch, "a is refused on rank 1"),
+        (CheckpointError, "KeyError: 'b'"),
+        (ReadError, "c"),
+    ]
 
 
-def test_gloo_is_not_for_the_memory_of_a_gpu(group: dist.ProcessGroup) -> None:
-    """It says that it takes that, too, but copies it to the host: so tensors on a GPU are exchanged in host memory."""
+def test_gloo_exchanges_in_host_memory(group: dist.ProcessGroup) -> None:
+    """gloo lists CUDA among its devices, but copies GPU memory to the host, so the exchange uses host memory."""
     assert "cuda" in {device.type for device in group._device_types}
     assert ExchangeGroup(group, "path").device(prefers_gpu=True) == torch.device("cpu")
 
 
-def test_all_ranks_of_a_group_are_to_load(group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture) -> None:
-    """Groups may be several; a rank that is missing, or has another group or none, is an error."""
+def test_all_ranks_of_a_group_must_load(group: dist.ProcessGroup, caplog: pytest.LogCaptureFixture) -> None:
+    """Ranks may have several groups; a rank that is missing, or has another group or none, is an error."""
     pair, other, none = ReadFrom("id", "pair", 2), ReadFrom("id", "other", 2), ReadFrom("id")
     assert not reads_alone("path", None, [none, none])
     assert not reads_alone("path", group, [pair, other, none, other, pair])
@@ -70,7 +74,7 @@ def test_all_ranks_of_a_group_are_to_load(group: dist.ProcessGroup, caplog: pyte
         with pytest.raises(ReadError, match="Pass exchange= on all of its ranks"):
             reads_alone("path", group, carried)
     caplog.set_level(logging.INFO, "dcp_tensorizer")
-    assert reads_alone("path", group, [None])  # of a planner that drops what plans carry
+    assert reads_alone("path", group, [None])  # the planner dropped the storage_data
     assert not reads_alone("path", None, [None])
     assert "exchange nothing" in caplog.text
     name, size = identity_of(group)

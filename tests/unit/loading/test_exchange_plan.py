@@ -1,4 +1,4 @@
-"""Which rank reads what for the others: each byte once, in whole blocks, about as many for each."""
+"""Tests of the plan of an exchange: ranks read each byte once, in whole blocks, and about equal amounts."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ def _requests(*lengths: int) -> list[ExchangeRequest]:
 @pytest.mark.parametrize("lengths", [(10 << 20,), (5, 1, 300_000, 64 << 10), (7,) * 500, (3 << 20, 3, 3 << 20)])
 @pytest.mark.parametrize("window_bytes", [1 << 20, 64 << 20])
 def test_each_byte_is_read_once(lengths: tuple[int, ...], window_bytes: int) -> None:
-    """Of all ranks, in the order of the requests; parts begin on blocks, and at multiples of 64 in their windows."""
+    """The ranks' parts are in the order of the requests, begin on blocks, and at multiples of 64 in their windows."""
     requests = _requests(*lengths)
     spans = spans_of(requests, 3, window_bytes)
     parts = [part for span in spans for window in span for part in window.parts]
-    read = [(part.request, byte) for part in parts for byte in (part.start, part.stop)]
+    numbers = {request.id: number for number, request in enumerate(requests)}
+    read = [(numbers[part.request.id], byte) for part in parts for byte in (part.start, part.stop)]
     assert read == sorted(read)
-    for number, request in enumerate(requests):
-        own = [(part.start, part.stop) for part in parts if part.request == number]
+    for request in requests:
+        own = [(part.start, part.stop) for part in parts if part.request is request]
         assert own[0][0] == 0
         assert own[-1][1] == request.item.length
         assert all(before[1] == after[0] for before, after in itertools.pairwise(own))
@@ -46,8 +47,8 @@ def test_each_byte_is_read_once(lengths: tuple[int, ...], window_bytes: int) -> 
     assert all(window.nbytes <= window_bytes for span in spans for window in span)
 
 
-def test_ranks_read_about_as_much() -> None:
-    """The largest share is no more than a tenth above the mean."""
+def test_ranks_read_about_equal_amounts() -> None:
+    """The largest share is at most a tenth above the mean."""
     requests = _requests(*[5 << 20] * 30, *[999] * 1000)
     shares = [
         sum(p.stop - p.start for window in span for p in window.parts) for span in spans_of(requests, 4, 64 << 20)
@@ -56,20 +57,20 @@ def test_ranks_read_about_as_much() -> None:
     assert max(shares) < 1.1 * sum(shares) / 4
 
 
-def test_pieces_of_a_window_make_it_up() -> None:
-    """Cut at any multiple of 64, the parts of its pieces are those of the window."""
+def test_a_window_can_be_cut_into_pieces() -> None:
+    """The pieces of a window, cut at multiples of 64, have all bytes of its requests in order."""
     requests = _requests(100_000, 77, 200_001)
     ((window,),) = spans_of(requests, 1, 64 << 20)
     pieces = [part for start in range(0, window.nbytes, 6400) for part in window.between(start, start + 6400)]
-    for number, request in enumerate(requests):
-        own = [part for part in pieces if part.request == number]
+    for request in requests:
+        own = [part for part in pieces if part.request is request]
         assert sum(part.stop - part.start for part in own) == request.item.length
         assert all(before.stop == after.start for before, after in itertools.pairwise(own))
     assert Window([]).nbytes == 0
 
 
-def test_what_ranks_want_is_compared_by_bytes() -> None:
-    """Targets of other memory or order request the same; another region, place or file is another request."""
+def test_requests_are_compared_by_their_bytes() -> None:
+    """Targets in other memory or order have the same requests; another region, location or file is another request."""
     targets = [_target(1 << 20), _target(1 << 20, 1 << 20)]
     requests = requests_of(targets, LIMITS, verify=True)
     assert list(requests_of(targets[::-1], LIMITS, verify=True)) == list(requests)

@@ -1,4 +1,4 @@
-"""Targets on a (simulated) device: they are exact, and their reads keep to a few slots of pinned memory."""
+"""Tests of targets on a simulated device: they are exact, and their reads use a few slots of pinned memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def device() -> SimulatedDevice:
 
 @pytest.fixture
 def pools(device: SimulatedDevice) -> Iterator[PinnedPools]:
-    """Of a process, which frees all of their memory."""
+    """Yields the pools of a process, and checks that closing them frees all of their memory."""
     pools = PinnedPools(device)
     yield pools
     pools.close()
@@ -47,7 +47,7 @@ def pools(device: SimulatedDevice) -> Iterator[PinnedPools]:
 def landing(
     key: str, item: StoredItem, stored: torch.Tensor, tensor: torch.Tensor, region: Region | None = None
 ) -> ReadTarget:
-    """As for a target on a device: never read in place."""
+    """Returns a target that is never read in place, as on a device."""
     return replace(target_for(key, item, stored, tensor, region), in_place=False)
 
 
@@ -55,7 +55,7 @@ def landing(
 def test_targets_on_a_device_of_every_dtype_and_layout(
     storage: Storage, device: SimulatedDevice, pools: PinnedPools, dtype: torch.dtype
 ) -> None:
-    """Whole tensors and regions, contiguous and not, beside targets on the host, in one read operation."""
+    """Whole tensors and regions, contiguous and strided, are exact beside targets on the host in one operation."""
     stored, other = filled(dtype, (9, 14)), filled(dtype, (100,), seed=2)
     items = write_file(storage, "f", {"t": stored, "o": other})
     region = Region((2, 3), (5, 8))
@@ -83,7 +83,7 @@ def test_targets_on_a_device_of_every_dtype_and_layout(
 def test_columns_for_a_device_are_taken_apart_there(
     storage: Storage, device: SimulatedDevice, pools: PinnedPools
 ) -> None:
-    """The bytes that enclose them cross the bus in one piece, from pinned memory, into memory of the device."""
+    """The bytes that enclose the columns cross the bus in one piece, from pinned memory to memory of the device."""
     stored = filled(torch.float32, (64, 100))
     item = write_file(storage, "f", {"t": stored})["t"]
     region = Region((0, 10), (64, 5))
@@ -106,7 +106,7 @@ def test_elements_for_a_device_are_converted_there(
 
 
 def test_memory_for_loads_to_a_device_is_bounded(storage: Storage, device: SimulatedDevice, pools: PinnedPools) -> None:
-    """Slots go round: many operations, few slots, none read into before its copies are done."""
+    """Many operations share a few slots, and no slot is read into before its copies are done."""
     limits = limits_of(storage)._replace(max_scratch_bytes=1 << 16)
     stored = {f"t{n}": filled(torch.int32, (300, 100), seed=n) for n in range(40)}
     items = write_file(storage, "f", stored)
@@ -127,7 +127,7 @@ def test_memory_for_loads_to_a_device_is_bounded(storage: Storage, device: Simul
 def test_loads_come_after_what_training_has_queued(
     storage: Storage, device: SimulatedDevice, pools: PinnedPools
 ) -> None:
-    """A kernel that fills the targets, queued before the load, does not overwrite what is loaded."""
+    """A kernel that was queued before the load and fills the targets does not overwrite the loaded values."""
     stored = torch.arange(1000)
     (item,) = write_file(storage, "f", {"t": stored}).values()
     target = device.declare(torch.zeros(1000, dtype=torch.int64))
@@ -140,7 +140,7 @@ def test_loads_come_after_what_training_has_queued(
 def test_a_load_to_a_device_that_fails_leaves_nothing_registered(
     storage: Storage, device: SimulatedDevice, pools: PinnedPools, tmp_path: Path
 ) -> None:
-    """Damage is found before it goes to the device, and named."""
+    """Damage is found and named before the data is sent to the device."""
     stored = torch.arange(1000)
     (item,) = write_file(storage, "f", {"t": stored}).values()
     content = bytearray((tmp_path / "f").read_bytes())
@@ -156,7 +156,7 @@ def test_a_load_to_a_device_that_fails_leaves_nothing_registered(
 def test_a_shortage_of_memory_for_slots_is_a_read_error(
     storage: Storage, device: SimulatedDevice, pools: PinnedPools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says what for, and how much."""
+    """The error names the purpose of the memory, and its size."""
     stored = torch.arange(100_000)
     (item,) = write_file(storage, "f", {"t": stored}).values()
     target = device.declare(torch.zeros(100_000, dtype=torch.int64))
@@ -166,7 +166,7 @@ def test_a_shortage_of_memory_for_slots_is_a_read_error(
 
 
 def test_reads_of_one_load_use_the_same_memory(storage: Storage, device: SimulatedDevice, pools: PinnedPools) -> None:
-    """A planner may want one tensor after the other: memory is registered anew only for a larger one."""
+    """If a planner requests one tensor at a time, memory is registered again only for a larger tensor."""
     stored = {
         name: filled(torch.int32, (count,), seed=count) for name, count in (("a", 5000), ("b", 3000), ("c", 9000))
     }
@@ -184,7 +184,7 @@ def test_reads_of_one_load_use_the_same_memory(storage: Storage, device: Simulat
 
 
 def test_a_large_read_between_many_small_ones(storage: Storage, device: SimulatedDevice, pools: PinnedPools) -> None:
-    """Few large slots, then many small ones, then large ones again: the memory that is there by then is enough."""
+    """After a few large slots and many small ones, the registered memory suffices for both."""
     large, small = filled(torch.int32, (9000,)), {f"s{n}": filled(torch.int32, (500,), seed=n) for n in range(8)}
     items = write_file(storage, "f", {"large": large} | small)
     limits = limits_of(storage)._replace(max_scratch_bytes=1 << 16, max_segments=1)
@@ -202,7 +202,7 @@ def test_a_large_read_between_many_small_ones(storage: Storage, device: Simulate
 def test_forked_children_have_nothing_of_the_slots(
     storage: Storage, device: SimulatedDevice, pools: PinnedPools
 ) -> None:
-    """A child that is forked during a load would otherwise share pages that the device writes from."""
+    """A forked child does not have the pages from which data is copied to the device."""
     stored = torch.arange(1000)
     (item,) = write_file(storage, "f", {"t": stored}).values()
     target = device.declare(torch.zeros_like(stored))
@@ -215,7 +215,7 @@ def test_forked_children_have_nothing_of_the_slots(
 def test_slots_stay_for_the_next_load_until_they_are_closed(
     storage: Storage, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two loads make them once; closing frees them, whoever still refers to the pool."""
+    """Two loads use the same slots; closing frees them, even if the pool is still referenced."""
     made: list[weakref.ref[mmap.mmap]] = []
 
     def noted(nbytes: int) -> memoryview:
@@ -242,7 +242,7 @@ def test_slots_stay_for_the_next_load_until_they_are_closed(
 def test_reads_for_a_device_are_larger_where_there_are_cores(
     storage: Storage, device: SimulatedDevice, pools: PinnedPools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Items up to 32 MiB are read and hashed by one call each; more threads read less each; host targets as before."""
+    """On many cores, items up to 32 MiB are read and hashed in one call; more threads have smaller reads."""
     hashed: list[int] = []
     digest = digests._digest
 
@@ -279,7 +279,7 @@ def test_reads_for_a_device_are_larger_where_there_are_cores(
 def test_small_tensors_cross_the_bus_together(
     storage: Storage, device: SimulatedDevice, pools: PinnedPools, is_full: bool
 ) -> None:
-    """Of every dtype, beside others, parts and casts: one copy for a run of them; a send each if the device is full."""
+    """Adjacent small tensors of all dtypes cross the bus in one copy, or in one each if the device is full."""
     stored = {f"{dtype_name(dtype)}{n}": filled(dtype, (50, 7), seed=n) for dtype in ALL_DTYPES for n in range(3)}
     stored["large"] = filled(torch.int32, (300_000,))
     items = write_file(storage, "f", stored)

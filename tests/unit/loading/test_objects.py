@@ -1,12 +1,21 @@
-"""Objects are read as they were stored, checked before any of them is unpickled, and delivered."""
+"""Tests of objects: they are read as stored, checked before any is unpickled, and delivered."""
 
 from __future__ import annotations
 
+import array
+import collections
 import datetime
+import decimal
 import enum
+import fractions
 import functools
 import importlib
+import io
 import re
+import time
+import types
+import uuid
+import zoneinfo
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -30,7 +39,7 @@ unpickled: list[str] = []
 
 
 class Foreign:
-    """Notes when it is unpickled."""
+    """An object that records when it is unpickled."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         unpickled.append(state["name"])
@@ -92,7 +101,7 @@ def read_item(
 
 
 def test_objects_are_read_by_one_call_and_those_without_bytes_not_at_all() -> None:
-    """Their bytes come back beside their items, in order, with the count of what was read."""
+    """All objects are read in one call; the results are in order, with the number of bytes read."""
     contents = {"a": b"123", "empty": b"", "b": b"45678"}
     calls: list[list[str]] = []
 
@@ -112,7 +121,7 @@ def test_objects_are_read_by_one_call_and_those_without_bytes_not_at_all() -> No
 
 
 def test_an_object_that_is_refused_is_named_and_never_unpickled() -> None:
-    """With how many more there are; the error says what could be done."""
+    """The error names one key, the number of others, and what to do; no object is unpickled."""
     objects = [(read_item(key), saved(value)) for key, value in (("fine", [1]), ("odd", foreign("x")), ("b", Member.A))]
     with pytest.raises(UntrustedObject, match=r"'odd' and 1 more in /ckpt could run code.*Foreign.*Member") as caught:
         check_trust("/ckpt", objects)
@@ -122,7 +131,7 @@ def test_an_object_that_is_refused_is_named_and_never_unpickled() -> None:
 
 
 def test_an_object_that_nothing_would_have_saved_is_named() -> None:
-    """No advice to allow types would help."""
+    """The error gives no advice to allow types, because that would not help."""
     objects = [(read_item("odd"), archive(lambda _: b"\x80\x02R."))]
     with pytest.raises(
         UntrustedObject, match=r"'odd' in /ckpt could run code .*torch.save does not write such an object"
@@ -140,12 +149,28 @@ def test_an_object_that_nothing_would_have_saved_is_named() -> None:
         [Slotted(1), Frozen(datetime.date(2020, 1, 1)), Made(getattr, (Member, "A"))],
         [np.random.default_rng(0), np.ma.array([1], mask=[True]), np.rec.array([(1,)], dtype=[("x", "i4")])],
         [np.dtype("f4", metadata={"a": 1}), np.array(["a"], np.dtypes.StringDType())],
+        [np.zeros(2, [("a", "i4", (2,))]), np.array([1, "a"], dtype=object), np.datetime64("2020-01-01")],
+        [decimal.Decimal(1), fractions.Fraction(1, 3), uuid.UUID(int=5), array.array("d", [1.5])],
+        [time.gmtime(0), datetime.datetime(2020, 1, 1, tzinfo=zoneinfo.ZoneInfo("UTC"))],
+        [io.StringIO("x"), collections.ChainMap({}), collections.UserDict(a=1), types.SimpleNamespace(a=1)],
         [{"all": [Member.A, Settings(Bits.A, Outer.Inner(), []), Frozen(Slotted(2))]}, Point(3, np.arange(3))],
     ],
-    ids=["enum", "enums", "dataclass", "dataclasses", "numpy", "dtypes", "all"],
+    ids=[
+        "enum",
+        "enums",
+        "dataclass",
+        "dataclasses",
+        "numpy",
+        "dtypes",
+        "arrays",
+        "numbers",
+        "times",
+        "containers",
+        "all",
+    ],
 )
 def test_the_advice_is_complete(values: list[Any]) -> None:
-    """Following the message to the letter, once, is enough for all objects of a load."""
+    """Following the advice in the message once suffices for all objects of a load."""
     objects = [(read_item(str(number)), saved(value)) for number, value in enumerate(values)]
     with pytest.raises(UntrustedObject) as caught:
         check_trust("/ckpt", objects)
@@ -161,7 +186,7 @@ def test_the_advice_is_complete(values: list[Any]) -> None:
 
 
 def imported(name: str) -> Any:
-    """What a dotted name means, as in a program that imports its module."""
+    """Returns the value of a dotted name, as in a program that imports its module."""
     module, _, attributes = name.rpartition(".")
     while True:
         try:
@@ -174,7 +199,7 @@ def imported(name: str) -> Any:
 
 
 def test_what_cannot_be_loaded_here_is_named() -> None:
-    """As where another release of Python has a type elsewhere."""
+    """The error names the key of an object whose type this Python lacks."""
     content = archive(lambda _: b"\x80\x02cpathlib._elsewhere\nPath\n.")
     with pytest.raises(
         ReadError, match=r"'extra' in /ckpt cannot be loaded: ModuleNotFoundError: .*pathlib._elsewhere"
@@ -183,12 +208,12 @@ def test_what_cannot_be_loaded_here_is_named() -> None:
 
 
 def test_plain_objects_are_trusted() -> None:
-    """However often the same one comes."""
+    """Plain objects pass the check, even if one occurs several times."""
     check_trust("/ckpt", [(read_item(key), saved({"rate": 0.1, "names": ["x"]})) for key in "abc"])
 
 
 def test_an_object_is_handed_to_the_planner() -> None:
-    """As a stream of what was stored."""
+    """The planner gets a stream of the stored bytes."""
     planner = DefaultLoadPlanner()
     planner.state_dict = {"extra": None}
     planner.original_state_dict = planner.state_dict
@@ -198,7 +223,7 @@ def test_an_object_is_handed_to_the_planner() -> None:
 
 
 def test_a_tensor_that_was_stored_as_an_object_is_copied_to_its_target() -> None:
-    """The region of it that the plan asks for, converted to the target's dtype."""
+    """The target gets the region in the plan, converted to its dtype."""
     planner = DefaultLoadPlanner()
     planner.state_dict = {"x": torch.zeros(2, 3, dtype=torch.float64)}
     item = read_item("x", LoadItemType.TENSOR, (1, 1), (2, 3))
@@ -207,7 +232,7 @@ def test_a_tensor_that_was_stored_as_an_object_is_copied_to_its_target() -> None
 
 
 def test_a_tensor_that_was_stored_as_an_object_is_unpickled_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have been on a GPU that is not here; and a class that cannot be narrowed is not, where all is wanted."""
+    """The tensor is unpickled in host memory, and is not narrowed if all of it is needed."""
     places = []
     load = torch.load
 

@@ -1,4 +1,4 @@
-"""Plans against a naive reference: executed on files in memory, they bring exactly what was asked for."""
+"""Tests of read plans against a naive reference, which executes them on files in memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ REAL = Limits(MAX_SCRATCH_BYTES, ReadTuning.max_gap_bytes, MAX_SEGMENTS, layout_
 
 @contextmanager
 def blocks_of(nbytes: int) -> Iterator[None]:
-    """Small blocks, so that small tensors have many."""
+    """Sets a small block size, so that small tensors have many blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout_module, "_MIN_BLOCK", nbytes)
         yield
@@ -65,7 +65,7 @@ def blocks_of(nbytes: int) -> Iterator[None]:
 
 
 def bytes_of_box(request: ReadTarget) -> np.ndarray:
-    """The positions, in the tensor's data, of a region's bytes in C order."""
+    """Returns the positions of a region's bytes in the tensor's data, in C order."""
     elements = np.arange(math.prod(request.shape)).reshape(request.shape)
     part = elements[tuple(slice(a, a + n) for a, n in zip(request.region.start, request.region.size, strict=True))]
     return (part.reshape(-1, 1) * request.itemsize + np.arange(request.itemsize)).reshape(-1)
@@ -81,7 +81,7 @@ def contents_of_files(requests: Sequence[ReadTarget]) -> dict[str, np.ndarray]:
 
 
 def execute(operations: Sequence[ReadOperation], requests: Sequence[ReadTarget]) -> list[np.ndarray]:
-    """Carries a plan out; fails where a byte of a target is never written, or is written with another one's value."""
+    """Executes a plan; fails if a byte of a target is never written, or gets another byte's value."""
     files = contents_of_files(requests)
     wanted = {request: bytes_of_box(request) for request in requests}
     targets = {request: np.full(positions.size, -1, dtype=np.int16) for request, positions in wanted.items()}
@@ -105,7 +105,7 @@ def execute(operations: Sequence[ReadOperation], requests: Sequence[ReadTarget])
 
 
 def check_plan(requests: Sequence[ReadTarget], *, verify: bool, bounds: Limits) -> list[ReadOperation]:
-    """Plans, executes, and checks every promise of the plan."""
+    """Plans and executes reads, and checks every promise of the plan."""
     operations = plan_reads(requests, bounds.of_planner, verify=verify)
     execute(operations, requests)
     places = [(operation.file, operation.offset) for operation in operations]
@@ -146,7 +146,7 @@ def check_segment(segment: Segment, *, verify: bool, bounds: Limits) -> None:
 
 
 def longest_run_for_nothing(requests: Sequence[ReadTarget], operations: Sequence[ReadOperation], verify: bool) -> int:
-    """The longest run of bytes that a plan reads though no request needs them (nor, with digests, their block)."""
+    """Returns the longest run of bytes that a plan reads, and neither a target nor its block's digest needs."""
     longest = 0
     needed = {file: np.zeros(data.size, dtype=bool) for file, data in contents_of_files(requests).items()}
     for request in requests:
@@ -170,7 +170,7 @@ def longest_run_for_nothing(requests: Sequence[ReadTarget], operations: Sequence
 
 @st.composite
 def plans(draw: st.DrawFn) -> list[ReadTarget]:
-    """Boxes of several tensors in several files; tensors lie in their files without overlapping, at odd offsets."""
+    """Generates regions of several tensors in several files; the tensors do not overlap, and have odd offsets."""
     ends: Counter[str] = Counter()
     requests = []
     for _ in range(draw(st.integers(1, 4))):
@@ -202,14 +202,14 @@ small_limits = st.builds(
 @settings(max_examples=300)
 @given(plans(), st.booleans(), small_limits)
 def test_executing_a_plan_gives_exactly_the_boxes(requests: list[ReadTarget], verify: bool, small: Limits) -> None:
-    """Any regions of any tensors, under any limits: bit-exact, no byte read twice, in order, within the bounds."""
+    """For any regions and limits, the plan is exact, ordered and within the limits, and reads no byte twice."""
     with blocks_of(small.block):
         check_plan(requests, verify=verify, bounds=small)
 
 
 @given(plans())
 def test_real_limits_read_small_tensors_of_a_file_at_once(requests: list[ReadTarget]) -> None:
-    """Whatever lies within the largest gap of each other is one operation a file."""
+    """Small tensors within the largest gap of each other are one operation per file."""
     operations = check_plan(requests, verify=True, bounds=REAL)
     assert len(operations) == len({request.item.file for request in requests})
 
@@ -223,7 +223,7 @@ def request_of(
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_whole_tensor_goes_straight_to_its_target(verify: bool) -> None:
-    """A large contiguous target is read into in operations of 8 MiB, without any scratch memory."""
+    """A large contiguous target is read in operations of 8 MiB, without scratch memory."""
     shape = (10 << 20,)
     operations = check_plan([request_of(shape, Region((0,), shape), in_place=True)], verify=verify, bounds=REAL)
     segments = [segment for operation in operations for segment in operation.segments]
@@ -233,7 +233,7 @@ def test_a_whole_tensor_goes_straight_to_its_target(verify: bool) -> None:
 
 
 def test_a_verified_row_slice_reads_at_most_two_blocks_more_than_it_needs() -> None:
-    """Only the blocks at the ends of the slice go through scratch memory, the rest straight to the target."""
+    """Only the blocks at the ends of the slice use scratch memory; the rest is read into the target."""
     shape = (1000, 1000)
     request = request_of(shape, Region((301, 0), (400, 1000)), itemsize=4, in_place=True)
     operations = check_plan([request], verify=True, bounds=REAL)
@@ -245,7 +245,7 @@ def test_a_verified_row_slice_reads_at_most_two_blocks_more_than_it_needs() -> N
 
 
 def test_an_unverified_row_slice_reads_exactly_its_bytes() -> None:
-    """Without digests, not a byte more than is wanted."""
+    """Without verify, exactly the bytes of the slice are read."""
     request = request_of((1000, 1000), Region((301, 0), (400, 1000)), itemsize=4, in_place=True)
     (operation,) = check_plan([request], verify=False, bounds=REAL)
     assert (operation.offset, operation.nbytes) == (301 * 4000, 400 * 4000)
@@ -257,7 +257,7 @@ def test_an_unverified_row_slice_reads_exactly_its_bytes() -> None:
     st.integers(1, 80),
 )
 def test_batches_are_the_operation(runs: list[tuple[int, int]], begin: int, most: int) -> None:
-    """Every segment is in one, in order; each batch has as many as fit, and one that is too large is alone."""
+    """Batches have all segments in order, as many as fit each; a segment that is too large is alone."""
     operation = ReadOperation("f", begin)
     limits = ReadLimits(40, 10_000)
     for gap, nbytes in runs:
@@ -274,7 +274,7 @@ def test_batches_are_the_operation(runs: list[tuple[int, int]], begin: int, most
 
 
 def test_overlapping_requests_share_one_read() -> None:
-    """Two targets that want the same bytes (tied weights, replicas) have them read once."""
+    """Bytes that two targets need, as of tied weights and replicas, are read once."""
     shape = (1 << 20,)
     requests = [
         request_of(shape, Region((0,), shape), in_place=True),
@@ -298,7 +298,7 @@ def test_overlapping_requests_share_one_read() -> None:
 def test_what_lies_between_wanted_runs_is_not_read_where_it_is_long(
     shape: tuple[int, ...], region: Region, verify: bool
 ) -> None:
-    """A slice that is many runs is not read as the one run that encloses it, when its gaps exceed the largest gap."""
+    """A slice of several runs is not read as the run that encloses it if its gaps exceed the largest gap."""
     request = request_of(shape, region)
     operations = check_plan([request], verify=verify, bounds=REAL)
     assert longest_run_for_nothing([request], operations, verify) <= REAL.gap
@@ -307,14 +307,14 @@ def test_what_lies_between_wanted_runs_is_not_read_where_it_is_long(
 @given(plans(), st.booleans(), small_limits)
 @example([request_of((2, 50, 4), Region((0, 0, 1), (2, 1, 2)))], False, Limits(4096, 8, 512, 16))
 def test_runs_for_nothing_are_bounded(requests: list[ReadTarget], verify: bool, small: Limits) -> None:
-    """No operation reads a run longer than the largest gap that neither a request nor the digest of a block needs."""
+    """No operation reads a longer run than the largest gap that neither a target nor the digest of a block needs."""
     with blocks_of(small.block):
         operations = plan_reads(requests, small.of_planner, verify=verify)
         assert longest_run_for_nothing(requests, operations, verify) <= small.gap
 
 
 def test_small_tensors_far_apart_are_read_apart() -> None:
-    """A gap of 64 KiB is read over, a larger one is not."""
+    """A gap of 64 KiB is read, and a larger one is skipped."""
     small = Region((0,), (100,))
     near = [request_of((100,), small, at=0), request_of((100,), small, at=100 + REAL.gap)]
     far = [request_of((100,), small, at=0), request_of((100,), small, at=101 + REAL.gap)]
@@ -323,19 +323,19 @@ def test_small_tensors_far_apart_are_read_apart() -> None:
 
 
 def test_an_operation_has_no_more_segments_than_one_preadv_takes() -> None:
-    """2,000 small tensors in a row: several operations, with gaps counted no more than 1,024 buffers each."""
+    """An operation has at most 512 segments, so that with gaps it has at most 1,024 buffers."""
     requests = [request_of((10,), Region((0,), (10,)), at=11 * number) for number in range(2000)]
     operations = check_plan(requests, verify=True, bounds=REAL)
     assert [len(operation.segments) for operation in operations] == [512, 512, 512, 464]
 
 
 def test_nothing_wanted_is_nothing_read() -> None:
-    """An empty load needs no operation."""
+    """An empty load has no operations."""
     assert plan_reads([], ReadLimits(0), verify=True) == []
 
 
 def test_zero_dimensional_tensors_are_read_straight() -> None:
-    """A 0-dim tensor is one element, in one direct segment."""
+    """A 0-dim tensor is one element, in one segment that is read into the target."""
     request = request_of((), Region((), ()), itemsize=8, in_place=True, at=24)
     (operation,) = check_plan([request], verify=True, bounds=REAL)
     assert [(s.start, s.stop, s.target_offset) for s in operation.segments] == [(0, 8, 0)]

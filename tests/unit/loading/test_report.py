@@ -1,4 +1,4 @@
-"""What is said of a load: its report, its log, and its progress."""
+"""Tests of the report of a load: its fields, its spans and its log record."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ REPORT = LoadReport(
 
 
 def test_a_report_says_its_rate() -> None:
-    """Of all its seconds; without any, there is none."""
+    """The rate counts all seconds; a report without seconds has the rate 0."""
     assert REPORT.gigabytes_per_second == 2.0
     assert dataclasses.replace(REPORT, seconds=0.0).gigabytes_per_second == 0.0
 
 
 def test_a_report_as_a_line_of_a_log() -> None:
-    """Path, rank, amount, time and rate."""
+    """A report as text has the path, the rank, the amounts, the times and the rate."""
     assert str(REPORT) == (
         "/ckpt: rank 3 loaded 1,234 item(s), 5,000.0 MB in 2.500 s, 2.00 GB/s (seconds: plan 0.500, read 2.000)"
     )
 
 
 def test_a_report_cannot_be_changed() -> None:
-    """It is a record of what was."""
+    """A report is frozen."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         REPORT.nbytes = 1  # type: ignore[misc]
 
 
 def test_the_times_of_a_report_add_up() -> None:
-    """Planning ends where reading begins, and both are within what the test itself measures."""
+    """The parts of the load add up to its duration, which is within what the test measures."""
     before, begin = time.time(), time.perf_counter()
     clock = LoadClock()
     clock.begin_reading()
@@ -59,7 +59,7 @@ def test_the_times_of_a_report_add_up() -> None:
 
 
 def test_the_spans_of_a_load_are_its_times() -> None:
-    """The reads of a file are one span, from the first to the last, with all of their bytes."""
+    """The reads of a file become one span, from the first to the last, with all of their bytes."""
     clock = LoadClock()
     clock.has_metadata()
     clock.begin_reading()
@@ -86,7 +86,7 @@ def test_the_spans_of_a_load_are_its_times() -> None:
 
 
 def test_a_report_is_logged_and_handed_to_the_user(caplog: pytest.LogCaptureFixture) -> None:
-    """One line at INFO; without a callback only that."""
+    """A report is logged in one line at INFO, and passed to the callback, if any."""
     reports: list[LoadReport] = []
     with caplog.at_level(logging.INFO, "dcp_tensorizer"):
         publish(REPORT, reports.append)
@@ -96,7 +96,7 @@ def test_a_report_is_logged_and_handed_to_the_user(caplog: pytest.LogCaptureFixt
 
 
 def test_an_error_of_the_users_callback_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """With its traceback; nothing is raised."""
+    """The callback's error is logged with its traceback, and not raised."""
 
     def fail(report: LoadReport) -> None:
         raise RuntimeError("no dashboard")

@@ -1,4 +1,4 @@
-"""Reads are exact and bounded, and damage is found, named, and never silent."""
+"""Tests of `fetch`: reads are exact and bounded, and damage is found and named."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .stored import target_for, write_file
 
 
 def test_progress_counts_up_to_the_total(storage: Storage) -> None:
-    """One call at a time, each with more bytes than the last, until all are done."""
+    """Progress is reported by one call at a time, each with more bytes than the one before, until all are read."""
     stored = torch.zeros(20 << 20, dtype=torch.uint8)
     (item,) = write_file(storage, "f", {"t": stored}).values()
     calls: list[tuple[int, int]] = []
@@ -54,7 +54,7 @@ def test_progress_counts_up_to_the_total(storage: Storage) -> None:
 
 
 def reads_of(storage: Storage, targets: list[ReadTarget], **options: Any) -> list[tuple[str, int, list[int]]]:
-    """Fetches, and says of each read which thread made it, from where, and the sizes of its buffers."""
+    """Fetches targets; returns the thread, the offset and the sizes of the buffers of each read."""
     reads: list[tuple[str, int, list[int]]] = []
     read_into = LocalFile.read_into
 
@@ -70,7 +70,7 @@ def reads_of(storage: Storage, targets: list[ReadTarget], **options: Any) -> lis
 
 
 def test_reads_are_cut_for_the_cache(storage: Storage, verify: bool) -> None:
-    """Large tensors into slices, runs of small ones, gaps included, between them; not where nothing is hashed."""
+    """Hashed data is read in slices of large tensors, and in runs of small ones with their gaps; other data at once."""
     sizes = {"a": 300_000, "gap": 10_000, "b": 400_000, "c": 300_000, "large": (2 << 20) + 100}
     tensors = {key: filled(torch.uint8, (size,), seed=size) for key, size in sizes.items()}
     items = write_file(storage, "f", tensors)
@@ -90,7 +90,7 @@ def test_reads_are_cut_for_the_cache(storage: Storage, verify: bool) -> None:
 def test_what_other_ranks_read_too_comes_through_the_page_cache(
     storage: Storage, tmp_path: Path, verify: bool, shared: bool
 ) -> None:
-    """Also of a load that goes past it, into targets of any layout; both are what was saved, and damage shows."""
+    """A load that bypasses the page cache still reads shared data through it; data is exact, and damage is found."""
     tensors = {key: filled(torch.int32, (1000, 700), seed=n) for n, key in enumerate("abc")}
     items = write_file(storage, "f", tensors)
     loaded = {key: torch.empty_like(tensor) for key, tensor in tensors.items()}
@@ -128,7 +128,7 @@ def test_the_page_cache_keeps_what_there_is_room_for(
     ranks: int,
     stays: bool,
 ) -> None:
-    """Twice what all ranks of the machine read, in units of half of what this one does; or as the user says."""
+    """Data stays in the page cache if that can hold twice what the machine's ranks read (3 MiB each), or as chosen."""
     tensor = filled(torch.uint8, (3 << 20,))
     (item,) = write_file(storage, "f", {"t": tensor}).values()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
@@ -141,7 +141,7 @@ def test_the_page_cache_keeps_what_there_is_room_for(
 
 
 class Watched(RangeReader):
-    """Reads as another reader does; calls a function before each read."""
+    """A reader that calls a function before each read."""
 
     def __init__(self, file: RangeReader, before: Callable[[], object]) -> None:
         self._file = file
@@ -161,7 +161,7 @@ class Watched(RangeReader):
 def test_a_load_has_as_many_threads_as_suit_the_storage_or_as_the_user_says(
     storage: Storage, monkeypatch: pytest.MonkeyPatch, asked: int | None, suits: tuple[int, int], expected: int
 ) -> None:
-    """As many reads are in progress at once, and no more; the user's number stands for the first and for the most."""
+    """Exactly as many reads run at once as the storage's tuning, or the user, sets."""
     storage.reads = replace(storage.reads, min_threads=suits[0], max_threads=suits[1])
     stored = filled(torch.uint8, (1000,))
     items = [write_file(storage, name, {"t": stored})["t"] for name in "abcdef"]
@@ -180,7 +180,7 @@ def test_a_load_has_as_many_threads_as_suit_the_storage_or_as_the_user_says(
 
 
 def test_threads_join_a_load_that_waits_for_the_storage(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the storage's smallest number up to its largest."""
+    """The number of threads grows from the storage's minimum to its maximum."""
     storage.reads = replace(storage.reads, min_threads=1, max_threads=3)
     stored = filled(torch.uint8, (1000,))
     items = [write_file(storage, name, {"t": stored})["t"] for name in "abcdef"]
@@ -200,7 +200,7 @@ def test_threads_join_a_load_that_waits_for_the_storage(storage: Storage, monkey
 
 
 def test_a_file_is_open_from_its_first_read_to_its_last(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many files there are and however many reads each takes, one thread has one of them open."""
+    """A single thread has one file open at a time, from the file's first read to its last."""
     tensors = {str(n): filled(torch.uint8, (100_000,), seed=n) for n in range(3)}
     items = {name: write_file(storage, name, tensors) for name in "abc"}
     events: list[str] = []
@@ -224,12 +224,12 @@ def test_a_file_is_open_from_its_first_read_to_its_last(storage: Storage, monkey
 
 
 def test_nothing_wanted(storage: Storage) -> None:
-    """No file is opened, no byte read."""
+    """Without targets, no file is opened and no byte is read."""
     assert fetch(storage, [], threads=1, verify=True) == 0
 
 
 def test_scratch_memory_is_bounded(storage: Storage) -> None:
-    """A strided load of 40 MiB by one thread never holds more than an operation of it besides the target."""
+    """A strided load of 40 MiB by one thread holds at most one operation of 8 MiB beside the target."""
     stored = torch.zeros(40 << 10, 1 << 10, dtype=torch.uint8)
     (item,) = write_file(storage, "f", {"t": stored}).values()
     target = torch.ones(1 << 10, 40 << 10, dtype=torch.uint8).t()
@@ -251,7 +251,7 @@ def test_scratch_memory_is_bounded(storage: Storage) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), min_size=1, max_size=8), st.integers(0, 50))
 def test_gaps_lie_between_the_places(runs: list[tuple[int, int]], begin: int) -> None:
-    """Filled in order, each place has its segment's bytes; a run is a gap and the bytes after it."""
+    """The buffers of a read are the memories of its segments, with gaps between them, in order."""
     segments = []
     stop = begin
     for gap, nbytes in runs:
@@ -274,7 +274,7 @@ def test_gaps_lie_between_the_places(runs: list[tuple[int, int]], begin: int) ->
 
 @pytest.fixture
 def damaged(tmp_path: Path) -> Iterator[tuple[Storage, torch.Tensor, StoredItem, Path]]:
-    """A tensor of three blocks in a file that a test may damage; no descriptor may be left open afterwards."""
+    """Yields a tensor of three blocks in a file that a test may damage; checks that no descriptor stays open."""
     storage = open_storage(tmp_path)
     stored = filled(torch.uint8, (150_000,))
     (item,) = write_file(storage, "f", {"layer.weight": stored}).values()
@@ -289,7 +289,7 @@ def damaged(tmp_path: Path) -> Iterator[tuple[Storage, torch.Tensor, StoredItem,
 def test_a_damaged_byte_is_found_and_named(
     damaged: tuple[Storage, torch.Tensor, StoredItem, Path], position: int, kind: str
 ) -> None:
-    """The error has the key, the file and the place of the block; without verifying, the byte is read as it is."""
+    """The error names the key, the file and the damaged block; without verify, the byte is read as it is stored."""
     storage, stored, item, path = damaged
     flip(path, item.offset + position)
     target = torch.empty_like(stored) if kind == "direct" else torch.empty(150_000, 2, dtype=torch.uint8)[:, 0]
@@ -306,7 +306,7 @@ def test_a_damaged_byte_is_found_and_named(
 def test_damage_outside_of_what_is_wanted_does_not_matter(
     damaged: tuple[Storage, torch.Tensor, StoredItem, Path],
 ) -> None:
-    """Blocks that nobody asks for are not read, so not checked."""
+    """Damage in a block that no target needs is not found, because the block is not read."""
     storage, stored, item, path = damaged
     flip(path, item.offset + 100_000)
     target = torch.empty(1000, dtype=torch.uint8)
@@ -317,7 +317,7 @@ def test_damage_outside_of_what_is_wanted_does_not_matter(
 
 
 def test_metadata_without_digests_verifies_nothing(damaged: tuple[Storage, torch.Tensor, StoredItem, Path]) -> None:
-    """Missing digests are a mismatch, not a pass."""
+    """Missing digests are a mismatch."""
     storage, stored, item, _ = damaged
     with pytest.raises(ChecksumMismatch):
         fetch(
@@ -330,7 +330,7 @@ def test_metadata_without_digests_verifies_nothing(damaged: tuple[Storage, torch
 
 @pytest.mark.parametrize("first_row", [0, 5], ids=["whole", "part"])
 def test_a_flip_in_any_slice_is_found(storage: Storage, tmp_path: Path, first_row: int) -> None:
-    """Of a tensor that is read and hashed in several; the error names the damaged block and no other."""
+    """The error names only the damaged block of a tensor that is read and hashed in several slices."""
     stored = filled(torch.uint8, (100, 35_000))
     (item,) = write_file(storage, "f", {"t": stored}).values()
     region = Region((first_row, 0), (100 - first_row, 35_000))
@@ -349,7 +349,7 @@ def test_a_flip_in_any_slice_is_found(storage: Storage, tmp_path: Path, first_ro
 def test_a_truncated_file_is_an_error_and_never_zeros(
     damaged: tuple[Storage, torch.Tensor, StoredItem, Path], verify_: bool
 ) -> None:
-    """The error has the key, the file and the offset."""
+    """The error names the key, the file and the offset."""
     storage, stored, item, path = damaged
     os.truncate(path, item.offset + 100_000)
     with pytest.raises(ReadError) as caught:
@@ -360,7 +360,7 @@ def test_a_truncated_file_is_an_error_and_never_zeros(
 
 
 def test_a_missing_file_is_an_error(damaged: tuple[Storage, torch.Tensor, StoredItem, Path]) -> None:
-    """The error has the file, and why it went after the look at all files; those opened before it are closed."""
+    """The error names the file that was removed after the check of all files; the files opened before are closed."""
     storage, stored, item, path = damaged
     target = torch.full_like(stored, 7)
     targets = [target_for("w", item._replace(file=name), stored, target) for name in ("f", "missing")]
@@ -374,7 +374,7 @@ def test_a_missing_file_is_an_error(damaged: tuple[Storage, torch.Tensor, Stored
     [(FileNotFoundError(), True), (OSError(errno.ESTALE, "stale"), True), (OSError(5, "I/O"), False)],
 )
 def test_an_object_that_is_gone_is_an_error(storage: Storage, error: OSError, is_gone: bool) -> None:
-    """Where files are not opened before they are read, the read says that the checkpoint was overwritten."""
+    """If a storage opens files only when they are read, the error says that the checkpoint was overwritten."""
     stored = torch.zeros(10)
     (item,) = write_file(storage, "f", {"t": stored}).values()
 
@@ -390,7 +390,7 @@ def test_an_object_that_is_gone_is_an_error(storage: Storage, error: OSError, is
 
 
 def test_one_damaged_tensor_among_many_is_the_error(storage: Storage, tmp_path: Path) -> None:
-    """The first failure stops what has not begun, and is what is raised."""
+    """The first failure is raised, and no further operation starts."""
     tensors = {f"layer.{n}": filled(torch.float32, (100_000,), seed=n) for n in range(30)}
     items = write_file(storage, "f", tensors)
     flip(tmp_path / "f", items["layer.17"].offset + 5)
@@ -400,7 +400,7 @@ def test_one_damaged_tensor_among_many_is_the_error(storage: Storage, tmp_path: 
 
 
 def test_an_unknown_failure_of_the_storage_is_a_read_error(storage: Storage) -> None:
-    """Whatever a backend raises is translated, with its text and without credentials."""
+    """An error of a backend becomes a ReadError with its text, without credentials."""
     stored = torch.zeros(10)
     (item,) = write_file(storage, "f", {"t": stored}).values()
 
@@ -420,7 +420,7 @@ def test_an_unknown_failure_of_the_storage_is_a_read_error(storage: Storage) -> 
 
 @pytest.mark.parametrize("shape", [(5,), (5_000_000,)], ids=["small", "of many segments"])
 def test_tied_targets_of_tensors_that_differ(storage: Storage, verify: bool, shape: tuple[int, ...]) -> None:
-    """Saved apart and loaded into one memory, a part of it or all: the last one is there as a whole, as with torch."""
+    """Tensors loaded into overlapping memory are read in order: the last one is whole, as with torch's reader."""
     stored = {name: filled(torch.float32, shape, seed) for seed, name in enumerate("abc")}
     items = write_file(storage, "f", stored)
     memory = torch.zeros(2 * shape[0])
@@ -440,7 +440,7 @@ def test_tied_targets_of_tensors_that_differ(storage: Storage, verify: bool, sha
 
 
 def test_inference_mode_is_that_of_the_thread_that_loads(storage: Storage) -> None:
-    """Its tensors take values in that mode alone, and the threads that read do not inherit it."""
+    """Tensors of inference mode can be written only in that mode, which new threads do not inherit."""
     stored = torch.arange(2000.0).view(40, 50)
     (item,) = write_file(storage, "f", {"t": stored}).values()
     with torch.inference_mode():

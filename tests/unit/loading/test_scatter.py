@@ -1,4 +1,4 @@
-"""What was read arrives in targets of every dtype and layout, and nowhere else."""
+"""Tests of scattering: data arrives in targets of every dtype and layout, and nowhere else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .stored import Items, Tensors, as_plain, part, target_for, write_file
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
 def test_every_dtype_comes_back_in_whole_and_in_parts(storage: Storage, dtype: torch.dtype, verify: bool) -> None:
-    """Bit-exact into contiguous memory, into strided memory, and as a region of it."""
+    """Every dtype is exact in contiguous and strided targets, whole and in part."""
     stored = filled(dtype, (9, 14))
     (item,) = write_file(storage, "f", {"t": stored}).values()
     region = Region((2, 3), (5, 8))
@@ -55,7 +55,7 @@ def test_every_dtype_comes_back_in_whole_and_in_parts(storage: Storage, dtype: t
 
 
 def test_zero_dimensional_tensors(storage: Storage, verify: bool) -> None:
-    """A scalar goes into a scalar."""
+    """A 0-dim tensor loads into a 0-dim tensor."""
     stored = torch.tensor(2.5)
     (item,) = write_file(storage, "f", {"t": stored}).values()
     target = torch.tensor(0.0)
@@ -64,7 +64,7 @@ def test_zero_dimensional_tensors(storage: Storage, verify: bool) -> None:
 
 
 def test_other_dtypes_are_converted(storage: Storage, verify: bool) -> None:
-    """As ``Tensor.copy_`` converts."""
+    """Values are converted as by ``Tensor.copy_``."""
     stored = torch.randn(50, 3, generator=torch.Generator().manual_seed(0))
     (item,) = write_file(storage, "f", {"t": stored}).values()
     targets = [torch.empty(50, 3, dtype=dtype) for dtype in (torch.bfloat16, torch.float64, torch.complex64)]
@@ -73,7 +73,7 @@ def test_other_dtypes_are_converted(storage: Storage, verify: bool) -> None:
 
 
 def test_lazily_conjugated_and_negated_targets(storage: Storage, verify: bool) -> None:
-    """What the target reads as afterwards is what was stored; its memory holds the conjugate."""
+    """The target's values are the stored ones; its memory holds their conjugates or negatives."""
     stored = torch.randn(4, 5, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
     items = write_file(storage, "f", {"z": stored, "imag": stored.imag.contiguous()})
     base, other = torch.zeros(4, 5, dtype=torch.complex64), torch.zeros(4, 5, dtype=torch.complex64)
@@ -90,7 +90,7 @@ def test_lazily_conjugated_and_negated_targets(storage: Storage, verify: bool) -
 
 
 def test_memory_around_a_target_is_left_alone(storage: Storage, verify: bool) -> None:
-    """A direct read of a row slice writes the slice and nothing beside it."""
+    """A read into a row slice changes no memory outside the slice."""
     stored = filled(torch.uint8, (300, 1000))
     (item,) = write_file(storage, "f", {"t": stored}).values()
     base = torch.full((302, 1000), 7, dtype=torch.uint8)
@@ -106,7 +106,7 @@ DTYPES = [torch.int64, torch.uint8, torch.float32, torch.bfloat16, torch.int16]
 
 @st.composite
 def loads(draw: st.DrawFn) -> list[tuple[int, Region, str]]:
-    """Which regions of the tensors below to load, and into what."""
+    """Generates regions of the tensors below, and kinds of targets for them."""
     chosen = []
     for _ in range(draw(st.integers(1, 5))):
         number = draw(st.integers(0, len(SHAPES) - 1))
@@ -126,7 +126,7 @@ def empty_target(region: Region, dtype: torch.dtype, kind: str) -> torch.Tensor:
 
 @contextmanager
 def small_blocks() -> Iterator[None]:
-    """Blocks of a few bytes, so that small tensors have many."""
+    """Sets blocks of a few bytes, so that small tensors have many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout_module, "_MIN_BLOCK", 16)
         yield
@@ -134,7 +134,7 @@ def small_blocks() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Storage, Tensors, Items]:
-    """Two files of tensors whose blocks are of 16 bytes, in a storage that is read in small slices."""
+    """Returns a storage that is read in small slices, and two files in it with blocks of 16 bytes."""
     storage = open_storage(tmp_path_factory.mktemp("several"))
     storage.reads = replace(storage.reads, slice_bytes=24)
     tensors = {str(n): torch.arange(math.prod(shape)).view(shape).to(DTYPES[n]) for n, shape in enumerate(SHAPES)}
@@ -149,7 +149,7 @@ def several(tmp_path_factory: pytest.TempPathFactory) -> tuple[Storage, Tensors,
 def test_any_regions_into_any_targets(
     several: tuple[Storage, Tensors, Items], chosen: list[tuple[int, Region, str]], check: bool
 ) -> None:
-    """Many at once, of two files, overlapping, in operations of a few bytes: each target holds its region."""
+    """Many overlapping regions of two files, read in operations of a few bytes, fill exactly their targets."""
     storage, tensors, items = several
     limits = ReadLimits(max_gap_bytes=8, max_coalesced_bytes=64, max_scratch_bytes=64)
     targets = []
@@ -165,7 +165,7 @@ def test_any_regions_into_any_targets(
 
 @pytest.mark.parametrize("kind", ["as it is", "transposed"])
 def test_a_segment_fills_its_part_of_each_target_and_no_other_target(storage: Storage, kind: str) -> None:
-    """An exchange delivers segments to all targets of a tensor, also to those that want none of their bytes."""
+    """An exchange passes segments to all targets of a tensor, even to targets that need none of the segment's bytes."""
     stored = torch.arange(80, dtype=torch.int32).view(20, 4)
     item = write_file(storage, "f", {"t": stored})["t"]
     regions = [Region((0, 0), (5, 4)), Region((5, 0), (5, 4)), Region((12, 0), (8, 4))]
@@ -180,7 +180,7 @@ def test_a_segment_fills_its_part_of_each_target_and_no_other_target(storage: St
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
 def test_elements_of_every_dtype_are_copied_from_strided_memory(dtype: torch.dtype) -> None:
-    """Also of those one-byte dtypes for which torch has no copy kernel."""
+    """One-byte dtypes without a copy kernel in torch are copied, too."""
     source = filled(dtype, (7, 4)).t()
     target = filled(dtype, (4, 9), seed=1)[:, 2:9]
     before = raw(as_plain(filled(dtype, (4, 9), seed=1))[:, :2])
@@ -190,7 +190,7 @@ def test_elements_of_every_dtype_are_copied_from_strided_memory(dtype: torch.dty
 
 
 def test_a_part_is_a_view_of_the_region_in_a_tensor_that_holds_a_larger_one() -> None:
-    """Both regions count from the beginning of the stored tensor."""
+    """Both regions count from the start of the stored tensor."""
     tensor = torch.arange(12).view(3, 4)
     view = part_of(tensor, Region((11, 22), (2, 1)), Region((10, 20), (3, 4)))
     assert view.tolist() == [[6], [10]]

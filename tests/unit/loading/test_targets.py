@@ -1,4 +1,4 @@
-"""What is read for a target: whether it fits, whether it is one run of bytes, and whether it is read in place."""
+"""Tests of targets: whether an item fits its target, is one run of bytes, and is read in place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ...lab.seams import stored_item
 
 
 def test_only_plain_host_memory_is_read_in_place() -> None:
-    """Same dtype, C order, on the CPU, neither conjugated nor negated; anything else goes through scratch memory."""
+    """A target in host memory is read in place if it has the stored dtype and C order, and is not lazily conjugated."""
     assert can_read_in_place(torch.empty(3, 4), torch.float32)
     assert can_read_in_place(torch.empty(6, 4)[2:], torch.float32)
     assert not can_read_in_place(torch.empty(3, 4), torch.float64)
@@ -38,7 +38,7 @@ def test_only_plain_host_memory_is_read_in_place() -> None:
 
 
 def test_a_region_is_one_run_of_bytes_or_not() -> None:
-    """Of every region of a small tensor, compared with the positions of its elements."""
+    """The run of every region of a small tensor matches the positions of the region's elements."""
     shape = (3, 2, 4)
     positions = torch.arange(math.prod(shape)).view(shape)
     item = stored_item(24 * 2, dtype="int16")
@@ -52,7 +52,7 @@ def test_a_region_is_one_run_of_bytes_or_not() -> None:
 
 
 def test_targets_that_share_memory_are_read_one_by_one() -> None:
-    """Contiguous or not, in the order of the plan; all that lies side by side is read at the same time."""
+    """Overlapping targets, contiguous or not, are read in the order of the plan, and all others at the same time."""
     memory = torch.zeros(100)
     tensors = {
         "a": memory[:16].view(4, 4),
@@ -93,7 +93,7 @@ def targets_in(
     world_size: int = 1,
     casts: Casts | None = None,
 ) -> list[ReadTarget]:
-    """What to read for an item of a plan that has a tensor's shape, of a stored chunk of 2 x 5 elements."""
+    """Returns the targets of an item of a tensor's shape in a stored chunk of 2 x 5 elements."""
     size = tuple(tensor.shape) if lengths is None else lengths
     region = Region((0, 0), size)
     pieces = [Piece(stored_item(40, dtype=dtype), (2, 5), region, region)] if pieces is None else pieces
@@ -102,16 +102,16 @@ def targets_in(
     return targets_of("/ckpt", METADATA, world_size, {} if casts is None else casts, read_item, pieces, tensor)
 
 
-def test_of_a_fake_tensor_nothing_is_read() -> None:
-    """Its shape is all that is wanted, also where it would fit."""
+def test_a_fake_tensor_has_no_targets() -> None:
+    """A fake tensor takes no elements, whether it fits the item or not."""
     with FakeTensorMode():
         assert targets_in(torch.empty(2, 5)) == targets_in(torch.empty(3)) == []
     (target,) = targets_in(torch.empty(2, 5))
     assert (target.region, target.in_place) == (ROWS, True)
 
 
-def test_what_is_read_for_an_item_of_a_plan() -> None:
-    """The region of the stored chunk goes to the whole tensor, under the key of the target."""
+def test_an_item_of_a_plan_has_one_target() -> None:
+    """The region of the stored chunk goes to the whole tensor, and has the key of the target."""
     tensor = torch.zeros(1, 3)
     (target,) = targets_in(
         tensor, [Piece(stored_item(40, dtype="float32"), (2, 5), Region((1, 2), (1, 3)), Region((0, 0), (1, 3)))]
@@ -122,7 +122,7 @@ def test_what_is_read_for_an_item_of_a_plan() -> None:
 
 
 def test_each_stored_chunk_goes_to_its_part_of_the_tensor() -> None:
-    """Two halves of rows, into two halves of the same memory."""
+    """Two chunks of rows go to the two halves of one tensor."""
     tensor = torch.zeros(4, 5)
     item = stored_item(40, dtype="float32")
     targets = targets_in(tensor, [Piece(item, (2, 5), ROWS, ROWS), Piece(item, (2, 5), ROWS, Region((2, 0), (2, 5)))])
@@ -132,14 +132,14 @@ def test_each_stored_chunk_goes_to_its_part_of_the_tensor() -> None:
 
 
 def test_an_item_without_elements_is_not_read() -> None:
-    """There is nothing to fetch for it, but it must fit its target."""
+    """An item without elements has no targets, but must fit its tensor."""
     assert targets_in(torch.zeros(0, 5), []) == []
-    with pytest.raises(ReadError, match="'y': stored"):
+    with pytest.raises(ReadError, match="'y' needs a target of shape"):
         targets_in(torch.zeros(0, 5), [], lengths=(0, 4))
 
 
 def test_other_ranks_read_columns_too_but_not_rows() -> None:
-    """Of rows that are cut by column, several ranks read the same bytes; alone, a rank shares with nobody."""
+    """If a tensor is cut by column, several ranks read the same bytes; if it is cut by row, or on one rank, none do."""
     columns, rows = torch.zeros(2, 3), torch.zeros(1, 5)
     targets = [targets_in(tensor, world_size=size) for tensor, size in ((columns, 2), (columns, 1), (rows, 2))]
     assert [target.shared for of_item in targets for target in of_item] == [True, False, False]
@@ -149,23 +149,23 @@ def test_other_ranks_read_columns_too_but_not_rows() -> None:
     ("tensor", "words"),
     [
         (torch.zeros(5).expand(2, 5), "share memory"),
-        (torch.zeros(2, 5, dtype=torch.int32), "does not convert to the torch.int32"),
+        (torch.zeros(2, 5, dtype=torch.int32), "cannot be converted to the torch.int32"),
     ],
     ids=["expanded", "dtype"],
 )
 def test_a_target_that_does_not_fit_is_an_error(tensor: torch.Tensor, words: str) -> None:
-    """It names the key."""
+    """The error names the key."""
     with pytest.raises(ReadError, match=f"'y'.*{words}"):
         targets_in(tensor)
 
 
 def test_a_target_of_another_shape_is_an_error() -> None:
-    """It names the key and both shapes."""
-    with pytest.raises(ReadError, match=r"'y': stored \(2, 5\) do not fit a target of \(3, 5\)"):
+    """The error names the key and both shapes."""
+    with pytest.raises(ReadError, match=r"'y' needs a target of shape \(2, 5\), got \(3, 5\)"):
         targets_in(torch.zeros(3, 5), lengths=(2, 5))
 
 
 def test_metadata_that_contradicts_itself_is_an_error() -> None:
-    """A chunk that has other bytes than its shape says."""
+    """A stored chunk whose size differs from its shape is an error."""
     with pytest.raises(MetadataError, match=r"/ckpt: 'y' of shape \(2, 5\) has 36 bytes stored"):
         targets_in(torch.zeros(2, 5), [Piece(stored_item(36, dtype="float32"), (2, 5), ROWS, ROWS)])

@@ -1,4 +1,4 @@
-"""Threads that work through operations: each once, and how many threads there are."""
+"""Tests of the threads of a load: each operation runs once, and threads start while others wait for the storage."""
 
 import functools
 import gc
@@ -18,22 +18,22 @@ from ...lab.processes import forget
 from ...lab.waiting import WAIT, Gate, Interrupted, in_thread, interrupted_inside
 
 clock = itertools.count(1.0)
-"""For threads that wait for all of the time."""
+"""The wall clock of threads that never use a core."""
 
 
 def busy_with(disk_bytes: int) -> Callable[[], Usage]:
-    """A thread that has spent all its time on a core whenever it looks, and has read so much from a disk since."""
+    """Returns the usage of a thread that is always on a core, and reads ``disk_bytes`` between two measurements."""
     looks = itertools.count()
 
     def usage() -> Usage:
         look = next(looks)
-        return Usage(float(look), float(look), look * disk_bytes)
+        return float(look), float(look), look * disk_bytes
 
     return usage
 
 
 def noted(done: list[int]) -> Callable[[int], int]:
-    """Does nothing with an operation but to note it down."""
+    """Returns a function that only records operations."""
 
     def run(operation: int) -> int:
         done.append(operation)
@@ -43,7 +43,7 @@ def noted(done: list[int]) -> Callable[[int], int]:
 
 
 def test_what_was_read_is_freed_at_once() -> None:
-    """When it returns, nothing refers to what the operations were about, also before the garbage collector comes."""
+    """When run_all returns, nothing refers to the operations, even before a garbage collection."""
 
     class Targets(list[int]):
         pass
@@ -52,35 +52,35 @@ def test_what_was_read_is_freed_at_once() -> None:
     kept = weakref.ref(targets)
     gc.disable()
     try:
-        run_all(range(3), functools.partial(_note, targets), min_threads=2, max_threads=2)
+        run_all(range(3), functools.partial(noted_in, targets), min_threads=2, max_threads=2)
         del targets
         assert kept() is None
     finally:
         gc.enable()
 
 
-def _note(targets: list[int], operation: int) -> int:
+def noted_in(targets: list[int], operation: int) -> int:
     targets.append(operation)
     return 1
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 1000])
-def test_every_operation_is_carried_out_once(count: int) -> None:
-    """However many there are; nothing to do is done at once."""
+def test_every_operation_runs_once(count: int) -> None:
+    """Any number of operations runs, each once."""
     done: list[int] = []
     run_all(range(count), noted(done), min_threads=3, max_threads=4)
     assert sorted(done) == list(range(count))
 
 
-def test_they_are_begun_in_their_order() -> None:
-    """One thread does them one after the other."""
+def test_operations_start_in_order() -> None:
+    """A single thread runs the operations in the given order."""
     done: list[int] = []
     run_all(range(100), noted(done), min_threads=1, max_threads=1)
     assert done == list(range(100))
 
 
-def test_threads_join_those_that_wait() -> None:
-    """Where the first one waits for the storage there are soon as many as it can use."""
+def test_threads_start_while_others_wait_for_the_storage() -> None:
+    """If the first thread waits for the storage, further threads start, up to max_threads."""
     all_there = threading.Barrier(4)
     begun, looks = itertools.count(1), itertools.count()
 
@@ -89,13 +89,13 @@ def test_threads_join_those_that_wait() -> None:
             all_there.wait(30)  # breaks if there are not four of them
         return 1
 
-    run_all(range(10), run, min_threads=1, max_threads=4, usage=lambda: Usage(float(next(looks)), 0.0, 0))
+    run_all(range(10), run, min_threads=1, max_threads=4, usage=lambda: (float(next(looks)), 0.0, 0))
     assert next(begun) == 11
 
 
 @pytest.mark.parametrize("possible", [0, 1, 3])
 def test_a_system_without_more_threads(possible: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that could be started do all of it, or else the calling thread."""
+    """The threads that could be started run all operations; without any, the calling thread does."""
     started = 0
     start = threading.Thread.start
 
@@ -108,26 +108,26 @@ def test_a_system_without_more_threads(possible: int, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(threading.Thread, "start", bounded)
     done: list[int] = []
-    run_all(range(100), noted(done), min_threads=2, max_threads=8, usage=lambda: Usage(next(clock), 0.0, 0))
+    run_all(range(100), noted(done), min_threads=2, max_threads=8, usage=lambda: (next(clock), 0.0, 0))
     assert sorted(done) == list(range(100))
     assert started > possible
 
 
-def test_no_threads_join_those_that_are_busy() -> None:
-    """What comes from the page cache keeps each thread busy, and more of them would only be in the way."""
+def test_no_threads_start_while_others_are_busy() -> None:
+    """Reads from the page cache keep each thread on a core, so no further thread starts."""
     threads: set[str] = set()
 
     def run(operation: int) -> int:
         threads.add(threading.current_thread().name)
         return 8 << 20
 
-    # From the disk comes the file's own table of blocks, say, while what is in the blocks is cached.
+    # The disk delivers the file's table of blocks, for example, while the blocks themselves are cached.
     run_all(range(1000), run, min_threads=2, max_threads=8, usage=busy_with(64 << 10))
     assert len(threads) <= 2
 
 
-def test_threads_join_those_that_read_from_a_disk() -> None:
-    """Also where they are busy all the time, as when they decrypt what they have read."""
+def test_threads_start_while_others_read_from_a_disk() -> None:
+    """Threads that read from a disk get help even if they are always on a core, for example to decrypt."""
     all_there = threading.Barrier(4)
     begun = itertools.count(1)
 
@@ -140,37 +140,39 @@ def test_threads_join_those_that_read_from_a_disk() -> None:
     assert next(begun) == 101
 
 
-def test_what_comes_from_a_disk_is_counted_and_what_comes_from_the_page_cache_is_not(tmp_path: Path) -> None:
-    """By the kernel, for each thread."""
+def test_reads_from_a_disk_are_counted_and_reads_from_the_page_cache_are_not(tmp_path: Path) -> None:
+    """The kernel counts the bytes from disks for each thread."""
     path = tmp_path / "file"
     path.write_bytes(bytes(4 << 20))
     forget(path)
-    before = thread_usage().disk_bytes
-    path.read_bytes()
-    cold = thread_usage().disk_bytes
-    path.read_bytes()
-    assert (cold - before >= 4 << 20, thread_usage().disk_bytes - cold) == (True, 0)
+    counts = [thread_usage()[2]]
+    for _ in range(2):
+        path.read_bytes()
+        counts.append(thread_usage()[2])
+    before, cold, cached = counts
+    assert cold - before >= 4 << 20
+    assert cached == cold
 
 
 def test_time_on_a_core_is_counted_by_thread() -> None:
-    """Waiting takes none of it; what another thread does is not this one's."""
+    """Neither waiting nor the work of another thread counts."""
     done = threading.Event()
 
     def work() -> None:
-        while thread_usage().cpu_seconds < 0.05:
+        while thread_usage()[1] < 0.05:
             pass
         done.set()
 
-    before = thread_usage()
+    wall_before, cpu_before, _ = thread_usage()
     threading.Thread(target=work).start()
     assert done.wait(30)
-    after = thread_usage()
-    assert after.wall_seconds - before.wall_seconds >= 0.05
-    assert after.cpu_seconds - before.cpu_seconds < 0.05
+    wall_after, cpu_after, _ = thread_usage()
+    assert wall_after - wall_before >= 0.05
+    assert cpu_after - cpu_before < 0.05
 
 
-def test_one_operation_that_waits_among_many_that_are_busy_shows_nothing() -> None:
-    """A thread that was interrupted once, just before it looks (after the 64th), does not wait for the storage."""
+def test_one_slow_operation_among_many_starts_no_thread() -> None:
+    """A thread that was preempted once, just before it measures (after the 64th), does not wait for the storage."""
     wall = busy = 0.0
     names: set[str] = set()
 
@@ -180,13 +182,13 @@ def test_one_operation_that_waits_among_many_that_are_busy_shows_nothing() -> No
         wall, busy = wall + (10.0 if operation == 63 else 1.0), busy + 1.0
         return 1
 
-    run_all(range(100), run, min_threads=1, max_threads=8, usage=lambda: Usage(wall, busy, 0))
+    run_all(range(100), run, min_threads=1, max_threads=8, usage=lambda: (wall, busy, 0))
     assert len(names) == 1
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_an_error_is_raised_and_ends_the_work(threads: int) -> None:
-    """It is the operation's own, and of what is left nothing is begun."""
+    """The operation's error is raised, and no further operation starts."""
     begun = itertools.count(1)
     failed = threading.Event()
 
@@ -205,11 +207,11 @@ def test_an_error_is_raised_and_ends_the_work(threads: int) -> None:
 
 
 def test_an_interrupt_ends_the_work() -> None:
-    """Ctrl-C reaches who waits for the threads: they finish what they are doing, and begin nothing more."""
+    """After Ctrl-C in the waiting thread, the others finish their operations and start no further ones."""
     begun = itertools.count(1)
 
     class Interrupted(KeyboardInterrupt):
-        """Told from one that somebody types."""
+        """An interrupt of this test, not the user's."""
 
     def run(operation: int) -> int:
         if next(begun) == 3:
@@ -230,7 +232,7 @@ def test_an_interrupt_ends_the_work() -> None:
 
 
 def test_an_interrupted_load_waits_for_its_threads() -> None:
-    """They write to the targets: nobody else may do so before they have ended, however often he is interrupted."""
+    """An interrupted load returns only after its threads have ended, because they write to the targets."""
     gate, written = Gate(), []
 
     def read(operation: int) -> int:
@@ -246,7 +248,7 @@ def test_an_interrupted_load_waits_for_its_threads() -> None:
 
 
 def test_an_interrupted_start_of_a_thread_leaves_no_work_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the thread has begun with it nobody knows: it is done when the exception comes out, or never."""
+    """After the exception, the operation has run, or never runs."""
     started, done = threading.Thread.start, []
 
     def start(thread: threading.Thread) -> None:

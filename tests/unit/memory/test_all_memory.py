@@ -1,4 +1,4 @@
-"""Which states in memory all ranks can load, and from where."""
+"""The states in memory that all ranks can load, and their holders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dcp_tensorizer._memory.wire import Address
 
 
 def found(*ranks: int, given: bool = False, world_size: int = 2, host: str = "a") -> list[Found]:
-    """A keeper that has the parts of these ranks, and maybe gives them to other hosts."""
+    """Returns a keeper that holds the parts of these ranks. With ``given``, it serves them to other hosts."""
     heads = tuple(StateHead("a", 1, "run", rank, world_size, None) for rank in ranks)
     return [Found("run", 1, True, heads, Address(host, 1, b"secret") if given else None)]
 
@@ -43,12 +43,12 @@ def found(*ranks: int, given: bool = False, world_size: int = 2, host: str = "a"
     ],
 )
 def test_what_all_hosts_have(keepers: list[list[Found]], expected: bool) -> None:
-    """Only states that each rank can load, from its own host or where a keeper gives them to others."""
+    """A state counts if each rank can load it from its own host, or from a keeper that serves other hosts."""
     assert bool(AllMemory(keepers).states()) is expected
 
 
 def test_where_the_parts_of_a_state_are() -> None:
-    """In the order of the ranks that say so; as many ranks as before need only their own part."""
+    """Holders are in the order of the ranks. With the same number of ranks, each needs only its own part."""
     here, there = Address("a", 1, b"secret"), Address("b", 1, b"secret")
     keepers = [found(0, 1, given=True), found(1, given=True, host="b")]
     memory = AllMemory(keepers)

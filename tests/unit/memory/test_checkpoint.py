@@ -1,10 +1,11 @@
-"""A kept state as a checkpoint: it loads as one from storage does."""
+"""A state in memory as a checkpoint, which loads like one on storage."""
 
 from __future__ import annotations
 
 import os
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,31 +17,31 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from dcp_tensorizer import ChecksumMismatch, MetadataError, SavePlanner, unwrap
 from dcp_tensorizer._index.schema import SaveRecord
-from dcp_tensorizer._memory.checkpoint import StateCheckpoint, StateReader, hold_request
-from dcp_tensorizer._memory.keeper import _State
-from dcp_tensorizer._memory.protocol import StateContent, StateHead
+from dcp_tensorizer._memory.checkpoint import StateCheckpoint, StateReader, state_part
+from dcp_tensorizer._memory.keeper import _HeldPart
+from dcp_tensorizer._memory.protocol import StateHead, StatePart
 from dcp_tensorizer._runtime.forks import Descriptor
 from dcp_tensorizer._staging.stager import Stager
 
 
-def kept(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> tuple[StateContent, Descriptor]:
-    """A state as a keeper gives it, and its buffer."""
+def kept(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> tuple[StatePart, Descriptor]:
+    """Returns a state and its buffer, as a keeper sends them."""
     staged = Stager().stage(dict(state))
     buffer = staged.staged_save.buffer
     assert buffer is not None
     head = StateHead("0" * 32, 1, "run", rank, world_size, SaveRecord(1, None, (), {}))
     planner = SavePlanner(enable_plan_caching=False)
     planner.set_up_planner(dict(staged))
-    held = _State(hold_request(head, planner.create_local_plan(), planner, buffer, 60.0), os.dup(buffer.fd))
+    held = _HeldPart(state_part(head, planner.create_local_plan(), planner, buffer, 60.0), os.dup(buffer.fd))
     held.take_digests()
-    content = StateContent(held.state, held.digests.result())
+    content = replace(held.part, digests=held.digests.result())
     copy = Descriptor(os.dup(held.fd))
     held.forget()
     held.close()
     return content, copy
 
 
-def load(state: dict[str, Any], *states: tuple[StateContent, Descriptor], **options: Any) -> None:
+def load(state: dict[str, Any], *states: tuple[StatePart, Descriptor], **options: Any) -> None:
     reader = StateReader(StateCheckpoint("memory", states), options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -48,7 +49,7 @@ def load(state: dict[str, Any], *states: tuple[StateContent, Descriptor], **opti
 
 
 def test_everything_comes_back() -> None:
-    """Tensors of any dtype, shape and size, objects, and empty ones."""
+    """The load restores tensors of any dtype, shape and size, empty tensors, and objects."""
     state = {
         "w": torch.randn(1000, 300),
         "b": {"half": torch.randn(7).bfloat16(), "none": torch.empty(0, 3), "scalar": torch.tensor(3)},
@@ -69,14 +70,14 @@ def test_everything_comes_back() -> None:
 
 
 def test_of_what_several_ranks_have_the_last_one_counts() -> None:
-    """Each rank puts its own one there."""
+    """If several ranks have an item, the last part counts, and each rank passes its own last."""
     loaded = {"a": torch.zeros(3), "rank": -1}
     load(loaded, kept({"a": torch.ones(3), "rank": 0}, 0, 2), kept({"a": torch.full((3,), 2.0), "rank": 1}, 1, 2))
     assert (loaded["a"].tolist(), loaded["rank"]) == ([2.0] * 3, 1)
 
 
 def test_a_load_without_a_template() -> None:
-    """It gives the structure that was saved, with the keys of all ranks, as from storage."""
+    """A load without a template returns the saved structure with the keys of all ranks, as from storage."""
     first = {"model": {"w": torch.ones(3)}, "list": [torch.zeros(1), 5], "a.b": 1}
     second = {"model": {"w": torch.ones(3), "v": torch.full((2,), 2.0)}}
     loaded = dict[str, Any]()
@@ -89,7 +90,7 @@ def test_a_load_without_a_template() -> None:
 
 
 def test_memory_that_has_changed_is_an_error() -> None:
-    """It names the key."""
+    """The error names the key."""
     content, buffer = kept({"a": torch.ones(300_000)})
     os.pwrite(buffer.number, b"\x01", 1000)
     with pytest.raises(CheckpointException) as caught:
@@ -100,7 +101,7 @@ def test_memory_that_has_changed_is_an_error() -> None:
 
 
 def test_a_key_that_is_not_there() -> None:
-    """An error, as from storage."""
+    """The error is the same as for a checkpoint on storage."""
     with pytest.raises(CheckpointException) as caught:
         load({"b": torch.zeros(3)}, kept({"a": torch.ones(3)}))
     assert "b" in str(unwrap(caught.value))
@@ -108,7 +109,7 @@ def test_a_key_that_is_not_there() -> None:
 
 
 def test_memory_that_nobody_reads_any_more_is_released() -> None:
-    """Also while somebody keeps the reader."""
+    """The load closes the buffers, even if the reader lives longer."""
     checkpoint = StateCheckpoint("memory", [kept({"a": torch.ones(3)})])
     reader = StateReader(checkpoint, {})
     loaded = {"a": torch.zeros(3)}

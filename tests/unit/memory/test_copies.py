@@ -1,4 +1,4 @@
-"""Which states are copied to other hosts, and when a copy counts."""
+"""The states that are copied to other hosts, and when a copy counts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 from dcp_tensorizer import CheckpointManager, WriteError
 from dcp_tensorizer._job.ranks import Agreement
 from dcp_tensorizer._memory.copies import CopyOptions, MemoryVote, PeerCopies
-from dcp_tensorizer._memory.protocol import CopyStatus
+from dcp_tensorizer._memory.protocol import Copy, CopyStatus, Plain
 from dcp_tensorizer._memory.wire import Address
+from dcp_tensorizer._runtime.channel import Done
 
 
 class _Keeper:
-    """A keeper that copies as it is told to."""
+    """Keeper whose status of copies the test sets."""
 
     is_ours = True
 
@@ -24,26 +25,28 @@ class _Keeper:
         self.status = CopyStatus()
         self.has_dropped = False
 
-    def copy(self, state_id: str, to: Address, rate: float, keep: str) -> None:
-        self.copied.append((state_id, keep))
-        self.status = CopyStatus(state_id, is_running=True)
+    def ask(self, request: Copy | Plain, kind: type[Done]) -> Done:
+        if isinstance(request, Copy):
+            self.copied.append((request.id, request.confirmed))
+            self.status = CopyStatus(request.id, is_running=True)
+        else:
+            assert request is Plain.DROP_COPIES
+            self.has_dropped = True
+        return Done()
 
     def copy_status(self) -> CopyStatus:
         return self.status
 
-    def drop_copies(self) -> None:
-        self.has_dropped = True
-
 
 def ready() -> tuple[PeerCopies, Any]:
-    """Copies for which there is a partner, and room."""
+    """Makes copies with a partner and enough memory."""
     copies = PeerCopies(Agreement(None), 2, CopyOptions())
     copies._partner, copies._has_memory = Address("10.0.0.2", 5, b""), True
     return copies, _Keeper()
 
 
 def step(copies: PeerCopies, keeper: Any, state_id: str) -> bool:
-    """A step of training, whose state is kept; whether it is copied."""
+    """Runs a step of training, whose state is held. Returns whether the state is copied."""
     copies.advance(copies.vote(keeper))
     if is_copied := copies.order(state_id):
         copies.start(keeper, state_id)
@@ -51,7 +54,7 @@ def step(copies: PeerCopies, keeper: Any, state_id: str) -> bool:
 
 
 def test_one_after_the_other() -> None:
-    """The next one is copied when all ranks have the last one, which stays on the other host until then."""
+    """The next state is copied when the last one is copied from all ranks, and the last one stays until then."""
     copies, keeper = ready()
     assert step(copies, keeper, "a")
     assert not step(copies, keeper, "b")
@@ -79,7 +82,7 @@ def test_a_copy_that_fails(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_copy_that_fails_on_another_rank() -> None:
-    """It does not count on this one, either."""
+    """A copy that fails on another rank does not count on this rank either."""
     copies, keeper = ready()
     step(copies, keeper, "a")
     keeper.status = CopyStatus("a")
@@ -91,7 +94,7 @@ def test_a_copy_that_fails_on_another_rank() -> None:
 
 
 def test_a_partner_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
-    """No more is copied, on any rank; and what is there is forgotten when the job resumes from something else."""
+    """A full partner ends the copies on all ranks. `forget` removes the copies that exist."""
     copies, keeper = ready()
     step(copies, keeper, "a")
     keeper.status = CopyStatus("a", problem="there is no memory", is_full=True)
@@ -106,7 +109,7 @@ def test_a_partner_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_partner_that_a_later_run_has() -> None:
-    """This run learns it."""
+    """The vote reports that a later run has claimed the partner."""
     copies, keeper = ready()
     step(copies, keeper, "a")
     keeper.status = CopyStatus("a", problem="claimed", is_claimed=True)
@@ -114,7 +117,7 @@ def test_a_partner_that_a_later_run_has() -> None:
 
 
 def test_one_host_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """A warning says so, and nothing is copied."""
+    """With one host, a warning is logged, and no state is copied."""
     copies = PeerCopies(Agreement(None), 2, CopyOptions())
     with caplog.at_level(logging.WARNING):
         copies.find_partners(None)
@@ -131,7 +134,7 @@ def test_one_host_alone(caplog: pytest.LogCaptureFixture) -> None:
     ],
 )
 def test_options(tmp_path: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
-    """They are checked when they are given."""
+    """The constructor checks the options."""
     with pytest.raises(error, match=words):
         CheckpointManager(tmp_path, **({"survive": 60} | options))
 
@@ -146,13 +149,13 @@ def test_options(tmp_path: Any, options: dict[str, Any], error: type[Exception],
     ],
 )
 def test_how_states_are_copied(options: dict[str, Any], error: type[Exception], words: str) -> None:
-    """It is checked when it is given."""
+    """`CopyOptions` checks its fields."""
     with pytest.raises(error, match=words):
         CopyOptions(**options)
 
 
 def test_no_libsodium(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is needed for copies, and the error says what to do."""
+    """Copies need libsodium, and the error says how to get it."""
 
     def missing() -> None:
         raise OSError("no such library")

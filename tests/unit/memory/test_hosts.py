@@ -1,4 +1,4 @@
-"""Hosts told apart, and who holds whose replicas."""
+"""Names of hosts, and the partners that hold replicas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dcp_tensorizer._storage.local import boot_id
 
 
 def peers(hosts: str, domains: str = "") -> list[Peer]:
-    """Ranks on hosts and in domains with names of one letter."""
+    """Returns ranks on hosts and in domains with names of one letter."""
     return [Peer(host, domain, "10.0.0.1") for host, domain in zip(hosts, domains or hosts, strict=True)]
 
 
@@ -40,18 +40,18 @@ def peers(hosts: str, domains: str = "") -> list[Peer]:
     ],
 )
 def test_partners(hosts: str, domains: str, expected: list[int]) -> None:
-    """Each rank's is in the next failure domain, which is a host where nothing says more; none if there is one."""
+    """The partner of a rank is in the next failure domain, by default the next host. One domain has no partners."""
     assert partners(peers(hosts, domains)) == expected
 
 
 def test_hosts() -> None:
-    """A machine that is started again is another one, and so is a clone that has another name."""
+    """A machine after a restart is another host, and so is a clone with another name."""
     assert this_host().split(" ")[0] == boot_id().strip()
     assert this_host().endswith(socket.gethostname())
 
 
 def test_addresses() -> None:
-    """An interface has a name or an address; otherwise the route to another host says which one it is."""
+    """An interface is found by its name or its address, and otherwise by the route to another host."""
     assert address_of("lo") == address_of("127.0.0.1") == address_towards("127.0.0.1") == "127.0.0.1"
     assert address_of("::1") == "::1"
     assert is_local("127.0.1.1") and is_local("::1") and is_local("") and not is_local("10.0.0.1")
@@ -60,7 +60,7 @@ def test_addresses() -> None:
 
 
 def test_memory_of_hosts() -> None:
-    """Each host needs two replicas of each state that it is given, what its ranks stage, and some for others."""
+    """A host needs memory for two replicas of each state that it holds, its staging buffers, and a reserve."""
     hosts, partner_of = peers("aab"), [2, 2, 0]
     memory: list[tuple[int, int, int | None]] = [(100, 1, 550), (100, 1, None), (200, 2, 850)]
     words = "550 bytes of memory available. Replicas there take 400, staging buffers 200 more, and 0 are left to others"

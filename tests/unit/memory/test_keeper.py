@@ -1,4 +1,4 @@
-"""The keeper, in this process: what it answers to whom."""
+"""The answers of a keeper, which runs in this process."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ from dcp_tensorizer._memory.protocol import (
     Forget,
     Found,
     GetPart,
-    Hold,
     Plain,
-    StateContent,
     StateHead,
+    StatePart,
     WrittenDigests,
 )
 from dcp_tensorizer._memory.runtime_directory import listen
@@ -36,15 +35,15 @@ SIZE = 4096
 NOWHERE = Path("/nonexistent/socket")
 
 
-def state(number: str, seconds: float = 60.0) -> Hold:
+def state(number: str, seconds: float = 60.0) -> StatePart:
     head = StateHead(number, 1, "run", 0, 1, SaveRecord(1, None, (), {}))
     extents = (Extent(is_inline=False, offset=64, nbytes=100), Extent(is_inline=True, offset=0, nbytes=3))
-    return Hold(head, SIZE, extents, b"what is where", b"abc", seconds)
+    return StatePart(head, SIZE, extents, b"what is where", b"abc", seconds)
 
 
 @contextmanager
 def connected(keeper: Keeper, *, is_trainer: bool = False) -> Iterator[Channel]:
-    """This end of a conversation with a keeper."""
+    """Connects to a keeper, which answers on a thread."""
     ours, theirs = socket.socketpair()
     channel = Channel(ours)
     serving = threading.Thread(target=keeper.serve, args=(Channel(theirs),), kwargs={"is_trainer": is_trainer})
@@ -74,19 +73,19 @@ def buffer() -> Iterator[int]:
 
 
 def test_what_a_save_has_digested_is_not_digested_again(buffer: int) -> None:
-    """The trainer says what the writer process has found, of what this rank wrote; the rest is the keeper's to do."""
+    """The trainer sends the digests that the writer process has computed, and the keeper computes the others."""
     keeper, awaited = Keeper("run", 7, 60.0), replace(state("a"), digests_follow=True)
     with connected(keeper, is_trainer=True) as trainer, connected(keeper) as visitor:
         assert ask(trainer, awaited, (buffer,)) == Done()
         assert ask(trainer, WrittenDigests("a", {(64, 100): b"of a save"})) == Done()
         assert ask(trainer, WrittenDigests("a", {(64, 100): b"too late"})) == Done()
         assert ask(trainer, WrittenDigests("gone", {})) == Done()
-        assert ask(visitor, GetPart("a", 0)) == StateContent(awaited, (b"of a save", digests_of(b"abc")))
+        assert ask(visitor, GetPart("a", 0)) == replace(awaited, digests=(b"of a save", digests_of(b"abc")))
 
 
 @pytest.mark.parametrize("dies", ["before it is told", "afterwards"])
 def test_what_no_save_has_written_is_digested_when_the_trainer_is_gone(buffer: int, dies: str) -> None:
-    """The digests that were to follow will not come."""
+    """If the trainer is gone before it has sent the digests, the keeper computes them."""
     keeper, awaited = Keeper("run", 7, 60.0), replace(state("a"), digests_follow=True)
     with connected(keeper, is_trainer=True) as trainer, connected(keeper) as visitor:
         if dies == "before it is told":
@@ -94,30 +93,30 @@ def test_what_no_save_has_written_is_digested_when_the_trainer_is_gone(buffer: i
         assert ask(trainer, awaited, (buffer,)) == Done()
         keeper.orphan()
         assert ask(trainer, WrittenDigests("a", {(64, 100): b"too late"})) == Done()
-        assert ask(visitor, GetPart("a", 0)) == StateContent(awaited, (digests_of(b"x" * 100), digests_of(b"abc")))
+        assert ask(visitor, GetPart("a", 0)) == replace(awaited, digests=(digests_of(b"x" * 100), digests_of(b"abc")))
 
 
 def test_a_state_is_given_with_its_digests(buffer: int) -> None:
-    """Of what is in the buffer, and of what came with the message."""
+    """The part has the digests of the buffer and of the inline bytes."""
     keeper = Keeper("run", 7, 60.0)
     with connected(keeper, is_trainer=True) as trainer, connected(keeper) as visitor:
         assert ask(trainer, state("a"), (buffer,)) == Done()
         assert ask(visitor, Plain.LIST) == Found("run", 7, False, (state("a").head,))
         content = ask(visitor, GetPart("a", 0))
-        assert isinstance(content, StateContent)
-        assert content.state == state("a")
+        assert isinstance(content, StatePart)
+        assert replace(content, digests=()) == state("a")
         assert [len(digest) for digest in content.digests] == [8, 8]
         os.pwrite(buffer, b"y", 64)
         assert ask(trainer, state("b"), (buffer,)) == Done()
         other = ask(visitor, GetPart("b", 0))
-        assert isinstance(other, StateContent)
+        assert isinstance(other, StatePart)
         assert other.digests[0] != content.digests[0]
         assert other.digests[1] == content.digests[1]
         assert isinstance(ask(visitor, GetPart("c", 0)), Failed)
 
 
 def test_what_is_forgotten_is_gone(buffer: int) -> None:
-    """And only that: also a state that came when this was on its way stays."""
+    """A state that is not named stays, also one that arrived later than the request was made."""
     keeper = Keeper("run", 7, 60.0)
     with connected(keeper, is_trainer=True) as trainer:
         for number in "abc":
@@ -129,7 +128,7 @@ def test_what_is_forgotten_is_gone(buffer: int) -> None:
 
 
 def test_a_buffer_that_is_too_short(buffer: int) -> None:
-    """It is refused: to read past its end would end the keeper."""
+    """The keeper refuses the buffer, because a read past its end would kill the keeper."""
     keeper = Keeper("run", 7, 60.0)
     os.ftruncate(buffer, SIZE // 2)
     with connected(keeper, is_trainer=True) as trainer:
@@ -137,7 +136,7 @@ def test_a_buffer_that_is_too_short(buffer: int) -> None:
 
 
 def test_a_claim() -> None:
-    """It holds when the trainer is gone, for one run, and as long as the connection is open."""
+    """A claim needs a keeper without a trainer, is for one run, and ends with its connection."""
     keeper = Keeper("run", 7, 60.0)
     with connected(keeper) as first, connected(keeper) as second:
         with connected(keeper, is_trainer=True):
@@ -152,7 +151,7 @@ def test_a_claim() -> None:
 
 
 def test_it_ends_when_it_is_told_to() -> None:
-    """By anybody of this user."""
+    """Any process of this user may end the keeper."""
     keeper = Keeper("run", 7, 60.0)
     with connected(keeper) as visitor:
         assert ask(visitor, Plain.END) == Done()
@@ -160,7 +159,7 @@ def test_it_ends_when_it_is_told_to() -> None:
 
 
 def test_how_long_it_waits(buffer: int) -> None:
-    """As long as that of its states says that is to be kept longest."""
+    """The keeper waits for the longest time of its states."""
     keeper = Keeper("run", 7, 600.0)
     waiting = threading.Thread(target=keeper.wait_for_end, args=(NOWHERE,))
     waiting.start()
@@ -168,14 +167,14 @@ def test_how_long_it_waits(buffer: int) -> None:
         with connected(keeper, is_trainer=True) as trainer:
             ask(trainer, state("a", 0.01), (buffer,))
             ask(trainer, state("b", 600.0), (buffer,))
-        assert isinstance(ask(visitor, GetPart("b", 0)), StateContent)
+        assert isinstance(ask(visitor, GetPart("b", 0)), StatePart)
         assert waiting.is_alive()
         ask(visitor, Forget(("b",)))
         waiting.join()
 
 
 def test_it_ends_when_nobody_comes() -> None:
-    """Some seconds after the trainer's death, and not while somebody has claimed it."""
+    """The keeper ends some seconds after the trainer, unless a successor has claimed it."""
     keeper = Keeper("run", 7, 0.01)
     waiting = threading.Thread(target=keeper.wait_for_end, args=(NOWHERE,))
     waiting.start()
@@ -186,7 +185,7 @@ def test_it_ends_when_nobody_comes() -> None:
 
 
 def test_its_socket_does_not_grow_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as it waits: systemd removes from /tmp what nobody has touched for days."""
+    """The keeper updates the times of its socket, because systemd removes old files from /tmp."""
     path = tmp_path / "directory" / "socket"
     listen(path).close()
     for old in (path, path.parent):

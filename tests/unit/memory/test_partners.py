@@ -15,7 +15,7 @@ COPIES = CopyOptions(rate=4e6)
 
 
 class _OneOf:
-    """The agreement of one rank of several, all of which introduce themselves as ``peers``."""
+    """Agreement of one rank of several, which send ``peers``."""
 
     def __init__(self, rank: int, peers: list[Peer]) -> None:
         self.rank, self.is_first, self._peers = rank, rank == 0, peers
@@ -59,7 +59,7 @@ def test_partners_and_rates() -> None:
     ids=["one host", "one domain", "a keeper that is not reached"],
 )
 def test_why_there_are_none(peers: list[Peer], domain: str | None, why: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing is copied, and a warning says why."""
+    """Without partners no state is copied, and the warning has the reason."""
     with caplog.at_level(logging.WARNING):
         copies = copies_of(0, peers, CopyOptions(rate=4e6, failure_domain=domain))
     assert not copies.is_on

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,15 @@ from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._memory import replicas as replicas_module
 from dcp_tensorizer._memory.client import KeeperConnection, KeeperProcess, connect_to_keepers
 from dcp_tensorizer._memory.keeper import Keeper
-from dcp_tensorizer._memory.protocol import ClaimRequest, CopyStatus, Extent, Hold, OpenToPeers, StateContent, StateHead
+from dcp_tensorizer._memory.protocol import (
+    ClaimRequest,
+    Copy,
+    CopyStatus,
+    Extent,
+    OpenToPeers,
+    StateHead,
+    StatePart,
+)
 from dcp_tensorizer._memory.replicas import (
     BLOCK,
     Block,
@@ -33,7 +42,6 @@ from dcp_tensorizer._memory.replicas import (
     copy_part,
     decoded,
     drop_copies,
-    encoded,
 )
 from dcp_tensorizer._memory.wire import Address, Wire, WireError
 from dcp_tensorizer._runtime.channel import Done
@@ -48,14 +56,14 @@ SECRET = bytes(range(32))
 NBYTES = 3 * BLOCK + 4096
 
 
-def part(number: str, rank: int = 0, nbytes: int = NBYTES) -> Hold:
+def part(number: str, rank: int = 0, nbytes: int = NBYTES) -> StatePart:
     head = StateHead(number, 1, "run", rank, 2, SaveRecord(1, None, (("b", 0),), {"loss": 0.5}), folder=(1, 2))
     extents = (Extent(is_inline=False, offset=64, nbytes=nbytes - 64), Extent(is_inline=True, offset=0, nbytes=3))
-    return Hold(head, nbytes, extents, b"what is where", b"abc", 60.0)
+    return StatePart(head, nbytes, extents, b"what is where", b"abc", 60.0)
 
 
-def content_of(state: Hold, data: bytes) -> StateContent:
-    return StateContent(state, (digests_of(data[64:]), digests_of(b"abc")))
+def with_digests(part: StatePart, data: bytes) -> StatePart:
+    return replace(part, digests=(digests_of(data[64:]), digests_of(b"abc")))
 
 
 def opened(keeper: Keeper) -> Address:
@@ -88,7 +96,7 @@ def partner() -> Iterator[KeeperProcess]:
 
 
 def copied(source: KeeperProcess) -> CopyStatus:
-    """What has become of a copy, when it is over."""
+    """Returns the status of a copy that is over."""
 
     def over() -> CopyStatus | None:
         status = source.copy_status()
@@ -105,17 +113,17 @@ def found(job: str) -> KeeperConnection:
 def test_a_state_is_copied_and_read_from_afar(
     source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer
 ) -> None:
-    """The partner has it whole: it gives it to a process of its host, and range by range to those of others."""
-    address = partner.open_to_peers("127.0.0.1", SECRET)
+    """The partner sends the whole part to a process of its host, and ranges of it to other hosts."""
+    address = partner.ask(OpenToPeers("127.0.0.1", SECRET), Address)
     state, data = part("a"), os.pread(buffer.fd, NBYTES, 0)
     source.hold(state, buffer)
-    source.copy("a", address, 0.0, "")
+    source.ask(Copy("a", address, 0.0), Done)
     assert copied(source) == CopyStatus("a")
     with closing(found("test-partner")) as keeper:
         assert keeper.found.heads == (state.head,)
         assert keeper.found.address == address
         content, fd = keeper.part("a", 0)
-        assert content == content_of(state, data)
+        assert content == with_digests(state, data)
         assert os.pread(fd.number, NBYTES, 0) == data
         fd.close()
     remote = RemotePart(address, "a", 0)
@@ -131,21 +139,21 @@ def test_a_state_is_copied_and_read_from_afar(
 
 
 def test_older_replicas_go(source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer) -> None:
-    """But for the one that all hosts have confirmed."""
-    address = partner.open_to_peers("127.0.0.1", SECRET)
+    """Only the confirmed and the newest replica stay."""
+    address = partner.ask(OpenToPeers("127.0.0.1", SECRET), Address)
     for number, keep in (("a", ""), ("b", "a"), ("c", "a"), ("d", "c")):
         source.hold(part(number), buffer)
-        source.copy(number, address, 0.0, keep)
+        source.ask(Copy(number, address, 0.0, keep), Done)
         assert copied(source) == CopyStatus(number)
         with closing(found("test-partner")) as keeper:
             assert [head.id for head in keeper.found.heads] == ([keep] if keep else []) + [number]
 
 
 def test_a_copy_that_is_given_up(source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer) -> None:
-    """Its memory is needed: the partner has nothing of it. One that may stay is left alone until it is over."""
-    address = partner.open_to_peers("127.0.0.1", SECRET)
+    """If the memory is needed, the copy ends, and the partner holds nothing of it."""
+    address = partner.ask(OpenToPeers("127.0.0.1", SECRET), Address)
     source.hold(part("a"), buffer)
-    source.copy("a", address, 1e6, "")
+    source.ask(Copy("a", address, 1e6), Done)
     source.forget(["a"], but_copied=True)
     assert source.held == {"a": buffer}
     assert source.copy_status() == CopyStatus("a", is_running=True)
@@ -159,29 +167,29 @@ def test_a_copy_that_is_given_up(source: KeeperProcess, partner: KeeperProcess, 
 def test_a_copy_that_is_given_up_for_the_next(
     source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer
 ) -> None:
-    """It begins at once, and what becomes of the one before says nothing of it."""
-    address = partner.open_to_peers("127.0.0.1", SECRET)
+    """The next copy begins immediately, and the end of the one before does not change its status."""
+    address = partner.ask(OpenToPeers("127.0.0.1", SECRET), Address)
     source.hold(part("a"), buffer)
-    source.copy("a", address, 1e5, "")
+    source.ask(Copy("a", address, 1e5), Done)
     source.hold(part("b"), buffer)
     with pytest.raises(WriteError, match="another state is being copied"):
-        source.copy("b", address, 0.0, "")
+        source.ask(Copy("b", address, 0.0), Done)
     source.forget(["a"])
-    source.copy("b", address, 0.0, "")
+    source.ask(Copy("b", address, 0.0), Done)
     assert copied(source) == CopyStatus("b")
     with closing(found("test-partner")) as keeper:
         assert [head.id for head in keeper.found.heads] == ["b"]
 
 
 def test_a_copy_that_is_no_longer_wanted_is_not_offered() -> None:
-    """An offer ends the copy of another state of that rank, which may be the newer one."""
+    """An unwanted copy makes no offer, which would end the copy of a newer state of that rank."""
     keeper = Keeper("run", 7, 60.0)
     address = opened(keeper)
     with closing(address.connect()) as offering, closing(address.connect()) as joined:
         newer = ReplicaOffer(part("b").head, NBYTES, 1, "")
         copy = offering.ask(newer, ReplicaAnswer).copy
         with pytest.raises(NotCopied, match="its memory was needed"):
-            copy_part(address, content_of(part("a"), bytes(NBYTES)), 0, "", Throttle(0), lambda: False)
+            copy_part(address, with_digests(part("a"), bytes(NBYTES)), 0, "", Throttle(0), lambda: False)
         assert joined.ask(msgspec.structs.replace(newer, copy=copy), ReplicaAnswer) == ReplicaAnswer()
         joined.send(Block(0, BLOCK, xxhash.xxh3_128_digest(bytes(BLOCK)), is_last=True))
         joined.send_bytes(memoryview(bytearray(BLOCK)))
@@ -191,9 +199,9 @@ def test_a_copy_that_is_no_longer_wanted_is_not_offered() -> None:
 def test_a_copy_counts_only_beside_its_own_part(
     source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer
 ) -> None:
-    """One that is whole stays with its source until all ranks know of it; if it has to go, the copy is given up."""
+    """The source holds a copied part until all ranks have confirmed it. If the part must go, the copy has failed."""
     source.hold(part("a"), buffer)
-    source.copy("a", partner.open_to_peers("127.0.0.1", SECRET), 0.0, "")
+    source.ask(Copy("a", partner.ask(OpenToPeers("127.0.0.1", SECRET), Address), 0.0), Done)
     assert copied(source) == CopyStatus("a")
     source.forget(["a"], but_copied=True)
     assert (source.held, source.copy_status()) == ({"a": buffer}, CopyStatus("a"))
@@ -203,23 +211,23 @@ def test_a_copy_counts_only_beside_its_own_part(
 
 
 def test_a_partner_that_another_run_has_claimed() -> None:
-    """It takes no more copies of this run, also when the claim is over; and says so."""
+    """A claimed partner refuses copies of this run, also after the claim has ended, and reports why."""
     keeper = Keeper("run", 7, 60.0)
     address = opened(keeper)
     keeper.orphan()
     with connected(keeper) as visitor:
         assert ask(visitor, ClaimRequest("next")) == Done()
     with pytest.raises(NotCopied, match=r"a later run of this job \(next\) has claimed") as refused:
-        copy_part(address, content_of(part("a"), bytes(NBYTES)), 0, "", Throttle(0), lambda: True)
+        copy_part(address, with_digests(part("a"), bytes(NBYTES)), 0, "", Throttle(0), lambda: True)
     assert refused.value.is_claimed
 
 
 def test_what_a_claim_finds_stays(buffer: SharedBuffer) -> None:
-    """A copy that was in progress when the partner was claimed is not taken, and the older run can remove none."""
+    """A claimed partner does not complete the copy in progress, and the older run cannot remove replicas."""
     keeper = Keeper("run", 7, 60.0)
     address = opened(keeper)
     data = os.pread(buffer.fd, NBYTES, 0)
-    copy_part(address, content_of(part("a"), data), buffer.fd, "", Throttle(0), lambda: True)
+    copy_part(address, with_digests(part("a"), data), buffer.fd, "", Throttle(0), lambda: True)
     keeper.orphan()
 
     def claim_in_the_midst() -> bool:
@@ -227,7 +235,7 @@ def test_what_a_claim_finds_stays(buffer: SharedBuffer) -> None:
         return True
 
     with pytest.raises(NotCopied, match="has claimed"):
-        copy_part(address, content_of(part("b"), data), buffer.fd, "a", Throttle(0), claim_in_the_midst)
+        copy_part(address, with_digests(part("b"), data), buffer.fd, "a", Throttle(0), claim_in_the_midst)
     with pytest.raises(OSError, match="has claimed"):
         drop_copies(address, part("b").head)
     ((fd, _),) = keeper.drop_replicas(part("a").head, "b")
@@ -235,39 +243,39 @@ def test_what_a_claim_finds_stays(buffer: SharedBuffer) -> None:
 
 
 def test_a_partner_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked for before anything is allocated, and some of it is left to others."""
+    """The partner checks its free memory before it allocates, and leaves a reserve to other programs."""
     monkeypatch.setattr(replicas_module, "available_memory", lambda: NBYTES + replicas_module.RESERVE)
     keeper = Keeper("run", 7, 60.0)
     address = opened(keeper)
     before = open_descriptors()
     with pytest.raises(NotCopied, match="does not fit into memory") as refused:
-        copy_part(address, content_of(part("a"), bytes(NBYTES)), 0, "", Throttle(0), lambda: True)
+        copy_part(address, with_digests(part("a"), bytes(NBYTES)), 0, "", Throttle(0), lambda: True)
     assert refused.value.is_full
     eventually(lambda: open_descriptors().items() <= before.items())
 
 
 def test_a_partner_that_is_gone() -> None:
-    """The copy has failed, and the words say where it should have gone."""
+    """The error has the partner's address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = Address("127.0.0.1", listener.getsockname()[1], SECRET)
     with pytest.raises(NotCopied, match=f"the keeper at 127.0.0.1:{address.port} cannot be reached"):
-        copy_part(address, content_of(part("a"), bytes(NBYTES)), 0, "", Throttle(0), lambda: True)
+        copy_part(address, with_digests(part("a"), bytes(NBYTES)), 0, "", Throttle(0), lambda: True)
 
 
 def test_what_is_not_whole_is_not_there() -> None:
-    """A source that says that all has been sent, but has left a block out, or changed one."""
+    """A copy with a missing or a changed block is never held."""
     keeper = Keeper("run", 7, 60.0)
     address = opened(keeper)
     data = bytes(BLOCK)
-    content = content_of(part("a", nbytes=2 * BLOCK), bytes(2 * BLOCK))
-    record = encoded(content)
+    content = with_digests(part("a", nbytes=2 * BLOCK), bytes(2 * BLOCK))
+    record = msgspec.msgpack.encode(content)
     for is_changed in (False, True):
         with closing(address.connect()) as wire:
-            offer = ReplicaOffer(content.state.head, 2 * BLOCK, len(record), "")
+            offer = ReplicaOffer(content.head, 2 * BLOCK, len(record), "")
             assert wire.ask(offer, ReplicaAnswer).copy
             with pytest.raises(ConnectionError):
                 _send_a_part(wire, data, b"other" if is_changed else data, record)
-    assert keeper.content("a", 0, 0.0) is None
+    assert keeper.digested_part("a", 0, 0.0) is None
     eventually(lambda: not [name for name in _open_files() if "replica" in name])
 
 
@@ -289,22 +297,22 @@ def _open_files() -> list[str]:
 
 
 def test_a_record_that_describes_more_than_there_is() -> None:
-    """A read would go past the end of the buffer."""
-    content = content_of(part("a"), bytes(NBYTES))
-    assert decoded(encoded(content)) == content
+    """The record is refused, because a read would go past the end of the buffer."""
+    content = with_digests(part("a"), bytes(NBYTES))
+    assert decoded(msgspec.msgpack.encode(content)) == content
     for bad in (
-        StateContent(content.state, content.digests[:1]),
-        StateContent(part("a", nbytes=2 * BLOCK), ()),
-        StateContent(Hold(content.state.head, 64, content.state.extents, b"", b"abc", 1.0), content.digests),
+        replace(content, digests=content.digests[:1]),
+        part("a", nbytes=2 * BLOCK),
+        replace(content, nbytes=64),
     ):
         with pytest.raises(WireError, match="more bytes than there are"):
-            decoded(encoded(bad))
+            decoded(msgspec.msgpack.encode(bad))
     with pytest.raises(WireError, match="cannot be decoded"):
         decoded(b"\x80\x05.")
 
 
 def test_the_rate() -> None:
-    """All threads together are let through at it, the first at once."""
+    """All threads together send at the rate, and the first does not wait."""
     throttle = Throttle(1e6)
     threads = [threading.Thread(target=throttle.wait, args=(10_000,)) for _ in range(6)]
     started = time.monotonic()
@@ -316,7 +324,7 @@ def test_the_rate() -> None:
 
 
 def niceness_of_session(keeper: KeeperProcess) -> int | None:
-    """The priority of a keeper's session; None where the kernel does not schedule sessions."""
+    """Returns the niceness of a keeper's session, or None if the kernel does not schedule sessions."""
     with suppress(FileNotFoundError):
         return int(Path(f"/proc/{keeper.pid}/autogroup").read_text().split()[-1])
     return None
@@ -332,13 +340,13 @@ def runs_at(keeper: KeeperProcess, priorities: set[int]) -> bool:
 
 
 def test_copies_are_of_low_priority(source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer) -> None:
-    """Where the kernel schedules threads, and where it schedules sessions. Nothing else at a keeper waits for them."""
+    """Copies have a low priority, whether the kernel schedules threads or sessions."""
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    address = partner.open_to_peers("127.0.0.1", SECRET)
-    source.open_to_peers("127.0.0.1", SECRET)
+    address = partner.ask(OpenToPeers("127.0.0.1", SECRET), Address)
+    source.ask(OpenToPeers("127.0.0.1", SECRET), Address)
     assert eventually(lambda: niceness_of_session(source) in (None, 10))
     source.hold(part("a"), buffer)
-    source.copy("a", address, 1e6, "")  # it takes two seconds
+    source.ask(Copy("a", address, 1e6), Done)  # it takes two seconds
     for keeper in (source, partner):
         assert eventually(functools.partial(runs_at, keeper, {own, 19}))
     source.forget(["a"])
@@ -348,11 +356,11 @@ def test_copies_are_of_low_priority(source: KeeperProcess, partner: KeeperProces
 def test_digests_have_a_low_priority_unless_replicas_wait_for_them(
     buffer: SharedBuffer, seconds: float, lower: bool
 ) -> None:
-    """Replicas wait for those of a live state; nobody for those of a state that is kept in case the trainer ends."""
+    """Peers wait for the digests of a live state, but not for those of a state that is held for a restart."""
     own = os.getpriority(os.PRIO_PROCESS, 0)
     keeper = KeeperProcess("test-digests", "run", seconds)
     try:
-        remote = RemotePart(keeper.open_to_peers("127.0.0.1", SECRET), "a", 0)
+        remote = RemotePart(keeper.ask(OpenToPeers("127.0.0.1", SECRET), Address), "a", 0)
         keeper.hold(part("a"), buffer)
         remote.record(60.0)  # the digests are taken
         remote.release()

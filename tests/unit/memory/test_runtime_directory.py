@@ -1,4 +1,4 @@
-"""Where keepers are found: a directory of the user's own, and nobody else's."""
+"""The directory of the keepers' sockets, which belongs to the user alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dcp_tensorizer._memory.runtime_directory import (
 
 
 def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Below the runtime directory of the session, or else that of temporary files, by the user's number."""
+    """The directory is in the session's runtime directory, or in that of temporary files, with the user's number."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert runtime_directory() == tmp_path / "dcp_tensorizer"
     for odd in ("", "relative", str(tmp_path / "missing")):
@@ -31,13 +31,13 @@ def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_jobs_have_names_of_their_own() -> None:
-    """By their folders."""
+    """Jobs in other folders have other names."""
     assert job_name("/a/run") == job_name("/a/run") != job_name("/b/run")
     assert len(job_name("s3://bucket/" + "x" * 1000)) == 16
 
 
 def test_a_socket_is_found_by_its_job(tmp_path: Path) -> None:
-    """However long the path; and both ends see that the other one is of this user."""
+    """A socket is found below a path of any length, and both ends see that the other is of this user."""
     directory = tmp_path / ("d" * 150)
     path = socket_path(directory, "job")
     listener = listen(path)
@@ -54,7 +54,7 @@ def test_a_socket_is_found_by_its_job(tmp_path: Path) -> None:
 
 
 def test_a_socket_of_a_keeper_that_was_killed_goes(tmp_path: Path) -> None:
-    """Nobody listens there."""
+    """The socket of a killed keeper is removed when a connection is refused."""
     path = socket_path(tmp_path / "d", "job")
     listener = listen(path)
     listener.close()
@@ -64,7 +64,7 @@ def test_a_socket_of_a_keeper_that_was_killed_goes(tmp_path: Path) -> None:
 
 
 def test_a_keeper_that_takes_no_more_connections(tmp_path: Path) -> None:
-    """It is stopped: it is there, and its socket stays."""
+    """A stopped keeper counts as alive, and its socket stays."""
     path = socket_path(tmp_path / "d", "job")
     with listen(path), ExitStack() as taken, pytest.raises(TimeoutError, match="takes no more connections"):
         _connect_often(path, taken)
@@ -79,7 +79,7 @@ def _connect_often(path: Path, taken: ExitStack) -> None:
 
 
 def test_a_directory_that_others_can_write_to(tmp_path: Path) -> None:
-    """It is not used: not to listen there, and not to look there."""
+    """Such a directory is refused, both to listen and to find keepers."""
     listener = listen(socket_path(tmp_path / "d", "job"))
     listener.close()
     (tmp_path / "d").chmod(0o770)
@@ -92,14 +92,14 @@ def test_a_directory_that_others_can_write_to(tmp_path: Path) -> None:
 
 
 def test_no_directory(tmp_path: Path) -> None:
-    """Nothing has been kept here."""
+    """Without a directory no keepers are found."""
     assert sockets_of(tmp_path / "missing", "job") == []
     with pytest.raises(WriteError, match="cannot be made"):
         listen(socket_path(tmp_path / "missing" / "deeper", "job"))
 
 
 def test_the_last_socket_takes_the_directory_with_it(tmp_path: Path) -> None:
-    """Also that of a keeper that was killed, whose trainer removes it."""
+    """The directory goes with the last socket, also if the trainer removes that of a killed keeper."""
     paths = [socket_path(tmp_path / "d", "job") for _ in range(2)]
     for path in paths:
         listen(path).close()

@@ -1,4 +1,4 @@
-"""When a state in memory is outdated: by what is on storage now."""
+"""Whether a state in memory is outdated, by the checkpoints on storage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dcp_tensorizer._job.ranks import Agreement
 from dcp_tensorizer._job.restore import Problem, Selection, joint_problem, load_from_memory
 from dcp_tensorizer._job.steps import Step
 from dcp_tensorizer._memory.client import KeeperConnection
-from dcp_tensorizer._memory.protocol import Found, Hold, StateContent, StateHead
+from dcp_tensorizer._memory.protocol import Found, StateHead, StatePart
 from dcp_tensorizer._memory.survival import AllMemory, Predecessors, outdated
 from dcp_tensorizer._runtime.forks import Descriptor
 
@@ -43,7 +43,7 @@ def saved(step: int, save_id: str, job: str = "run", branch: tuple[tuple[str, in
     ids=["nothing saved", "its parent", "its parent, of another run", "a later save of its run", "itself"],
 )
 def test_what_goes_on_from_the_newest_checkpoint(kept: StateHead, tip: Step | None) -> None:
-    """It is used."""
+    """A state that resumes from the newest checkpoint is used."""
     assert outdated(kept, tip, FOLDER) == ""
 
 
@@ -61,12 +61,12 @@ def test_what_goes_on_from_the_newest_checkpoint(kept: StateHead, tip: Step | No
     ids=["all removed", "replaced", "gone on", "newest removed", "newer", "another branch", "begun by another"],
 )
 def test_what_does_not(kept: StateHead, tip: Step | None, words: str) -> None:
-    """It is not used, and the log says why."""
+    """Any other state is not used, and the log has the reason."""
     assert words in outdated(kept, tip, FOLDER)
 
 
 def test_another_folder() -> None:
-    """Somebody has removed the job's folder and begun anew; one that had not been made yet has no identity."""
+    """A state of a removed and recreated folder is not used. A folder that did not exist yet has no identity."""
     kept = head(5, None, None)
     assert "folder is another one" in outdated(kept, None, (1, 3))
     assert "folder is another one" in outdated(kept, None, None)
@@ -74,23 +74,21 @@ def test_another_folder() -> None:
 
 
 class _Keeper(KeeperConnection):
-    """A keeper of a rank, which has a state or has just ended."""
+    """Keeper of a rank, which holds a state or has just ended."""
 
     def __init__(self, rank: int, has_ended: bool) -> None:
         kept = head(5, None, None)._replace(rank=rank, world_size=2, folder=None)
         self.found = Found("run", 7, True, (kept,))
         self.has_ended = has_ended
 
-    def part(self, state_id: str, rank: int) -> tuple[StateContent, Descriptor]:
+    def part(self, state_id: str, rank: int) -> tuple[StatePart, Descriptor]:
         if self.has_ended:
             raise ReadError("a keeper has ended")
-        return StateContent(Hold(self.found.heads[0], 0, (), b"", b"", 60.0), ()), Descriptor(
-            os.open("/dev/null", os.O_RDONLY)
-        )
+        return StatePart(self.found.heads[0], 0, (), b"", b"", 60.0), Descriptor(os.open("/dev/null", os.O_RDONLY))
 
 
 def test_a_keeper_that_ends_while_others_give_their_states() -> None:
-    """The descriptors that the others gave are closed, and storage is asked."""
+    """The descriptors of the other parts are closed, and the problem lets the job load from storage."""
     keepers = [_Keeper(1, has_ended=False), _Keeper(0, has_ended=True)]
     before = open_descriptors()
     with quietly():
@@ -104,7 +102,7 @@ def test_a_keeper_that_ends_while_others_give_their_states() -> None:
 
 
 def test_a_job_that_had_gone_back() -> None:
-    """It is used where the checkpoint that it left is still the newest one, and the one that it went to is there."""
+    """The state is used if the checkpoint that the job left is the newest, and the one it went back to exists."""
     left = head(5, "four", 4)._replace(left="nine")
     nine = saved(9, "nine", branch=(("a", 0),))
     assert outdated(left, nine, FOLDER, {"four", "nine"}) == ""
@@ -115,7 +113,7 @@ def test_a_job_that_had_gone_back() -> None:
 
 
 def test_what_has_come_of_all_ranks_loads() -> None:
-    """A state that is whole and does not fit is raised; where another rank has loaded its own, targets have changed."""
+    """A complete state that does not fit raises its error. If any rank has loaded, targets have changed."""
     misfit = Problem(MetadataError("no such key"), is_damage=False, is_whole=True, has_touched=False)
     damage = Problem(ReadError("it is gone"), is_damage=True, is_whole=False, has_touched=False)
     with pytest.raises(MetadataError, match="no such key"):
@@ -128,7 +126,7 @@ def test_what_has_come_of_all_ranks_loads() -> None:
 
 
 def test_checkpoints_that_were_lost_with_a_node() -> None:
-    """They count as never saved: what resumes from the newest one that is there is used, and nothing else."""
+    """Lost checkpoints count as never saved, so a state that resumes from the newest existing one is used."""
     kept = head(9, "eight", 8)._replace(line=("eight", "six", "four"))
     assert "or removed checkpoints" in outdated(kept, saved(4, "four"), FOLDER, {"four"})
     assert outdated(kept, saved(4, "four"), FOLDER, {"four"}, {"eight", "six"}) == ""

@@ -1,4 +1,4 @@
-"""Connections between keepers: who gets in, and what is found when bytes are changed on their way."""
+"""Connections between keepers: authentication, and bytes that change in transit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BOTH = FrameCipherKind.CHACHA | FrameCipherKind.AES
 
 @pytest.fixture(autouse=True, params=[FrameCipherKind.CHACHA, frame_ciphers()], ids=["chacha", "best"])
 def _ciphers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test with each cipher."""
+    """Runs each test with each cipher."""
     monkeypatch.setattr(wire_module, "frame_ciphers", lambda: request.param)
 
 
@@ -40,7 +40,7 @@ class Number(msgspec.Struct, tag="number", array_like=True):
 
 
 def both(client_secret: bytes = SECRET, server_secret: bytes = SECRET) -> tuple[Any, Any]:
-    """The results of both ends: connections, or what was raised."""
+    """Returns the results of both ends: connections, or the raised errors."""
     ends = socket.socketpair()
     with ThreadPoolExecutor(2) as pool:
         made = [
@@ -55,7 +55,7 @@ def _outcome(future: Future[Wire]) -> Wire | BaseException:
 
 
 def relayed(change: Callable[[bytes], bytes]) -> tuple[Wire, Wire]:
-    """Both ends, and somebody between them who changes what the client says after the proof."""
+    """Returns both ends of a connection through a relay that changes what the client sends after the proof."""
     listener = listen_on("127.0.0.1")
     client_side, near = socket.socketpair()
     address = Address("127.0.0.1", listener.getsockname()[1], SECRET)
@@ -79,7 +79,7 @@ def relayed(change: Callable[[bytes], bytes]) -> tuple[Wire, Wire]:
 
 
 def test_messages_and_bytes() -> None:
-    """Both travel in both directions, of any size that is allowed, and of none."""
+    """Messages and bytes of any allowed size, also empty ones, arrive in both directions."""
     client, server = both()
     client.send(Word("hello"))
     assert server.receive(Word | Number) == Word("hello")
@@ -99,7 +99,7 @@ def test_messages_and_bytes() -> None:
 
 @pytest.mark.parametrize("older", [0, 1], ids=["client", "server"])
 def test_an_end_that_has_one_cipher_alone(monkeypatch: pytest.MonkeyPatch, older: int) -> None:
-    """The other one uses it, too."""
+    """The other end uses the only cipher that both ends have."""
     found = [BOTH, BOTH]
     found[older] = FrameCipherKind.CHACHA
     ends = socket.socketpair()
@@ -123,18 +123,18 @@ def test_an_end_that_has_one_cipher_alone(monkeypatch: pytest.MonkeyPatch, older
 
 
 def test_who_does_not_know_the_secret() -> None:
-    """The client finds out first, and proves nothing; the server waits for a proof that does not come."""
+    """The client fails first and sends no proof, and the server fails without it."""
     client, server = both(client_secret=bytes(32))
     assert isinstance(client, WireError) and "does not know the secret" in str(client)
     assert isinstance(server, ConnectionError)
 
 
 def test_who_repeats_what_he_has_heard() -> None:
-    """A proof is good for one connection."""
+    """A proof is valid for one connection."""
     ends = socket.socketpair()
     with ThreadPoolExecutor(1) as pool:
         server = pool.submit(Wire, ends[1], SECRET, is_server=True)
-        ends[0].sendall(b"DCPTZR3\1" + bytes(32))
+        ends[0].sendall(b"DCPTZR4\1" + bytes(32))
         heard = ends[0].recv(65)
         ends[0].sendall(heard[33:])
         assert isinstance(server.exception(), WireError)
@@ -142,7 +142,7 @@ def test_who_repeats_what_he_has_heard() -> None:
 
 
 def test_who_is_no_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other words, and none at all, end the connection."""
+    """Other bytes than a hello, and silence, end the connection."""
     monkeypatch.setattr(wire_module, "_HANDSHAKE_SECONDS", 0.05)
     for words in (b"GET / HTTP/1.1\r\nHost: keeper.example.com:80\r\n\r\n", b""):
         ours, theirs = socket.socketpair()
@@ -153,13 +153,13 @@ def test_who_is_no_keeper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_sends_slowly_is_not_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole handshake has one deadline, however often a byte of it comes."""
+    """The whole handshake has one deadline, even if a byte arrives now and then."""
     monkeypatch.setattr(wire_module, "_HANDSHAKE_SECONDS", 0.5)
     ends, is_over = socket.socketpair(), threading.Event()
 
     def send_slowly() -> None:
         with suppress(OSError):
-            for byte in b"DCPTZR3\1" + bytes(64):
+            for byte in b"DCPTZR4\1" + bytes(64):
                 ends[0].send(bytes([byte]))
                 is_over.wait(0.1)
 
@@ -172,7 +172,7 @@ def test_who_sends_slowly_is_not_waited_for_longer(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_changed_frame() -> None:
-    """One bit is enough, wherever it is."""
+    """A change of any bit is detected."""
     for place in (-1, 5):
         client, server = relayed(lambda data, place=place: _flipped(data, place))  # type: ignore[misc]
         client.send(Word("hello"))
@@ -183,7 +183,7 @@ def test_a_changed_frame() -> None:
 
 
 def test_a_frame_that_is_repeated() -> None:
-    """Frames are counted."""
+    """Frames are counted, so a repeated frame is detected."""
     client, server = relayed(lambda data: data * 2)
     client.send(Word("hello"))
     assert server.receive(Word) == Word("hello")
@@ -200,7 +200,7 @@ def _flipped(data: bytes, place: int) -> bytes:
 
 
 def test_what_is_too_large() -> None:
-    """Nobody is made to allocate more than a frame may have."""
+    """A peer cannot make the other end allocate more than a frame's maximum size."""
     client, server = both()
     with closing(client), closing(server):
         with pytest.raises(WireError, match="is too large"):
@@ -211,7 +211,7 @@ def test_what_is_too_large() -> None:
 
 
 def test_what_was_not_expected() -> None:
-    """A message is not taken for bytes, nor for another one."""
+    """A message is accepted neither as bytes nor as a message of another type."""
     for receive, error in (
         (lambda wire: wire.receive_bytes(memoryview(bytearray(5))), "unexpected frame: kind 1"),
         (lambda wire: wire.receive(Number), "malformed message"),
@@ -224,5 +224,5 @@ def test_what_was_not_expected() -> None:
 
 
 def test_an_address_has_no_secret_in_its_name() -> None:
-    """It may be in a log."""
+    """The repr has no secret, because it may be logged."""
     assert repr(Address("10.0.0.1", 5, SECRET)) == "10.0.0.1:5"

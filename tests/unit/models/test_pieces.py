@@ -1,4 +1,4 @@
-"""All ranks together write each byte of a model's files once, and each block of a file is written by one of them."""
+"""Tests of the pieces of a model's files: the ranks write each byte once, and one rank writes each block."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from dcp_tensorizer._models import pieces as model_pieces
 from dcp_tensorizer._models.layout import ModelOptions, RankLayout, plan_model, rank_layout
-from dcp_tensorizer._models.pieces import PieceExchange, TensorPart, part_of_row, pieces_of, round_count, split
+from dcp_tensorizer._models.pieces import PieceExchange, pieces_of, round_count, split
 from dcp_tensorizer._storage.base import SharedFile
 from dcp_tensorizer._tensor_file.regions import Region
 from dcp_tensorizer._writer_process.shared_job import Pieces, SharedFilePart
@@ -24,7 +24,7 @@ Chunk = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Ranks:
-    """Stands for the collectives of threads, each of which is a rank."""
+    """Collectives of threads, each of which is a rank."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -40,7 +40,7 @@ class Ranks:
 
 
 class Member:
-    """One rank of `Ranks`, as `RankGroup`."""
+    """One rank of `Ranks`, with the methods of `RankGroup`."""
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self.ranks, self.rank, self.size = ranks, rank, ranks.size
@@ -58,7 +58,7 @@ class Member:
 
 
 def sharded(shape: tuple[int, ...], dim: int, count: int) -> list[Chunk]:
-    """Even chunks along a dimension, as torch cuts them; the last ones may be smaller, or empty."""
+    """Returns even chunks along a dimension, as torch cuts them; the last ones may be smaller, or empty."""
     step = -(-shape[dim] // count)
     chunks = []
     for number in range(count):
@@ -70,7 +70,7 @@ def sharded(shape: tuple[int, ...], dim: int, count: int) -> list[Chunk]:
 
 
 def model(ranks: int) -> dict[str, tuple[tuple[int, ...], torch.dtype, dict[int, Chunk]]]:
-    """Tensors, and the chunk that each rank has of them."""
+    """Returns tensors, and the chunk that each rank has of them."""
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype, dict[int, Chunk]]] = {}
     for n in range(3):
         tensors[f"rows.{n}"] = (41, 130), torch.float32, dict(enumerate(sharded((41, 130), 0, ranks)))
@@ -99,9 +99,9 @@ def planned(ranks: int) -> list[SavePlan]:
 
 
 def write(layout: RankLayout, headers: list[bytes], rank: int, ranks: Ranks, files: list[np.ndarray]) -> Pieces:
-    """What one rank does; returns the pieces that it has written."""
+    """Writes one rank's part; returns the pieces that the rank has written."""
     contents: list[np.ndarray] = []
-    parts: list[TensorPart] = []
+    found: list[Pieces] = []
     for key, (shape, dtype, chunks) in model(ranks.size).items():
         if rank not in chunks:
             continue
@@ -109,10 +109,11 @@ def write(layout: RankLayout, headers: list[bytes], rank: int, ranks: Ranks, fil
         start, size = chunks[rank]
         whole = values(key, shape, dtype)
         contents.append(np.ascontiguousarray(whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]))
-        parts += part_of_row(layout, number, shape, Region(start, size), len(contents) - 1)
+        found.append(pieces_of(layout, number, shape, Region(start, size), len(contents) - 1))
     for number, header in enumerate(headers if rank == 0 else []):
         contents.append(np.frombuffer(header, dtype=np.uint8))
-        parts.append(TensorPart(number, 0, 1, (len(header),), Region((0,), (len(header),)), len(contents) - 1))
+        columns = number, 0, len(header), len(contents) - 1, 0
+        found.append(Pieces(*(np.array([column], dtype=np.int64) for column in columns)))
 
     def fill(source: int, start: int, memory: np.ndarray) -> None:
         memory[:] = contents[source].reshape(-1).view(np.uint8)[start : start + memory.nbytes]
@@ -128,7 +129,7 @@ def write(layout: RankLayout, headers: list[bytes], rank: int, ranks: Ranks, fil
             give(source, start, files[file][offset : offset + nbytes])
 
     member: Any = Member(ranks, rank)
-    own, shared = split(pieces_of(parts), layout)
+    own, shared = split(Pieces.joined(found), layout)
     put(own, fill)
     if layout.has_granules:
         exchange = PieceExchange(shared, layout, member, fill)
@@ -144,7 +145,7 @@ def write(layout: RankLayout, headers: list[bytes], rank: int, ranks: Ranks, fil
 
 
 def values(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> np.ndarray:
-    """The elements of a tensor, as integers of their size."""
+    """Returns the elements of a tensor, as integers of their size."""
     kind = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[dtype.itemsize]
     return np.random.default_rng(len(key) + ord(key[0])).integers(0, 250, shape or None, dtype=kind).reshape(shape)
 
@@ -154,7 +155,7 @@ def values(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> np.ndarray:
 def test_each_byte_is_written_once_and_each_block_by_one_rank(
     ranks: int, granule: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows, columns and grids, uneven, empty and scalar, in files of several tensors, over several windows."""
+    """The files of rows, columns and grids, uneven, empty and 0-dim, are exact after exchanges in several windows."""
     monkeypatch.setattr(model_pieces, "_WINDOW", 8192)
     plan = plan_model(planned(ranks), ModelOptions(max_shard_bytes=40_000), path="p", order={}, ties=[{}] * ranks)
     shared = [SharedFilePart(SharedFile(f"f{n}", "", of.nbytes, ""), granule) for n, of in enumerate(plan.files)]

@@ -1,4 +1,4 @@
-"""The directory of a model that is published is cleaned up and released when it is no longer needed."""
+"""Tests of the directory of a published model: it is cleaned up and released when publishing no longer needs it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dcp_tensorizer.models import SafetensorsStorageWriter
 
 
 class _Interrupted(deque[Callable[[], None]]):
-    """A list that a signal interrupts as soon as something is in it."""
+    """A deque whose `append` is interrupted by a signal."""
 
     def append(self, operation: Callable[[], None]) -> None:
         super().append(operation)
@@ -22,7 +22,7 @@ class _Interrupted(deque[Callable[[], None]]):
 
 
 def test_a_signal_may_release_a_directory_at_any_time(tmp_path: Path) -> None:
-    """As one that closes the writer, just when the save has put off its clean-up: no lock keeps it waiting."""
+    """A signal handler that closes the writer just after the save has delayed its clean-up does not wait for a lock."""
     saver: Any = SafetensorsStorageWriter(tmp_path).saver
     save = ModelSave(saver, "a" * 32, tmp_path, None)
     save._lock = save.storage.lock_directory()

@@ -1,4 +1,4 @@
-"""Ties: which names of a state dict are one tensor, and which of them a model has."""
+"""Tests of ties: which names of a state dict are one tensor, and which of these names a model has."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def freed() -> torch.Tensor:
 def test_tied_tensors_are_the_same_elements_read_in_the_same_way(
     first: torch.Tensor, second: torch.Tensor, tied: bool
 ) -> None:
-    """A conjugate or negative view has the memory, the shape and the strides of another tensor, and other values."""
+    """Tensors are tied if they view the same memory in the same way, with the same dtype and lazy conjugate."""
     assert ties_of({"a": first, "nested": {"b": second}}) == ({"nested.b": "a"} if tied else {})
 
 
 def test_ranks_may_have_tied_names_in_another_order() -> None:
-    """One of the names stays, and each rank finds out which of its names do not."""
+    """One of the tied names is written, and each rank finds out which of its names are not."""
     chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))
     data = TensorWriteData(chunk, TensorProperties(dtype=torch.float32), torch.Size([4]))
     items = [WriteItem(MetadataIndex(key), WriteItemType.TENSOR, tensor_data=data) for key in "abcd"]
@@ -66,14 +66,14 @@ def test_ranks_may_have_tied_names_in_another_order() -> None:
 
 
 def part(memory: torch.Tensor, start: int) -> torch.Tensor:
-    """A view that describes itself as the rows of a larger tensor."""
+    """Returns a view that describes itself as rows of a larger tensor."""
     view: Any = memory.view_as(memory)
     view.__create_write_items__ = Shards((8, 2), [((start, 0), (4, 2))]).__create_write_items__
     return view  # type: ignore[no-any-return]
 
 
 def test_what_tensors_describe_as_their_part_counts() -> None:
-    """The same memory may be described as other parts, and as a whole tensor."""
+    """Tensors that describe the same memory as different parts are not tied."""
     memory = torch.ones(4, 2)
     state = {"a": part(memory, 0), "b": part(memory, 4), "c": part(memory, 0), "d": memory, "e": memory.view_as(memory)}
     assert ties_of(state) == {"c": "a", "e": "d"}

@@ -1,4 +1,4 @@
-"""Ranks of which only one is there."""
+"""A device mesh of which only one rank exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .sharded_states import RANK, RANKS
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """Two by two ranks, of which this is the third."""
+    """Yields a mesh of two by two ranks, of which this process is the third."""
     dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=RANKS)
     yield DeviceMesh("cpu", torch.arange(RANKS).view(2, 2))
     dist.destroy_process_group()

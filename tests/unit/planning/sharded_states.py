@@ -18,7 +18,7 @@ def dtensor(mesh: DeviceMesh, placements: list[Placement], local: torch.Tensor, 
 
 
 def state_of(mesh: DeviceMesh) -> dict[str, Any]:
-    """Layouts that come again and again, and values of every other kind between them."""
+    """Returns a state dict of repeated layouts, with values of all other kinds in between."""
     state: dict[str, Any] = {}
     alone = DeviceMesh("cpu", [RANK])
     for layer in range(3):
@@ -39,7 +39,7 @@ def state_of(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 class Shardless(ShardedTensor):
-    """A sharded tensor that was made without a process group, and has no shard here."""
+    """Returns a ShardedTensor without a process group, and without a shard on this rank."""
 
     device = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""What a rank reads: the items that torch's planner makes, also where they are copies of those of another key."""
+"""The items that a rank reads equal those of torch's planner, also if they are copied from another key."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .sharded_states import Shardless, dtensor, state_of
 
 
 def stored(size: tuple[int, ...], rows: int | None = None) -> TensorStorageMetadata:
-    """A tensor as it is stored: whole, or cut after some rows."""
+    """Returns the metadata of a stored tensor, whole or cut after ``rows`` rows."""
     places = [((0,) * len(size), size)]
     if rows is not None:
         places = [((0, *size[1:][:0]), (rows, *size[1:])), ((rows,), (size[0] - rows, *size[1:]))]
@@ -41,7 +41,7 @@ def stored(size: tuple[int, ...], rows: int | None = None) -> TensorStorageMetad
 
 
 def metadata_of(state: dict[str, Any], rows: int | None = None) -> Metadata:
-    """A checkpoint of such a state, with all tensors that have rows cut after some of them, if that is said."""
+    """Returns the metadata of a checkpoint of a state; with ``rows``, its tensors are cut after these rows."""
     return Metadata(
         {
             key: stored(tuple(value.shape), rows if value.ndim else None)
@@ -53,12 +53,12 @@ def metadata_of(state: dict[str, Any], rows: int | None = None) -> Metadata:
 
 
 def in_full(items: list[ReadItem]) -> list[tuple[Any, ...]]:
-    """With the hints, which indices leave out when they are compared."""
+    """Returns items with their hints, which the comparison of indices ignores."""
     return [(item, item.dest_index.index, item.storage_index.index) for item in items]
 
 
 def outcome(make: Any) -> Any:
-    """What comes of it: items, or an error."""
+    """Returns the items, or the error, of a function."""
     try:
         return in_full(make())
     except Exception as error:
@@ -67,7 +67,7 @@ def outcome(make: Any) -> Any:
 
 @pytest.mark.parametrize("rows", [None, 2])
 def test_items_are_torchs(mesh: DeviceMesh, rows: int | None) -> None:
-    """Of every layout, when it comes first and when it comes again, stored whole and in parts; in torch's order."""
+    """Items of each layout, at its first and at later keys, stored whole and in parts, are in torch's order."""
     state = {
         **state_of(mesh),
         **{f"{n}.{name}": torch.rand(size) for n in range(3) for name, size in {"scalar": (), "empty": (4, 0)}.items()},
@@ -81,7 +81,7 @@ def test_items_are_torchs(mesh: DeviceMesh, rows: int | None) -> None:
 
 
 def test_torch_plans_each_layout_once(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many keys have it; what is stored in parts once for each entry, which several keys may share."""
+    """torch plans once for each layout that is stored whole, and once for each entry that is stored in parts."""
     calls: list[str] = []
 
     def planned(state_dict: dict[str, Any], *arguments: Any) -> Any:
@@ -123,7 +123,7 @@ def test_torch_plans_each_layout_once(mesh: DeviceMesh, monkeypatch: pytest.Monk
 )
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_does_not_fit_is_as_with_torch(value: Any, entry: Any, strict: bool) -> None:
-    """The same items or the same error, though tensors of the same layout came before."""
+    """A value that does not fit gets torch's items or torch's error, also after tensors of the same layout."""
     state = {"a": torch.rand(4, 3), "b": 1, "c": value}
     entries = {"a": stored((4, 3)), "b": BytesStorageMetadata(), "c": entry}
     metadata = Metadata({key: found for key, found in entries.items() if found is not None})
@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_as_with_torch(value: Any, entry: Any, strict: bool
 
 @pytest.mark.parametrize("before", [False, True])
 def test_a_sum_that_is_not_made_yet_is_refused(mesh: DeviceMesh, before: bool) -> None:
-    """As by torch: no rank has the values of a partial DTensor."""
+    """A partial DTensor, whose values no rank has, is refused as by torch."""
     partial = dtensor(mesh, [Partial(), Shard(0)], torch.rand(3, 5), (6, 5))
     state = {**({"a": torch.rand(6, 5)} if before else {}), "b": partial}
     metadata = metadata_of(state)
@@ -143,7 +143,7 @@ def test_a_sum_that_is_not_made_yet_is_refused(mesh: DeviceMesh, before: bool) -
 
 
 def test_targets_are_torchs(mesh: DeviceMesh) -> None:
-    """The same memory, and no history; and torch's errors for what is not there."""
+    """Targets are the tensors' own memory, without history; a missing key raises torch's error."""
     state = {**state_of(mesh), "scalar": torch.tensor(1.0)}
     metadata = metadata_of(state)
     ours, theirs = LoadPlanner(), DefaultLoadPlanner()
@@ -174,7 +174,7 @@ MORE = {
 
 
 def test_tensors_that_say_themselves_what_is_here(mesh: DeviceMesh) -> None:
-    """torchrec's tables of one shape may have other parts on each rank: none is planned like another."""
+    """Tensors that describe their parts, as torchrec's do, are planned one by one, even with equal shapes."""
     parts = {"a": (0, 8), "b": (8, 8), "c": None}
     state = {}
     for key, part in parts.items():
@@ -188,7 +188,7 @@ def test_tensors_that_say_themselves_what_is_here(mesh: DeviceMesh) -> None:
 
 
 def test_plain_tensors_that_say_themselves_what_is_here() -> None:
-    """Two of one shape may be other parts: none is planned like another, whichever comes first."""
+    """Plain tensors with part attributes are planned one by one, in any order."""
 
     def part(start: int) -> torch.Tensor:
         tensor = torch.rand(8, 4)
@@ -206,7 +206,7 @@ def test_plain_tensors_that_say_themselves_what_is_here() -> None:
 @pytest.mark.parametrize("more", MORE)
 @pytest.mark.parametrize("options", [{}, {"flatten_state_dict": False}, {"allow_partial_load": True}])
 def test_a_checkpoint_that_has_more(options: dict[str, bool], more: str) -> None:
-    """Also what torch's older releases saved as one object."""
+    """A checkpoint with additional keys, also those of torch's older releases, is planned as by torch."""
     state = {"model": {"a": torch.rand(2), "b": [2.5, 4], "c": {}}, "rng": {"seed": 1}, "step": 1}
     if options.get("flatten_state_dict", True):
         keys = {"model.a": stored((2,)), **dict.fromkeys(("model.b", "rng.seed", "step"), BytesStorageMetadata())}
@@ -223,7 +223,7 @@ def test_a_checkpoint_that_has_more(options: dict[str, bool], more: str) -> None
 
 
 def test_which_checkpoints_torch_plans() -> None:
-    """Those that have a dict or a list as one object, and not those that merely have more."""
+    """torch plans checkpoints that store a dict or list as one object, and not those with other additional keys."""
     state = {"model": {"a": 1, "b": [2, [3]]}, "optim": {}}
     flat = {"model.a": 1, "model.b": [2, [3]]}
     found = {
@@ -235,7 +235,7 @@ def test_which_checkpoints_torch_plans() -> None:
 
 @pytest.mark.parametrize("flattens", [True, False])
 def test_a_state_is_taken_apart_as_torch_does(flattens: bool) -> None:
-    """With nested lists, with a sharded tensor that this rank has no part of, and with two keys of one path."""
+    """A state is flattened as by torch: with nested lists, a ShardedTensor without shards, and two keys of one path."""
     plain = {"m": {"a": torch.ones(2), "l": [torch.ones(1), [1, 2], {"x": torch.ones(3)}], "e": {}}, "s": 3}
     states: list[dict[str, Any]] = [plain, {**plain, "t": Shardless()}, {"m": {"1": torch.ones(1), 1: torch.ones(2)}}]
     for state in states:
@@ -252,7 +252,7 @@ def test_a_state_is_taken_apart_as_torch_does(flattens: bool) -> None:
 
 @pytest.mark.parametrize("cls", [LoadPlanner, DefaultLoadPlanner])
 def test_two_keys_of_one_path_are_refused_where_nothing_is_taken_apart(cls: type[DefaultLoadPlanner]) -> None:
-    """As by torch's planner: a planner that was used before does not load into the state of then."""
+    """Two keys with one path are refused as by torch, and the planner does not load into an earlier state."""
     planner = cls(flatten_sharded_tensors=False)
     planner.set_up_planner({"a": torch.ones(1)}, Metadata({}), True)
     with pytest.raises(ValueError, match=r"duplicated flatten key a\.b"):

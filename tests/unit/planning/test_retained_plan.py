@@ -1,4 +1,4 @@
-"""A load plan goes to the coordinator and back: its items only where somebody looks at them, and never wrong ones."""
+"""A load plan is sent to the coordinator and back with its items only if a planner accesses them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ ITEMS = [item(f"layers.{number}.weight") for number in range(1000)]
 
 
 def sent(value: Any) -> Any:
-    """What arrives in another process."""
+    """Returns a plan as another process receives it."""
     return pickle.loads(pickle.dumps(value))
 
 
 def test_a_plan_that_nobody_looks_at_comes_back_without_its_items() -> None:
-    """They are those that were kept; what the coordinator sends is small."""
+    """If no planner accesses the items, the coordinator's pickle is small, and the rank uses its own items."""
     home = RetainedPlan.keep(LoadPlan(list(ITEMS), planner_data="planner"), 3, "save")
     there = sent(home)
     there.send_to(3)
@@ -42,7 +42,7 @@ def test_a_plan_that_nobody_looks_at_comes_back_without_its_items() -> None:
 
 
 def test_items_that_a_planner_looks_at_come_back_as_it_left_them() -> None:
-    """Changed in their list, replaced by others, or in a plan of its own."""
+    """Items that a planner changes in place, replaces, or puts into a new plan arrive as changed."""
     home = RetainedPlan.keep(LoadPlan(list(ITEMS)), 0, "save")
     changed, replaced, new = sent(home), sent(home), sent(home)
     assert changed.items == ITEMS
@@ -58,7 +58,7 @@ def test_items_that_a_planner_looks_at_come_back_as_it_left_them() -> None:
 
 
 def test_a_plan_that_goes_to_another_rank_takes_its_items_along() -> None:
-    """Whether somebody has looked at them or not."""
+    """A plan for another rank contains its items, whether a planner has accessed them or not."""
     plans = [RetainedPlan.keep(LoadPlan([item(f"{rank}")]), rank, "save") for rank in range(2)]
     swapped = [sent(plan) for plan in plans][::-1]
     for rank, plan in enumerate(swapped):
@@ -68,14 +68,14 @@ def test_a_plan_that_goes_to_another_rank_takes_its_items_along() -> None:
 
 
 def test_what_was_not_kept_is_missed() -> None:
-    """A plan cannot come back to nobody."""
+    """If the rank no longer holds its plan, the returned plan raises KeyError."""
     there = sent(RetainedPlan.keep(LoadPlan(list(ITEMS)), 0, "save"))
     with pytest.raises(KeyError):
         sent(there)
 
 
 def test_a_plan_is_one_of_dcps() -> None:
-    """With its fields; equal to one with the same."""
+    """A `RetainedPlan` has the fields of DCP's plan, and equals a plan with equal fields."""
     plan = RetainedPlan.keep(LoadPlan(list(ITEMS)), 0, "save")
     assert isinstance(plan, LoadPlan)
     assert [field.name for field in dataclasses.fields(plan)] == ["items", "storage_data", "planner_data"]

@@ -1,4 +1,4 @@
-"""A state dict as rows: those that torch's planner makes, also where they are not worked out anew."""
+"""The rows of a state dict equal the items of torch's planner, also if they are copied from another key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .sharded_states import Shardless, dtensor, state_of
 
 
 def test_rows_are_torchs(mesh: DeviceMesh) -> None:
-    """Of every layout, dtype and flag, when it comes first and when it comes again; in torch's order."""
+    """Rows of each layout, dtype and flag, at their first and at later keys, are in torch's order."""
     state = state_of(mesh)
     for is_coordinator in (False, True):
         theirs = [row_of(item) for item in create_default_local_save_plan(state, is_coordinator).items]
@@ -42,7 +42,7 @@ def test_rows_are_torchs(mesh: DeviceMesh) -> None:
 
 
 def test_tensors_that_are_not_quite_alike_have_rows_of_their_own() -> None:
-    """Each differs in one thing from a tensor before it: shape, dtype, flag, class or kind."""
+    """A tensor that differs in shape, dtype, flag, class or kind from an earlier one has different rows."""
     like = torch.rand(2, 3)
     values = [like, like.clone(), like.half(), like.clone().requires_grad_(), torch.nn.Parameter(like), like.T, like[0]]
     values += [torch.rand(3, 2), torch.rand(2, 0), torch.tensor(1.0), torch.tensor(1.0), "object", 1, like.view(6)]
@@ -55,7 +55,7 @@ def test_tensors_that_are_not_quite_alike_have_rows_of_their_own() -> None:
 
 
 def test_a_key_that_is_no_string_is_left_to_torch() -> None:
-    """Also for a tensor that is like one before."""
+    """A key that is not a string is refused, also for a tensor like an earlier one."""
     with pytest.raises(Unsupported):
         list(rows_of({"a": torch.ones(2), 1: torch.ones(2)}, is_coordinator=True))  # type: ignore[dict-item]
 
@@ -76,7 +76,7 @@ def test_a_key_that_is_no_string_is_left_to_torch() -> None:
     ],
 )
 def test_paths_come_back_as_they_were(path: Any, is_path: bool) -> None:
-    """Those that MessagePack would change are pickled."""
+    """Paths that MessagePack would change are pickled, so all paths survive."""
     data = {"x": ("x",), "y": path}
     for keys in (["x", "y"], ["y"]):
         packed = with_keys(pack_paths(data, keys), keys)
@@ -86,7 +86,7 @@ def test_paths_come_back_as_they_were(path: Any, is_path: bool) -> None:
 
 
 def test_a_sum_that_is_not_made_yet_is_refused_each_time(mesh: DeviceMesh) -> None:
-    """As by torch: no rank has the values of a partial DTensor."""
+    """A partial DTensor, whose values no rank has, is refused each time, as by torch."""
     partial = dtensor(mesh, [Partial(), Shard(0)], torch.rand(3, 5), (6, 5))
     known = dtensor(mesh, [Replicate(), Shard(0)], torch.rand(3, 5), (6, 5))
     for state in ({"a": partial}, {"a": known, "b": partial}, {"a": known, "b": known, "c": partial}):
@@ -95,7 +95,7 @@ def test_a_sum_that_is_not_made_yet_is_refused_each_time(mesh: DeviceMesh) -> No
 
 
 def test_what_is_written_of_an_item_is_torchs(mesh: DeviceMesh) -> None:
-    """The same memory, the same flag; and torch's error for a key that is not there."""
+    """`lookup_object` returns the same memory and flags as torch's, and raises torch's error for a missing key."""
     ours, theirs = SavePlanner(), DefaultSavePlanner()
     state = state_of(mesh)
     for planner in (ours, theirs):
@@ -112,7 +112,7 @@ def test_what_is_written_of_an_item_is_torchs(mesh: DeviceMesh) -> None:
 
 
 def test_the_values_of_a_plan_are_those_of_its_items(mesh: DeviceMesh) -> None:
-    """Ordinary tensors come without their items; all others, and a changed plan, as items."""
+    """`resolve_plan` yields ordinary tensors without items, and all other values, and changed plans, as items."""
     planner = SavePlanner()
     like = torch.rand(2, 3)
     more = {"half": like.half(), "tied": like, "same": like, "scalar": torch.tensor(1), "none": torch.rand(0, 3)}
@@ -139,7 +139,7 @@ def test_the_values_of_a_plan_are_those_of_its_items(mesh: DeviceMesh) -> None:
 
 
 def test_a_value_that_is_not_as_planned_comes_as_its_item() -> None:
-    """A writer then asks the planner, and finds the fault."""
+    """A value that differs from the plan is yielded as an item, which the writer resolves and checks."""
     planner = SavePlanner()
     planner.set_up_planner({"a": torch.ones(2), "b": torch.ones(2), "c": torch.ones(2)}, is_coordinator=True)
     plan = planner.create_local_plan()
@@ -155,7 +155,7 @@ def test_a_value_that_is_not_as_planned_comes_as_its_item() -> None:
 @pytest.mark.parametrize("takes_apart", [True, False])
 @pytest.mark.parametrize("flattens", [True, False])
 def test_a_state_is_taken_apart_as_torch_does(flattens: bool, takes_apart: bool) -> None:
-    """With nested lists, with a sharded tensor that this rank has no part of, and with keys that are not strings."""
+    """A state is flattened as by torch: with nested lists, a ShardedTensor without shards, and keys of other types."""
     inner = [torch.ones(1), [1, 2], {"x": torch.ones(3)}]
     plain = {"m": {"a": torch.ones(2), "l": inner, "e": {}, 7: [1]}, "s": 3, "none": []}
     for state in (plain, {**plain, "t": Shardless()}, {"m": {"t": [Shardless()]}}):
@@ -169,7 +169,7 @@ def test_a_state_is_taken_apart_as_torch_does(flattens: bool, takes_apart: bool)
 
 
 def shown(value: Any) -> Any:
-    """A nested state dict whose order and tensors can be compared: the same tensor is equal."""
+    """Returns a nested state dict in a form whose order can be compared, and where tensors are equal if identical."""
     if isinstance(value, dict):
         return [(key, shown(inner)) for key, inner in value.items()]
     if isinstance(value, list):
@@ -180,7 +180,7 @@ def shown(value: Any) -> Any:
 @pytest.mark.parametrize("takes_apart", [True, False])
 @pytest.mark.parametrize("cls", [SavePlanner, DefaultSavePlanner])
 def test_two_keys_of_one_path_are_refused(cls: type[DefaultSavePlanner], takes_apart: bool) -> None:
-    """As by torch's planner, which then still has the state of the save before."""
+    """Two keys with one path are refused as by torch's planner, which then retains the state of the previous save."""
     planner = cls(flatten_sharded_tensors=takes_apart)
     planner.set_up_planner({"a": 1}, None, True)
     with pytest.raises(ValueError, match=r"duplicated flatten key m\.1"):

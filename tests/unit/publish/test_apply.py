@@ -1,4 +1,4 @@
-"""Copies get to a published version, whole or not at all."""
+"""Tests of `apply_delta`: a copy gets a published version, or does not change."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from ...lab.models import (
 
 @pytest.fixture
 def versions(tmp_path: Path) -> Path:
-    """Five published versions: 1 and 4 are whole, 2, 3 and 5 deltas. The models are in ``model-N`` beside it."""
+    """Publishes five versions: 1 and 4 are whole, 2, 3 and 5 are deltas. The models are in ``model-N`` beside them."""
     return publish_versions(tmp_path, 5)
 
 
@@ -66,7 +66,7 @@ def edit_index(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 @pytest.mark.parametrize("version", [1, 2, 3, 4, 5])
 def test_an_empty_directory_gets_a_whole_version(tmp_path: Path, versions: Path, version: int) -> None:
-    """With its configuration, and with the very bytes of the model that was published."""
+    """An empty directory gets the configuration and exactly the bytes of the published model."""
     applied = apply_delta(tmp_path / "copy", versions / f"weight_v{version:06d}")
     assert (applied.version, applied.before, applied.is_whole) == (version, None, True)
     assert weights_of(tmp_path / "copy") == weights_of(tmp_path / f"model-{version}")
@@ -79,7 +79,7 @@ def test_an_empty_directory_gets_a_whole_version(tmp_path: Path, versions: Path,
 def test_a_reader_that_lags_catches_up(
     tmp_path: Path, versions: Path, before: int, after: int, deltas: int, is_whole: bool
 ) -> None:
-    """By several deltas, or by the newest whole version and those since; files of the version before are gone."""
+    """The copy applies several deltas, or the newest whole version and the deltas since; its old files are removed."""
     apply_delta(tmp_path / "copy", versions, version=before)
     applied = apply_delta(tmp_path / "copy", versions, version=after)
     assert (applied.before, applied.deltas, applied.is_whole) == (before, deltas, is_whole)
@@ -93,7 +93,7 @@ def test_a_reader_that_lags_catches_up(
 
 
 def test_a_version_that_is_there_is_left_alone(tmp_path: Path, versions: Path) -> None:
-    """Applied twice, an XOR would undo itself."""
+    """A second call changes nothing: a delta applied twice would undo itself."""
     apply_delta(tmp_path / "copy", versions)
     before = files_of(tmp_path / "copy")
     applied = apply_delta(tmp_path / "copy", versions)
@@ -103,7 +103,7 @@ def test_a_version_that_is_there_is_left_alone(tmp_path: Path, versions: Path) -
 
 @pytest.mark.parametrize("files", [1, 2])
 def test_a_copy_that_nobody_has_noted_a_version_for_is_recognised(tmp_path: Path, files: int) -> None:
-    """By the SHA-256 of its files: an export of the trainer, or a download. A single file gives way to an index."""
+    """A model without a recorded version is recognised by the SHA-256 of its files; a single file gets an index."""
     state = first_state()
     for number in range(1, 4):
         write_model(tmp_path / f"model-{number}", state, files=files)
@@ -118,7 +118,7 @@ def test_a_copy_that_nobody_has_noted_a_version_for_is_recognised(tmp_path: Path
 
 @pytest.mark.promise("copy-does-not-fit")
 def test_a_model_that_was_not_published_is_refused(tmp_path: Path, versions: Path) -> None:
-    """And stays as it is."""
+    """A model that was not published is refused, and does not change."""
     write_model(tmp_path / "foreign", first_state(seed=99))
     before = files_of(tmp_path / "foreign")
     with pytest.raises(StateMismatch, match=r"is not a version in .*published, so no delta fits it"):
@@ -128,7 +128,7 @@ def test_a_model_that_was_not_published_is_refused(tmp_path: Path, versions: Pat
 
 @pytest.mark.promise("copy-does-not-fit", reason="another version")
 def test_a_version_of_another_publisher_is_refused(tmp_path: Path, versions: Path) -> None:
-    """Although it has the same number."""
+    """A version of another directory is refused, even if it has the same number."""
     write_model(tmp_path / "foreign", first_state(seed=99))
     publish(tmp_path / "foreign", tmp_path / "elsewhere")
     apply_delta(tmp_path / "copy", tmp_path / "elsewhere")
@@ -141,7 +141,7 @@ def test_a_version_of_another_publisher_is_refused(tmp_path: Path, versions: Pat
 @pytest.mark.promise("copy-does-not-fit", reason="a damaged copy")
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_damaged_copy_is_refused(tmp_path: Path, versions: Path, number: int) -> None:
-    """One flipped bit, in a tensor that changes or in one that does not: what comes of it is not what was published."""
+    """One flipped bit, in a changed tensor or another, is an error, because the result is not the published version."""
     apply_delta(tmp_path / "copy", versions, version=1)
     path = sorted((tmp_path / "copy").glob("*.safetensors"))[number]
     content = bytearray(path.read_bytes())
@@ -154,7 +154,7 @@ def test_a_damaged_copy_is_refused(tmp_path: Path, versions: Path, number: int) 
 
 
 def test_going_back_must_be_asked_for(tmp_path: Path, versions: Path) -> None:
-    """A directory of versions whose newest is lower is likely the wrong one; a number is an order."""
+    """A lower version is applied only if the call names its number."""
     apply_delta(tmp_path / "copy", versions, version=3)
     for version in (4, 5):
         for file in (versions / f"weight_v00000{version}").iterdir():
@@ -167,7 +167,7 @@ def test_going_back_must_be_asked_for(tmp_path: Path, versions: Path) -> None:
 
 
 def test_another_configuration_needs_another_directory(tmp_path: Path, versions: Path) -> None:
-    """Weights and configuration cannot change in one moment."""
+    """A version with another configuration is refused, because it cannot change atomically with the weights."""
     apply_delta(tmp_path / "copy", versions)
     write_model(tmp_path / "other", first_state(), config='{"rope": 2}')
     publish(tmp_path / "other", versions)
@@ -180,7 +180,7 @@ def test_another_configuration_needs_another_directory(tmp_path: Path, versions:
 
 
 def test_files_of_others_stay(tmp_path: Path, versions: Path) -> None:
-    """What looks like an old version of another file is not ours to remove."""
+    """A file that is only named like an old version of another file is not removed."""
     apply_delta(tmp_path / "copy", versions, version=1)
     (tmp_path / "copy" / "adapter-v000001.safetensors").write_bytes(b"lora")
     (tmp_path / "copy" / "notes.txt").write_bytes(b"mine")
@@ -190,7 +190,7 @@ def test_files_of_others_stay(tmp_path: Path, versions: Path) -> None:
 
 
 def test_several_at_once_do_it_once(tmp_path: Path, versions: Path) -> None:
-    """The ranks of a server on one machine."""
+    """Several processes that update one directory at once, such as the ranks of a server, update it once."""
     apply_delta(tmp_path / "copy", versions, version=1)
     results: list[int] = []
     threads = [
@@ -206,14 +206,14 @@ def test_several_at_once_do_it_once(tmp_path: Path, versions: Path) -> None:
 
 
 def test_a_directory_of_sglangs_receiver_is_refused(tmp_path: Path, versions: Path) -> None:
-    """It counts versions by itself, and would apply a delta a second time."""
+    """A directory of SGLang's receiver is refused, because the receiver counts versions itself."""
     (tmp_path / "copy" / ".weight_sync").mkdir(parents=True)
     with pytest.raises(WriteError, match=r"belongs to SGLang's receiver"):
         apply_delta(tmp_path / "copy", versions)
 
 
 def test_missing_versions_are_named(tmp_path: Path, versions: Path) -> None:
-    """By number, with those that there are."""
+    """The error names the missing version and the existing ones."""
     with pytest.raises(NotCommitted, match=r"there is no version 9 in .*published: it has versions 1 to 5"):
         apply_delta(tmp_path / "copy", versions, version=9)
     with pytest.raises(NotCommitted, match="nothing has been published in"):
@@ -264,7 +264,7 @@ def replace_file(index: dict[str, Any], old: str, new: str) -> None:
 )
 @pytest.mark.parametrize("place", ["weight_map", "files", "others", "origin", "replaced"])
 def test_names_in_a_version_cannot_leave_the_directory(tmp_path: Path, versions: Path, name: str, place: str) -> None:
-    """Wherever in its manifest they are: nothing is written or removed, in the directory or outside it."""
+    """Names in any field of a manifest cannot lead to writes or removals outside the directory."""
 
     def change(index: dict[str, Any]) -> None:
         ours = index["metadata"]["dcp_tensorizer"]
@@ -287,14 +287,14 @@ def test_names_in_a_version_cannot_leave_the_directory(tmp_path: Path, versions:
 
 
 def put_delta(versions: Path, frame: bytes, digest: str = "0" * 32) -> None:
-    """Puts a delta of the embedding into version 2, alone in its file."""
+    """Writes a delta of the embedding to version 2, alone in its file."""
     header = header_of({"embed.weight": len(frame)}, {"embed.weight": digest})
     (versions / "weight_v000002" / "delta-evil.safetensors").write_bytes(header + frame)
     edit_index(versions / "weight_v000002", lambda index: change_one(index, "embed.weight", digest))
 
 
 def change_one(index: dict[str, Any], key: str, digest: str = "0" * 32) -> None:
-    """Makes a manifest say that its version changes one tensor."""
+    """Changes a manifest so that its version changes only one tensor."""
     index["weight_map"] = {key: "delta-evil.safetensors"}
     index["metadata"]["dcp_tensorizer"]["tensors"] = {key: digest}
 
@@ -302,7 +302,7 @@ def change_one(index: dict[str, Any], key: str, digest: str = "0" * 32) -> None:
 @pytest.mark.promise("harmful-version", reason="a delta that unpacks to too much")
 @pytest.mark.parametrize("kind", ["bomb", "too long", "garbage", "wrong digest"])
 def test_a_bad_delta_changes_nothing(tmp_path: Path, versions: Path, kind: str) -> None:
-    """It is unpacked in pieces, and compared, before anything is put in place."""
+    """A delta is decompressed in pieces, and verified before any file is replaced."""
     nbytes = 700 * 1100 * 2
     frames = {
         "bomb": zstd().compress(bytes(1 << 28), level=1),
@@ -319,7 +319,7 @@ def test_a_bad_delta_changes_nothing(tmp_path: Path, versions: Path, kind: str) 
 
 
 def test_unknown_tensors_and_unlisted_ones_are_errors(tmp_path: Path, versions: Path) -> None:
-    """A delta changes the tensors that its manifest says, and that the model has."""
+    """A delta must change exactly the tensors that its manifest lists and the model has."""
     apply_delta(tmp_path / "copy", versions, version=1)
     frame = zstd().compress(b"\1", level=1)
     header = header_of({"unknown": len(frame)}, {"unknown": "0" * 32})
@@ -353,7 +353,7 @@ def test_unknown_tensors_and_unlisted_ones_are_errors(tmp_path: Path, versions: 
 def test_a_manifest_that_makes_no_sense_is_an_error(
     tmp_path: Path, versions: Path, change: Callable[[dict[str, Any]], object], error: type[Exception], message: str
 ) -> None:
-    """Named as what it is."""
+    """The error names the fault of an invalid manifest."""
     edit_index(versions / "weight_v000002", change)
     with pytest.raises(error, match=message):
         apply_delta(tmp_path / "copy", versions, version=2)
@@ -375,7 +375,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 3), (4, 5)])
 def test_tensors_change_in_place(tmp_path: Path, versions: Path, before: int, after: int) -> None:
-    """Their version is found by their digests; other names in the mapping, and their memory, stay."""
+    """The tensors' version is found by their digests; other names in the mapping, and all memory, stay."""
     state = tensors_of(tmp_path / f"model-{before}")
     places = {key: tensor.data_ptr() for key, tensor in state.items()}
     state["other"] = torch.ones(2)
@@ -387,7 +387,7 @@ def test_tensors_change_in_place(tmp_path: Path, versions: Path, before: int, af
 
 
 def test_tensors_in_any_memory(tmp_path: Path, versions: Path) -> None:
-    """Parameters, transposed ones and arrays of NumPy."""
+    """Parameters, transposed tensors and NumPy arrays change in place."""
     state: dict[str, Any] = dict(tensors_of(tmp_path / "model-1"))
     state["layers.0.weight"] = torch.nn.Parameter(state["layers.0.weight"].t().contiguous().t())
     assert not state["layers.0.weight"].is_contiguous()
@@ -414,7 +414,7 @@ def test_tensors_in_any_memory(tmp_path: Path, versions: Path) -> None:
 def test_tensors_of_another_version_are_refused(
     tmp_path: Path, versions: Path, change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
-    """Before any of them changes."""
+    """Tensors of another version are refused before any of them changes."""
     state: dict[str, Any] = dict(tensors_of(tmp_path / "model-1"))
     change(state)
     before = {key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)}
@@ -424,7 +424,7 @@ def test_tensors_of_another_version_are_refused(
 
 
 def test_a_damaged_delta_changes_no_tensor(tmp_path: Path, versions: Path) -> None:
-    """Not even those before it."""
+    """A damaged delta changes no tensor, not even those before it."""
     state = tensors_of(tmp_path / "model-1")
     before = {key: value.clone() for key, value in state.items()}
     path = next((versions / "weight_v000003").glob("delta-00002*"))
@@ -437,18 +437,18 @@ def test_a_damaged_delta_changes_no_tensor(tmp_path: Path, versions: Path) -> No
 
 
 def test_a_copy_loads_as_the_model_that_was_published(tmp_path: Path, versions: Path) -> None:
-    """By the safetensors library, from the files that the index names."""
+    """The safetensors library loads the copy from the files that its index names."""
     apply_delta(tmp_path / "copy", versions)
     copy, model = loaded(tmp_path / "copy"), loaded(tmp_path / "model-5")
     assert {key: value.tobytes() for key, value in copy.items()} == {key: v.tobytes() for key, v in model.items()}
 
 
 class Interrupted(Exception):
-    """Raised in the middle of a change."""
+    """An error in the middle of a change."""
 
 
 def in_memory(path: Path) -> dict[str, Any]:
-    """A model's tensors: one is changed by way of a copy, one is an array, two are one parameter."""
+    """Returns a model's tensors: one changes through a copy, one is an array, and two are one parameter."""
     state: dict[str, Any] = dict(tensors_of(path))
     state["layers.0.weight"] = state["layers.0.weight"].t().contiguous().t()
     state["scale"] = state["scale"].numpy()
@@ -466,7 +466,7 @@ def bytes_of(state: dict[str, Any]) -> dict[str, bytes]:
 def test_an_error_at_any_moment_changes_no_tensor(
     tmp_path: Path, versions: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    """What was changed is changed back, from memory: the versions may be gone by then."""
+    """Changed tensors are restored from memory, even if the versions are gone."""
     state, moved = in_memory(tmp_path / "model-1"), tmp_path / "moved"
     before, after = bytes_of(state), bytes_of(dict(tensors_of(tmp_path / "model-3")))
     left = 0
@@ -516,7 +516,7 @@ def test_an_error_at_any_moment_changes_no_tensor(
 
 
 def test_tied_tensors_change_once(tmp_path: Path) -> None:
-    """As a state dict has them under two names; untied ones that still share memory are refused, and do not change."""
+    """Tied tensors change once; other tensors that share memory are refused, and do not change."""
     first, second = (torch.arange(300.0), torch.arange(300.0) + 1)
     for number, (one, other) in enumerate([(first, first), (second, second), (second, second + 1)], 1):
         (tmp_path / f"tied-{number}").mkdir()
@@ -544,7 +544,7 @@ def test_tied_tensors_change_once(tmp_path: Path) -> None:
     ids=["expanded", "overlapping", "sparse", "broadcast", "meta"],
 )
 def test_tensors_that_cannot_change_are_refused_before_others_change(tmp_path: Path, value: Any) -> None:
-    """Elements that share a place cannot have values of their own."""
+    """A tensor with overlapping elements is refused before others change."""
     for number in (1, 2):
         (tmp_path / f"flat-{number}").mkdir()
         tensors = {"a": torch.full((300,), float(number)), "b": torch.full((300,), number + 0.5)}
@@ -558,7 +558,7 @@ def test_tensors_that_cannot_change_are_refused_before_others_change(tmp_path: P
 
 @pytest.mark.parametrize("is_directory", [True, False])
 def test_a_delta_of_another_version_is_an_error(tmp_path: Path, versions: Path, is_directory: bool) -> None:
-    """The manifest has the digests of what its deltas make: the delta of version 2 does not make version 3."""
+    """The manifest has the digests of the changed tensors, so the delta of version 2 is refused for version 3."""
     old, new = (
         folder / json.loads((folder / INDEX).read_text())["weight_map"]["embed.weight"]
         for folder in (versions / "weight_v000002", versions / "weight_v000003")
@@ -595,7 +595,7 @@ def test_a_delta_of_another_version_is_an_error(tmp_path: Path, versions: Path, 
     ],
 )
 def test_a_version_is_no_target(tmp_path: Path, target: str, source: str) -> None:
-    """One directory in the other would make a version another one, by whatever path it is named."""
+    """A version, or a directory that contains or is in the directory of versions, is refused by any path."""
     versions = publish_versions(tmp_path, 2)
     publish(tmp_path / "model-1", tmp_path / "elsewhere")
     (tmp_path / "link").symlink_to(versions)
@@ -608,7 +608,7 @@ def test_a_version_is_no_target(tmp_path: Path, target: str, source: str) -> Non
 
 @pytest.mark.parametrize("bit", [0, 7])
 def test_every_flipped_bit_of_a_manifest_is_an_error_of_the_checkpoint(tmp_path: Path, bit: int) -> None:
-    """Or makes no difference; no other error comes out."""
+    """A flipped bit in a manifest is a CheckpointError, or makes no difference."""
     (tmp_path / "model").mkdir()
     save_file({"w": torch.zeros(4)}, tmp_path / "model" / "model.safetensors")
     publish(tmp_path / "model", tmp_path / "published")

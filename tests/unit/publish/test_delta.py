@@ -1,4 +1,4 @@
-"""Deltas of tensors: bit for bit, and never more bytes than a tensor has."""
+"""Tests of the deltas of tensors: they are exact, and never decode to more bytes than the tensor has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZES = [1, 7, PIECE - 1, PIECE, 2 * PIECE + 5]
 
 
 def delta_of(new: np.ndarray, old: np.ndarray) -> tuple[bytes, str] | None:
-    """The delta of a tensor in memory, encoded in the pieces in which files are read."""
+    """Returns the delta of a tensor in memory, encoded in the pieces in which files are read."""
     encoder = DeltaEncoder()
     for piece, before in zip(pieces_of(new.data), pieces_of(old.data), strict=True):
         encoder.update(piece, before)
@@ -21,13 +21,13 @@ def delta_of(new: np.ndarray, old: np.ndarray) -> tuple[bytes, str] | None:
 
 
 def pieces(frame: bytes, size: int = 1000) -> list[bytes]:
-    """A frame as a file is read: in pieces."""
+    """Cuts a frame into pieces, as when a file is read."""
     return [frame[start : start + size] for start in range(0, len(frame), size)]
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_a_delta_gives_the_new_bytes(nbytes: int) -> None:
-    """Applied to the old bytes in pieces of any size; its digest is that of the new bytes."""
+    """A delta applied to the old bytes, in pieces of any size, gives the new bytes; its digest is theirs."""
     random = np.random.default_rng(nbytes)
     old = random.integers(0, 256, nbytes, dtype=np.uint8)
     new = old.copy()
@@ -47,7 +47,7 @@ def test_a_delta_gives_the_new_bytes(nbytes: int) -> None:
 
 
 def test_random_bytes_fit_into_the_longest_delta() -> None:
-    """What cannot be compressed grows by less than the bound that readers have."""
+    """Incompressible data grows by less than the bound of readers."""
     data = np.random.default_rng(0).integers(0, 256, 3 * PIECE, dtype=np.uint8)
     made = delta_of(data, np.zeros_like(data))
     assert made is not None
@@ -55,7 +55,7 @@ def test_random_bytes_fit_into_the_longest_delta() -> None:
 
 
 def test_the_same_bytes_have_no_delta() -> None:
-    """So a version holds only what changed."""
+    """An unchanged tensor has no delta."""
     same = np.frombuffer(b"abc" * 1000, dtype=np.uint8)
     assert delta_of(same, same) is None
 
@@ -75,7 +75,7 @@ def test_the_same_bytes_have_no_delta() -> None:
     ids=["last byte", "half", "garbage", "zeros behind", "frame behind", "longer", "shorter", "nothing"],
 )
 def test_a_damaged_delta_is_an_error(change: object, message: str) -> None:
-    """Whatever was cut off, added or changed."""
+    """A delta that is cut, extended or changed is an error."""
     old = np.random.default_rng(1).integers(0, 256, 5000, dtype=np.uint8)
     made = delta_of(old ^ 1, old)
     assert made is not None
@@ -85,7 +85,7 @@ def test_a_damaged_delta_is_an_error(change: object, message: str) -> None:
 
 
 def test_a_bomb_takes_no_memory() -> None:
-    """A gigabyte of zeros in 32 kB, in the place of 1,000 bytes: no more than is asked for is ever unpacked."""
+    """A frame of a gigabyte of zeros for a tensor of 1,000 bytes is not decompressed beyond these bytes."""
     compressor = zstd().ZstdCompressor(level=1)
     zeros = bytes(1 << 24)
     bomb = b"".join(compressor.compress(zeros) for _ in range(64)) + compressor.flush()

@@ -1,4 +1,4 @@
-"""Files of models are read and written so that errors name them, and show no credentials."""
+"""Tests of the files of models: errors name them, and show no credentials."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dcp_tensorizer._storage.local_io import LocalSink
 
 
 class SecretStorage(LocalStorage):
-    """A directory whose errors have a password in them."""
+    """A directory whose errors contain a password."""
 
     def scrub(self, text: str) -> str:
         return text.replace("hunter22", "***")
@@ -25,7 +25,7 @@ class SecretStorage(LocalStorage):
 
 
 def test_a_file_is_read_in_blocks(tmp_path: Path) -> None:
-    """All of it, in order; of an empty file nothing. One that is not there is an error."""
+    """A file is read whole, in order; an empty file has no blocks, and a missing one is an error."""
     content = np.random.default_rng(0).bytes(READ_BYTES + 5)
     (tmp_path / "a").write_bytes(content)
     blocks = list(read_blocks(LocalStorage(tmp_path), "a"))
@@ -37,20 +37,20 @@ def test_a_file_is_read_in_blocks(tmp_path: Path) -> None:
         list(read_blocks(LocalStorage(tmp_path), "c"))
 
 
-def test_an_error_names_the_file_that_it_is_of(tmp_path: Path) -> None:
-    """Also where another one was opened later."""
+def test_an_error_names_its_file(tmp_path: Path) -> None:
+    """A read error names its own file, even if another one was opened later."""
     for name in "ab":
         (tmp_path / name).write_bytes(bytes(8))
     storage, block = LocalStorage(tmp_path), np.empty(8, dtype=np.uint8)
     wrong = pytest.raises(ReadError, match=f"cannot read 'w' in {tmp_path}/a: ")
     with reading_tensors(storage, "a") as first, reading_tensors(storage, "b"), wrong:
-        first.read_into(block, StoredBytes("w", 4, 8, "U8", (8,)), 0)
+        first(StoredBytes("w", 4, 8, "U8", (8,)), 0, block)
     with pytest.raises(ReadError, match=f"cannot open {tmp_path}/c: "), reading_tensors(storage, "c"):
         pass
 
 
 def test_no_traceback_shows_credentials(tmp_path: Path) -> None:
-    """The error that has them is not the cause of the one that is raised."""
+    """The error with the credentials is not the cause of the raised one."""
     with pytest.raises(WriteError) as caught, written_file(SecretStorage(tmp_path), "a", 5):
         pass
     assert str(caught.value) == f"cannot create {tmp_path}/a: OSError: no room for ***"

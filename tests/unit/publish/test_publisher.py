@@ -1,4 +1,4 @@
-"""What is published: whole versions and deltas, in the layout that other programs read, and by one publisher."""
+"""Tests of `publish`: whole versions and deltas, in the layout of other programs, by one publisher at a time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import pytest
 import xxhash
 from safetensors import safe_open
 
-from dcp_tensorizer import ChecksumMismatch, MetadataError, NotCommitted, WriteError, apply_delta, publish
+from dcp_tensorizer import ChecksumMismatch, MetadataError, NotCommitted, Publish, WriteError, apply_delta, publish
 from dcp_tensorizer._publish.delta import zstd
+from dcp_tensorizer._publish.model import read_model
 from dcp_tensorizer._publish.publisher import Publication, _Publisher
 from dcp_tensorizer._publish.versions import Published
 from dcp_tensorizer._storage.base import Refused
@@ -27,7 +28,7 @@ from ...lab.models import INDEX, first_state, loaded, next_state, not_of_version
 
 
 def published_versions(tmp_path: Path, count: int, **options: object) -> list[dict[str, np.ndarray]]:
-    """Publishes some versions, and returns their states; the models are in ``model-N``."""
+    """Publishes some versions; returns their states. The models are in ``model-N``."""
     states = [first_state()]
     for number in range(1, count + 1):
         write_model(tmp_path / f"model-{number}", states[-1])
@@ -37,7 +38,7 @@ def published_versions(tmp_path: Path, count: int, **options: object) -> list[di
 
 
 def test_the_first_version_is_the_model_itself(tmp_path: Path) -> None:
-    """With an index that names all tensors, and other files under their own names, so that every program reads it."""
+    """The first version has an index of all tensors, and the other files under their own names, for other programs."""
     state = published_versions(tmp_path, 1)[0]
     base = tmp_path / "published" / "weight_v000001"
     assert weights_of(base) == weights_of(tmp_path / "model-1")
@@ -48,7 +49,7 @@ def test_the_first_version_is_the_model_itself(tmp_path: Path) -> None:
 
 
 def test_a_delta_holds_what_changed_as_sglang_reads_it(tmp_path: Path) -> None:
-    """The index of its receiver: versions, encodings and digests; tensors as rows of bytes, in files of their own."""
+    """A delta has the index of SGLang's receiver, and its tensors as rows of bytes."""
     old, new = published_versions(tmp_path, 2)
     delta = tmp_path / "published" / "weight_v000002"
     index = json.loads((delta / INDEX).read_text())
@@ -69,7 +70,7 @@ def test_a_delta_holds_what_changed_as_sglang_reads_it(tmp_path: Path) -> None:
 
 
 def test_deltas_follow_until_there_are_enough_of_them(tmp_path: Path) -> None:
-    """Then a whole version begins a new chain; each version notes the step that it is of."""
+    """After the maximum number of deltas, a whole version starts a new chain; each version records its step."""
     published_versions(tmp_path, 6, max_deltas=2)
     versions = list_versions(tmp_path / "published")
     assert [(info.version, info.is_delta, info.base, info.step) for info in versions] == [
@@ -92,7 +93,7 @@ def test_deltas_follow_until_there_are_enough_of_them(tmp_path: Path) -> None:
     ids=["a tensor more", "a tensor less", "another dtype"],
 )
 def test_another_layout_is_published_whole(tmp_path: Path, change: object, why: str) -> None:
-    """A delta is of the same tensors, at the same places in the files."""
+    """A model with other tensors, or other locations in the files, is published whole."""
     state = published_versions(tmp_path, 2)[-1]
     write_model(tmp_path / "other", change(state))  # type: ignore[operator]
     version = publish(tmp_path / "other", tmp_path / "published")
@@ -103,7 +104,7 @@ def test_another_layout_is_published_whole(tmp_path: Path, change: object, why: 
 
 
 def test_another_configuration_is_published_whole(tmp_path: Path) -> None:
-    """A delta has only tensors."""
+    """A model with another configuration is published whole, because a delta has only tensors."""
     state = published_versions(tmp_path, 1)[-1]
     write_model(tmp_path / "other", next_state(state, 5), config='{"rope": 2}')
     version = publish(tmp_path / "other", tmp_path / "published")
@@ -111,7 +112,7 @@ def test_another_configuration_is_published_whole(tmp_path: Path) -> None:
 
 
 def test_a_model_in_one_file_without_an_index(tmp_path: Path) -> None:
-    """Its whole version gets an index, which is the manifest; deltas follow."""
+    """The whole version of a model of one file gets an index, the manifest; deltas follow."""
     state = first_state()
     write_model(tmp_path / "one", state, files=1)
     publish(tmp_path / "one", tmp_path / "published")
@@ -122,7 +123,7 @@ def test_a_model_in_one_file_without_an_index(tmp_path: Path) -> None:
 
 
 def test_nothing_has_changed(tmp_path: Path) -> None:
-    """A version without tensors, so that its number is there to be asked for."""
+    """An unchanged model becomes a version without tensors, so that its number exists."""
     published_versions(tmp_path, 1)
     version = publish(tmp_path / "model-1", tmp_path / "published")
     assert (version.version, version.is_delta, version.tensors, version.nbytes) == (2, True, 0, 0)
@@ -131,7 +132,7 @@ def test_nothing_has_changed(tmp_path: Path) -> None:
 
 
 def test_the_version_before_may_be_given(tmp_path: Path) -> None:
-    """Then it is read, and not put together. It is compared with what was published."""
+    """The given previous model is read instead of the published files, and is verified."""
     published_versions(tmp_path, 2)
     write_model(tmp_path / "new", next_state(loaded(tmp_path / "model-2"), 9))
     with pytest.raises(ChecksumMismatch, match=r"'[\w.]+' in .*model-1/.* differs from the previous version"):
@@ -143,7 +144,7 @@ def test_the_version_before_may_be_given(tmp_path: Path) -> None:
 
 @pytest.mark.promise("published-damaged")
 def test_damage_in_what_was_published_is_found_before_it_spreads(tmp_path: Path) -> None:
-    """By the next publication, whose delta would fit to no reader's copy, by who applies it, and by who verifies it."""
+    """A damaged published version is an error of the next publication, of each copy and of verify_versions."""
     published_versions(tmp_path, 2)
     path = next((tmp_path / "published" / "weight_v000001").glob("model-00002*.safetensors"))
     content = bytearray(path.read_bytes())
@@ -162,13 +163,11 @@ def test_damage_in_what_was_published_is_found_before_it_spreads(tmp_path: Path)
 
 
 def test_a_second_publisher_takes_over_and_the_first_one_is_refused(tmp_path: Path) -> None:
-    """The first one commits nothing any more, and leaves what the second one has published."""
+    """The first publisher commits no further version, and does not remove those of the second."""
     state = published_versions(tmp_path, 1)[0]
     source = LocalStorage(write_model(tmp_path / "late", next_state(state, 7)))
-    from dcp_tensorizer._publish.model import read_model
-
     folder = Published(LocalStorage(tmp_path / "published"))
-    first = _Publisher(folder, folder.lease(), read_model(source), None, lambda done, total: None)
+    first = _Publisher(folder, None, read_model(source), None, lambda done, total: None)
     write_model(tmp_path / "second", next_state(state, 8))
     publish(tmp_path / "second", tmp_path / "published")
     with pytest.raises(WriteError, match=r"another publisher has just published|now belongs to another run"):
@@ -179,7 +178,7 @@ def test_a_second_publisher_takes_over_and_the_first_one_is_refused(tmp_path: Pa
 
 
 def test_no_model_is_an_error_that_names_the_directory(tmp_path: Path) -> None:
-    """And nothing is published."""
+    """A directory without a model is an error that names it, and nothing is published."""
     (tmp_path / "empty").mkdir()
     with pytest.raises(NotCommitted, match=r"there is no model in .*empty: neither model\.safetensors\.index\.json"):
         publish(tmp_path / "empty", tmp_path / "published")
@@ -191,7 +190,7 @@ def test_no_model_is_an_error_that_names_the_directory(tmp_path: Path) -> None:
     "name", ["../escaped.safetensors", "/etc/passwd.safetensors", ".hidden.safetensors", "a\0.safetensors"]
 )
 def test_an_index_cannot_name_files_elsewhere(tmp_path: Path, name: str) -> None:
-    """Nothing outside the model's directory is read or published."""
+    """No file outside the model's directory is read or published."""
     model = write_model(tmp_path / "model", first_state())
     (tmp_path / "escaped.safetensors").write_bytes((model / "model-00001-of-00002.safetensors").read_bytes())
     (model / INDEX).write_text(json.dumps({"weight_map": {"embed.weight": name}}))
@@ -201,28 +200,28 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path: Path, name: str) -> None
 
 @pytest.mark.parametrize("option", [{"max_deltas": 0}, {"keep_latest": 0}, {"max_deltas": True}])
 def test_counts_are_checked(tmp_path: Path, option: dict[str, int]) -> None:
-    """Before anything is read."""
+    """The counts are checked before anything is read."""
     with pytest.raises((ValueError, TypeError), match=next(iter(option))):
         publish(tmp_path, tmp_path / "published", **option)  # type: ignore[arg-type]
 
 
 def test_a_publisher_that_goes_on_after_another_one_is_refused(tmp_path: Path) -> None:
-    """Its claim travels from version to version; whoever has one of its own in between has taken the directory over."""
+    """A publisher uses its lease for each version, and is refused after another publisher has taken the lease."""
     state = published_versions(tmp_path, 1)[0]
-    folder = str(tmp_path / "published")
+    folder = Publish(tmp_path / "published")
     for number, model in enumerate(("a", "b", "c"), 1):
         write_model(tmp_path / model, next_state(state, number))
-    _, claim = Publication(str(tmp_path / "a"), folder).publish(None)
-    second, same = Publication(str(tmp_path / "b"), folder).publish(claim)
-    assert (second.version, same) == (3, claim)
-    publish(tmp_path / "a", folder)
+    _, lease = Publication(str(tmp_path / "a"), folder).publish()
+    second, same = Publication(str(tmp_path / "b"), folder, own=lease).publish()
+    assert (second.version, same) == (3, lease)
+    publish(tmp_path / "a", folder.path)
     with pytest.raises(WriteError, match="now belongs to another run"):
-        Publication(str(tmp_path / "c"), folder).publish(claim)
-    assert list_versions(folder)[0].version == 4
+        Publication(str(tmp_path / "c"), folder, own=lease).publish()
+    assert list_versions(folder.path)[0].version == 4
 
 
 def test_versions_in_an_object_store(tmp_path: Path) -> None:
-    """There are no directories to make, and nothing is renamed: the manifest, put last, makes the version."""
+    """Versions in an object store appear with their manifest, without directories or renames."""
     state = first_state()
     for number in (1, 2, 3):
         write_model(tmp_path / f"model-{number}", state)
@@ -234,7 +233,7 @@ def test_versions_in_an_object_store(tmp_path: Path) -> None:
 
 
 def test_a_manifest_of_which_nobody_knows_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server may still put it in place; of one that was refused, nothing is left."""
+    """Files stay if their manifest may still arrive; a refused publication leaves no files."""
     published_versions(tmp_path, 1)
     original = LocalStorage.put
 
@@ -261,7 +260,7 @@ def test_a_manifest_of_which_nobody_knows_keeps_its_files(tmp_path: Path, monkey
 def test_publishers_that_overlap_leave_one_whole_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_whole: bool, winner: str
 ) -> None:
-    """The later one has written all its files when the manifest of the earlier one arrives, before its own or after."""
+    """The earlier publication's manifest arrives before or after the later one's, which has written all its files."""
     published, state = tmp_path / "published", first_state()
     models = {
         name: write_model(tmp_path / name, next_state(state, seed)) for seed, name in enumerate(("earlier", "later"))
@@ -320,7 +319,7 @@ def test_publishers_that_overlap_leave_one_whole_version(
     ids=["endless number", "no UTF-8", "a list", "deep", "a name that is no UTF-8"],
 )
 def test_what_a_manifest_cannot_hold_is_refused(tmp_path: Path, metadata: bytes, name: bytes) -> None:
-    """A manifest that no reader decodes would end the directory: it is an error, and the next model is published."""
+    """A model whose manifest could not be decoded is refused, and the next model is published."""
     model = write_model(tmp_path / "odd", first_state())
     index = (model / INDEX).read_bytes()
     (model / INDEX).write_bytes(index.replace(b'{"total_size": 1}', metadata))
@@ -333,7 +332,7 @@ def test_what_a_manifest_cannot_hold_is_refused(tmp_path: Path, metadata: bytes,
 
 
 def test_metadata_that_json_holds_comes_back(tmp_path: Path) -> None:
-    """Also null instead of an object, and numbers that are no machine's."""
+    """JSON values in the metadata of an index survive, including null and very large numbers."""
     for number, metadata in enumerate((b"null", b'{"total_size": %d, "\\u00e9": [1.5]}' % 10**50)):
         model = write_model(tmp_path / f"odd-{number}", first_state())
         index = (model / INDEX).read_bytes()
@@ -344,7 +343,7 @@ def test_metadata_that_json_holds_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_receiver_like_sglangs_follows(tmp_path: Path) -> None:
-    """It copies every file of the whole version, finds tensors in every safetensors file there, and changes them."""
+    """A program that works like SGLang's receiver follows the versions."""
     published_versions(tmp_path, 3)
     copy, versions = tmp_path / "receiver", sorted((tmp_path / "published").glob("weight_v*"))
     shutil.copytree(versions[0], copy)

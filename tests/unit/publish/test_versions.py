@@ -1,4 +1,4 @@
-"""Versions are listed, verified and removed."""
+"""Tests of listing, verifying and removing versions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...lab.models import INDEX, publish_versions, weight_files, weights_of
 
 @pytest.fixture
 def versions(tmp_path: Path) -> Path:
-    """Six published versions: 1 and 4 are whole."""
+    """Publishes six versions, of which 1 and 4 are whole."""
     return publish_versions(tmp_path, 6)
 
 
@@ -25,7 +25,7 @@ def versions(tmp_path: Path) -> Path:
 def test_old_versions_go_unless_a_newer_one_needs_them(
     tmp_path: Path, versions: Path, keep: int, left: list[int]
 ) -> None:
-    """The fourth newest is a delta, which needs the two before it."""
+    """The fourth newest version is a delta, so the two before it stay, too."""
     expected = [number for number in range(6, 0, -1) if number not in left]
     assert [info.version for info in collect_versions(versions, keep_latest=keep, dry_run=True)] == expected
     assert len(list_versions(versions)) == 6
@@ -37,14 +37,14 @@ def test_old_versions_go_unless_a_newer_one_needs_them(
 
 
 def test_a_publisher_removes_by_the_same_rule(tmp_path: Path, versions: Path) -> None:
-    """And numbers resume from the newest, not from how many there are."""
+    """A publisher with keep_latest removes the same versions, and numbers continue from the newest."""
     version = publish(tmp_path / "model-1", versions, keep_latest=1, max_deltas=2)
     assert (version.version, version.is_delta, version.removed) == (7, False, (6, 5, 4, 3, 2, 1))
     assert publish(tmp_path / "model-2", versions).version == 8
 
 
 def test_whole_versions_are_verified_with_their_deltas(tmp_path: Path, versions: Path) -> None:
-    """All of them, or one; a copy as well."""
+    """All versions, one version, or a copy can be verified."""
     verified = verify_versions(versions)
     assert (verified.versions, verified.files, verified.damages) == ((3, 6), 6, ())
     assert verify_versions(versions, version=2).versions == (2,)
@@ -55,7 +55,7 @@ def test_whole_versions_are_verified_with_their_deltas(tmp_path: Path, versions:
 
 @pytest.mark.parametrize("version", [1, 2, 4, 6])
 def test_any_damage_is_named(versions: Path, version: int) -> None:
-    """With the version that it keeps from being put together; other chains are whole."""
+    """The error names the damaged file and the version that cannot be rebuilt; other chains are whole."""
     path = sorted((versions / f"weight_v00000{version}").glob("*.safetensors"))[-1]
     content = bytearray(path.read_bytes())
     content[-9:] = bytes(byte ^ 255 for byte in content[-9:])  # a single bit may be one that zstd does not use
@@ -65,7 +65,7 @@ def test_any_damage_is_named(versions: Path, version: int) -> None:
 
 
 def test_a_missing_empty_file_is_named(tmp_path: Path) -> None:
-    """Its SHA-256 is that of nothing, and so would be that of a file that is not there."""
+    """A missing file is not taken for an empty file, which has the same SHA-256."""
     publish_versions(tmp_path, 1)
     (tmp_path / "model-1" / "merges.txt").touch()
     publish(tmp_path / "model-1", tmp_path / "own")
@@ -76,7 +76,7 @@ def test_a_missing_empty_file_is_named(tmp_path: Path) -> None:
 
 
 def test_another_file_under_the_name_of_one_beside_the_weights_is_named(tmp_path: Path) -> None:
-    """Programs that read a whole version by themselves read it; the next publication puts the right one there."""
+    """Another file under a fixed name is reported, because other programs read it; the next publication replaces it."""
     publish_versions(tmp_path, 1)
     named = tmp_path / "published" / "weight_v000001" / "config.json"
     named.unlink()
@@ -89,7 +89,7 @@ def test_another_file_under_the_name_of_one_beside_the_weights_is_named(tmp_path
 
 
 def test_missing_files_are_named(tmp_path: Path, versions: Path) -> None:
-    """Of what was published, and of a copy."""
+    """Missing files of a published version and of a copy are named."""
     next((versions / "weight_v000005").glob("delta-00001*")).unlink()
     (damage,) = verify_versions(versions).damages
     assert "weight_v000005/delta-00001" in damage
@@ -103,7 +103,7 @@ def test_missing_files_are_named(tmp_path: Path, versions: Path) -> None:
 
 
 def test_a_version_without_its_manifest_is_none(tmp_path: Path, versions: Path) -> None:
-    """As it is while it is written, and if its publisher has died: the next one takes its number."""
+    """A version without a manifest is not listed, and the next publication takes its number."""
     (versions / "weight_v000006" / INDEX).unlink()
     assert list_versions(versions)[0].version == 5
     assert publish(tmp_path / "model-6", versions, max_deltas=2).version == 6
@@ -111,7 +111,7 @@ def test_a_version_without_its_manifest_is_none(tmp_path: Path, versions: Path) 
 
 
 def test_nothing_published_is_an_error(tmp_path: Path) -> None:
-    """For each of the functions."""
+    """Listing, verifying and removing report that nothing was published."""
     for function in (list_versions, verify_versions):
         with pytest.raises(NotCommitted, match="nothing has been published in"):
             function(tmp_path)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dcp_tensorizer._runtime.channel import Channel, Done, Failed, Progress, Ready
-from dcp_tensorizer._runtime.threads import Patience, in_background
+from dcp_tensorizer._runtime.threads import ProgressTimeout, in_background
 from dcp_tensorizer._writer_process.options import SaveOptions
 from dcp_tensorizer._writer_process.protocol import FileRequest, TensorSource, WriteRequest
 
@@ -34,14 +34,14 @@ def channels() -> Iterator[tuple[Channel, Channel]]:
 
 
 def test_messages_keep_their_order(channels: tuple[Channel, Channel]) -> None:
-    """Several at once in the socket are taken apart again."""
+    """`receive` separates messages that lie in the socket together."""
     for number in range(100):
         channels[0].send(Progress(number))
     assert [channels[1].receive()[0] for _ in range(100)] == [Progress(number) for number in range(100)]
 
 
 def test_descriptors_travel_with_their_message(channels: tuple[Channel, Channel], tmp_path: Path) -> None:
-    """The receiver gets descriptors of its own for the same files, in order, and with the right message."""
+    """The receiver gets its own descriptors of the same files, in order, with the right message."""
     paths = [tmp_path / name for name in "abc"]
     fds = [os.open(path, os.O_RDWR | os.O_CREAT) for path in paths]
     channels[0].send(Progress(1))
@@ -59,7 +59,7 @@ def test_descriptors_travel_with_their_message(channels: tuple[Channel, Channel]
 
 
 def test_a_message_larger_than_the_socket_buffer_arrives(channels: tuple[Channel, Channel]) -> None:
-    """20,000 tensors with long names: sent while the other end reads."""
+    """A request with 20,000 long names is sent while the other end reads."""
     sources = tuple(TensorSource(f"{n:0200}", "float32", (n,), 4 * n, "tensor", 1, 64 * n) for n in range(20_000))
     request = WriteRequest("/p", OPTIONS, (FileRequest("f", sources),))
     sending = threading.Thread(target=channels[0].send, args=(request,), daemon=True)
@@ -70,7 +70,7 @@ def test_a_message_larger_than_the_socket_buffer_arrives(channels: tuple[Channel
 
 
 def test_a_closed_end_is_an_eof(channels: tuple[Channel, Channel]) -> None:
-    """Receiving from, and sending to, an end that is gone."""
+    """`receive` and `send` raise `EOFError` if the other end is closed."""
     channels[0].close()
     with pytest.raises(EOFError):
         channels[1].receive()
@@ -79,7 +79,7 @@ def test_a_closed_end_is_an_eof(channels: tuple[Channel, Channel]) -> None:
 
 
 def test_an_end_that_closes_in_the_middle_of_a_message_is_an_eof() -> None:
-    """Half a message is none."""
+    """`receive` raises `EOFError` if the other end closes within a message."""
     ours, theirs = socket.socketpair()
     channel = Channel(theirs)
     whole, copy = socket.socketpair()
@@ -98,7 +98,7 @@ def test_an_end_that_closes_in_the_middle_of_a_message_is_an_eof() -> None:
 
 
 def test_closing_is_seen_though_another_process_holds_a_copy() -> None:
-    """A forked child that inherited the descriptor does not keep the other end waiting."""
+    """`close` shuts the socket down, so the other end gets EOF even if a forked child holds a copy."""
     ours, theirs = socket.socketpair()
     copy = ours.dup()
     left, right = Channel(ours), Channel(theirs)
@@ -110,7 +110,7 @@ def test_closing_is_seen_though_another_process_holds_a_copy() -> None:
 
 
 def test_hanging_up_waits_for_the_other_end(channels: tuple[Channel, Channel]) -> None:
-    """It has read what was sent and has closed by then; what it said meanwhile ends no wait."""
+    """`hang_up` returns when the other end has read all messages and closed; an unread answer does not end the wait."""
     left, right = channels
     left.send(Progress(1))
     right.send(Progress(2))
@@ -124,7 +124,7 @@ def test_hanging_up_waits_for_the_other_end(channels: tuple[Channel, Channel]) -
 
 
 def test_hanging_up_on_an_end_that_does_nothing(channels: tuple[Channel, Channel]) -> None:
-    """It is waited for as long as was said; and again after a close, not at all."""
+    """`hang_up` returns after its timeout. On a closed channel it returns at once."""
     channels[0].hang_up(0.01)
     with pytest.raises(EOFError):
         channels[1].receive()
@@ -133,7 +133,7 @@ def test_hanging_up_on_an_end_that_does_nothing(channels: tuple[Channel, Channel
 
 
 def test_too_few_descriptors_are_an_error_and_the_next_message_arrives(channels: tuple[Channel, Channel]) -> None:
-    """At the descriptor limit a message fails by itself: nothing leaks, and the channel stays in step."""
+    """At the descriptor limit one message fails and leaks no descriptor, and the next message arrives."""
     fds = [os.open("/dev/null", os.O_RDONLY) for _ in range(3)]
     channels[0].send(REQUEST, fds)
     channels[0].send(Progress(5))
@@ -153,16 +153,16 @@ def test_too_few_descriptors_are_an_error_and_the_next_message_arrives(channels:
 
 
 class Strange:
-    """What cannot be made again where it arrives."""
+    """An object that cannot be unpickled."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return int, ("no number",)
 
 
-def test_a_message_that_cannot_be_understood_leaves_no_descriptor(
+def test_a_message_that_cannot_be_unpickled_leaves_no_descriptor(
     channels: tuple[Channel, Channel], tmp_path: Path
 ) -> None:
-    """Those that came with it are closed, and the next message is received."""
+    """`receive` closes the descriptors of such a message, and receives the next one."""
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
     before = open_descriptors()
     channels[0].send(Strange(), [fd, fd])
@@ -175,13 +175,13 @@ def test_a_message_that_cannot_be_understood_leaves_no_descriptor(
 
 
 def test_the_other_end_may_stop_in_the_middle_of_a_message() -> None:
-    """Whoever waits with a limit hears of it, and not only before the first byte."""
+    """A wait with a timeout also ends after the first byte of a message."""
     copied, sent = socket.socketpair()
     with copied, sent:
         Channel(sent).send(REQUEST)
         message = copied.recv(1 << 20)
     end, other = socket.socketpair()
-    channel, patience = Channel(other), Patience(0.05, 1.0)
+    channel, patience = Channel(other), ProgressTimeout(0.05, 1.0)
     with end, other:
         end.sendall(message[:-1])
         with pytest.raises(TimeoutError):
@@ -189,33 +189,33 @@ def test_the_other_end_may_stop_in_the_middle_of_a_message() -> None:
 
 
 def test_a_wait_ends_when_a_check_fails(channels: tuple[Channel, Channel]) -> None:
-    """What the check raises comes out: that the process is gone, say, while a child of its own holds the socket."""
+    """`wait_readable` raises the error of its check, such as the death of the process."""
 
     def check() -> None:
         raise EOFError
 
     with pytest.raises(EOFError):
-        channels[1].wait_readable(Patience(0.001, 1.0), check)
+        channels[1].wait_readable(ProgressTimeout(0.001, 1.0), check)
 
 
-def test_the_same_progress_again_and_again_is_none(channels: tuple[Channel, Channel]) -> None:
-    """However often it is told: the time without progress goes on, though no wait for a message is long."""
+def test_repeated_reports_without_progress_time_out(channels: tuple[Channel, Channel]) -> None:
+    """Reports of the same number of bytes do not renew the timeout, however often they arrive."""
     ours, theirs = channels
 
-    def tell() -> None:
+    def report() -> None:
         with suppress(EOFError):
             while True:
                 theirs.send(Progress(7), timeout=WAIT)
 
-    telling = in_background(tell)
+    reporting = in_background(report)
     with pytest.raises(TimeoutError, match=r"no answer in 0\.05 s"):
         ours.answer(0.05)
     ours.close()
-    telling.result(WAIT)
+    reporting.result(WAIT)
 
 
 def test_a_request_and_its_answer(channels: tuple[Channel, Channel]) -> None:
-    """The first message of a process and its progress are no answers; what fails, or cannot be understood, is said."""
+    """`ask` skips `Ready`, passes progress on, and returns the answer. Errors of `serve` arrive as `Failed`."""
     ours, theirs = channels
 
     def answer(request: object, fds: list[int]) -> tuple[object, list[int]]:
@@ -226,9 +226,9 @@ def test_a_request_and_its_answer(channels: tuple[Channel, Channel]) -> None:
 
     theirs.send(Ready())
     serving = in_background(lambda: theirs.serve(answer))
-    told: list[int] = []
-    assert ours.ask(REQUEST, timeout=WAIT, progress=told.append) == (Done(), [])
-    assert told == [1]
+    reported: list[int] = []
+    assert ours.ask(REQUEST, timeout=WAIT, progress=reported.append) == (Done(), [])
+    assert reported == [1]
     failed, _ = ours.ask(Progress(0), timeout=WAIT)
     assert isinstance(failed, Failed)
     assert "nothing to do" in failed.message and "Traceback" in failed.details
@@ -239,7 +239,7 @@ def test_a_request_and_its_answer(channels: tuple[Channel, Channel]) -> None:
 
 
 def test_an_answer_that_does_not_come(channels: tuple[Channel, Channel]) -> None:
-    """It is waited for as long as was said, and the same progress again is none."""
+    """`ask` raises `TimeoutError` if the other end only repeats its progress."""
     channels[1].send(Progress(7))
     channels[1].send(Progress(7))
     with pytest.raises(TimeoutError, match=r"no answer in 0.05 s"):

@@ -1,4 +1,4 @@
-"""Processes that are killed are waited for, also those that take their time."""
+"""`kill` reaps processes, also those that end late."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dcp_tensorizer._runtime import child
 
 
 class Slow(subprocess.Popen[bytes]):
-    """A process that nobody sees end before it is told to."""
+    """A process whose end is not visible before `may_end` is set."""
 
     may_end = False
 
@@ -29,8 +29,8 @@ def started(kind: type[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
     return kind([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
 
 
-def test_what_does_not_end_in_time_is_waited_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the next one is killed; until then it is kept, for Python warns of one that is dropped."""
+def test_a_killed_process_that_has_not_ended_is_reaped_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`kill` retains a process that has not ended, and a later call of `kill` reaps it."""
     monkeypatch.setattr(child, "_unended", [])
     slow = started(Slow)
     assert child.kill(slow) is None

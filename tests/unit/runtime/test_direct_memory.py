@@ -1,4 +1,4 @@
-"""Memory for reads and writes past the page cache."""
+"""`direct_memory`: memory for reads and writes with O_DIRECT."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def flags_of(address: int) -> set[str]:
 
 @pytest.mark.parametrize("nbytes", [1, 4096, HUGE_PAGE - 1, HUGE_PAGE, 4 * HUGE_PAGE + 5])
 def test_it_is_fresh_and_begins_on_a_page(nbytes: int) -> None:
-    """Of the size that was asked for, zero, and to be written; on a huge page if it fills one."""
+    """The memory is zero, has its size, and begins on a page, or on a huge page if it fills one."""
     memory = direct_memory(nbytes)
     assert (memory.nbytes, memory.readonly, bytes(memory[:1]), bytes(memory[-1:])) == (nbytes, False, b"\0", b"\0")
     assert address_of(memory) % (HUGE_PAGE if nbytes >= HUGE_PAGE else mmap.PAGESIZE) == 0
@@ -41,7 +41,7 @@ def test_it_is_fresh_and_begins_on_a_page(nbytes: int) -> None:
 
 
 def test_huge_pages_are_asked_for() -> None:
-    """Wherever the system has any; it is private, because shared memory has none on most systems."""
+    """The memory is private and advised to use huge pages, if the system has them."""
     memory = direct_memory(2 * HUGE_PAGE)
     flags = flags_of(address_of(memory))
     assert ("hg" in flags, "sh" in flags) == (Path("/sys/kernel/mm/transparent_hugepage").exists(), False)

@@ -1,4 +1,4 @@
-"""What a forked child has of what belongs to its parent."""
+"""Locks, finalizers and mappings in forked children."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
 
 
 class _Owner:
-    """May be referred to weakly."""
+    """An object that can be referenced weakly."""
 
 
 @pytest.mark.parametrize("make", [threading.Lock, threading.RLock, threading.Condition])
 def test_a_lock_of_another_thread_is_free_in_a_child(make: Callable[[], threading.Lock]) -> None:
-    """The thread that holds it is not there; in the parent it still has it."""
+    """A child can take a lock that another thread of the parent holds. In the parent the lock stays held."""
     lock, plain = free_in_child(make()), make()
     is_held, may_end = threading.Event(), threading.Event()
 
@@ -47,8 +47,8 @@ def test_a_lock_of_another_thread_is_free_in_a_child(make: Callable[[], threadin
         holder.join()
 
 
-def test_a_lock_that_the_forking_thread_holds_is_given_back_by_it() -> None:
-    """It goes on in the child where it was, inside the block."""
+def test_a_lock_that_the_forking_thread_holds_stays_held() -> None:
+    """The forking thread continues in the child inside its `with` block, and releases the lock there."""
     lock = free_in_child(threading.RLock())
 
     def leaves_the_block() -> bool:
@@ -60,7 +60,7 @@ def test_a_lock_that_the_forking_thread_holds_is_given_back_by_it() -> None:
 
 
 def test_a_finalizer_ends_nothing_in_a_child() -> None:
-    """Neither when its owner goes there, nor at the child's end; in the parent it does."""
+    """A finalizer does nothing in a child, whether its owner is freed there or the child exits."""
     ended: list[str] = []
     owners = [_Owner()]
     finalizer = Finalizer(owners[0], ended.append, "ended")
@@ -75,7 +75,7 @@ def test_a_finalizer_ends_nothing_in_a_child() -> None:
 
 
 def test_an_owner_that_only_another_thread_holds_ends_nothing_in_a_child() -> None:
-    """It dies there before any function of a child has run, while the lock that its end waits for is still held."""
+    """The child frees owners of the parent's other threads before its fork hooks run, while their locks are held."""
     of_thread, lock, ended = threading.local(), free_in_child(threading.Lock()), os.pipe()
     is_ready, goes_on = threading.Event(), threading.Event()
 
@@ -103,7 +103,7 @@ def test_an_owner_that_only_another_thread_holds_ends_nothing_in_a_child() -> No
 
 
 def test_a_copy_is_not_at_home_in_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the child has the same number, in a namespace of its own."""
+    """`Home.is_here` is false in a child, even if a PID namespace gives the child its parent's pid."""
     home = Home()
     assert home.is_here
     assert is_so_in_child(lambda: not home.is_here)
@@ -113,8 +113,8 @@ def test_a_copy_is_not_at_home_in_a_child(monkeypatch: pytest.MonkeyPatch) -> No
     assert is_so_in_child(lambda: not of_first.is_here)
 
 
-def test_each_owner_lets_go_once() -> None:
-    """Whatever another one raises; what is gone by then is not asked."""
+def test_each_registered_function_runs_once_in_a_child() -> None:
+    """An error of one function does not prevent the others. Functions of dead owners are not called."""
     asked: list[str] = []
     first, second, third = _Owner(), _Owner(), _Owner()
 
@@ -124,24 +124,24 @@ def test_each_owner_lets_go_once() -> None:
 
     in_child(first, fails)
     in_child(second, lambda owner: asked.append("gone"))
-    in_child(third, lambda owner: asked.append("lets go"))
+    in_child(third, lambda owner: asked.append("called"))
     del second
-    assert is_so_in_child(lambda: asked == ["fails", "lets go"])
+    assert is_so_in_child(lambda: asked == ["fails", "called"])
     assert asked == []
 
 
-def test_nothing_is_kept_of_many_owners_that_are_gone() -> None:
-    """A lock for each of thousands of pieces of work costs no memory."""
+def test_dead_owners_are_removed() -> None:
+    """Thousands of short-lived locks leave no entries behind."""
     from dcp_tensorizer._runtime import forks
 
     for _ in range(5000):
         free_in_child(threading.Lock())
-    # What lived when those that are gone were looked for last may be gone by now: twice that is the bound.
+    # Dead owners are removed when the number of entries has doubled.
     assert len(forks._owners) <= forks._most < 1000
 
 
 def test_locks_and_finalizers_are_made_for_forks() -> None:
-    """One that is not said to be free in a child would be held there for ever."""
+    """No module makes a lock, a condition or a finalizer that forked children would inherit unchanged."""
     made = re.compile(r"(?<!free_in_child\()threading\.(?:R?Lock|Condition)\(|weakref\.finalize\(")
     found = {
         str(path.relative_to(PACKAGE)): made.findall(path.read_text())
@@ -151,8 +151,8 @@ def test_locks_and_finalizers_are_made_for_forks() -> None:
     assert {name: uses for name, uses in found.items() if uses} == {}
 
 
-def test_a_mapping_may_stay_with_its_process() -> None:
-    """A child has nothing at its address, and does not free it either."""
+def test_a_mapping_that_is_kept_from_children() -> None:
+    """The child has a hole at the mapping's address, and never unmaps it."""
     mapping = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     keep_from_children(mapping)

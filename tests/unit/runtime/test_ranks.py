@@ -9,7 +9,7 @@ from dcp_tensorizer._runtime.ranks import is_distributed, rank_of_job, world_siz
 
 
 def test_ranks_are_those_of_the_default_group() -> None:
-    """Without one, this process is the only rank."""
+    """Without a process group, this process is rank 0 of 1."""
     assert (is_distributed(), rank_of_job(), world_size_of_job()) == (False, 0, 1)
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
     try:

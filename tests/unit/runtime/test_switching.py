@@ -1,4 +1,4 @@
-"""Threads take turns oftener while somebody asks for it, and afterwards as before."""
+"""`ShortSwitchInterval`: a short switch interval during a save, and the trainer's afterwards."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from dcp_tensorizer._runtime.threads import ShortSwitchInterval
+from dcp_tensorizer._runtime.interpreter import ShortSwitchInterval
 
 TRAINERS = 0.004
 
 
 @pytest.fixture(autouse=True)
 def trainers_interval() -> Iterator[None]:
-    """An interval that nobody has by default."""
+    """Sets an unusual switch interval."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(TRAINERS)
     yield
@@ -23,7 +23,7 @@ def trainers_interval() -> Iterator[None]:
 
 
 def test_the_interval_is_short_until_the_last_one_has_ended() -> None:
-    """Saves may overlap; ending twice is no error."""
+    """The interval is restored after the last of several overlapping users. `end` is idempotent."""
     first, second = ShortSwitchInterval(), ShortSwitchInterval()
     assert sys.getswitchinterval() == 0.0005
     first.end()
@@ -33,8 +33,8 @@ def test_the_interval_is_short_until_the_last_one_has_ended() -> None:
     assert sys.getswitchinterval() == TRAINERS
 
 
-def test_what_nobody_refers_to_has_ended() -> None:
-    """A save may fail on another rank: then this rank's thread ends, and no hook is called."""
+def test_a_freed_object_restores_the_interval() -> None:
+    """If a save fails on another rank, DCP calls no further hook on this rank, and the save's objects are freed."""
     turns = ShortSwitchInterval()
     assert sys.getswitchinterval() == 0.0005
     del turns
@@ -42,7 +42,7 @@ def test_what_nobody_refers_to_has_ended() -> None:
 
 
 def test_an_interval_that_is_shorter_stays() -> None:
-    """The trainer has chosen it."""
+    """The constructor does not lengthen an interval that the trainer has set."""
     sys.setswitchinterval(0.0003)
     turns = ShortSwitchInterval()
     assert sys.getswitchinterval() == 0.0003
@@ -51,7 +51,7 @@ def test_an_interval_that_is_shorter_stays() -> None:
 
 
 def test_an_interval_that_is_set_meanwhile_stays() -> None:
-    """Whoever sets it knows why."""
+    """`end` does not replace an interval that the trainer has set since."""
     turns = ShortSwitchInterval()
     sys.setswitchinterval(0.002)
     turns.end()
@@ -60,7 +60,7 @@ def test_an_interval_that_is_set_meanwhile_stays() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
 def test_a_forked_child_has_the_trainers_interval() -> None:
-    """The save's thread is not there."""
+    """A forked child, which lacks the save's thread, restores the interval."""
     turns = ShortSwitchInterval()
     child = os.fork()
     if child == 0:

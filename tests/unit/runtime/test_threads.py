@@ -1,4 +1,4 @@
-"""How many cores are a rank's; threads that have ended, and work that is done whatever happens."""
+"""Cores of a rank, running threads, thread pools, and timeouts without progress."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from dcp_tensorizer._runtime import threads
-from dcp_tensorizer._runtime.threads import Patience, Workers, cores, is_running
+from dcp_tensorizer._runtime.threads import ProgressTimeout, Workers, cores, is_running
 
 from ...lab.waiting import WAIT, Gate, Interrupted, interrupted_inside
 
@@ -20,7 +19,7 @@ from ...lab.waiting import WAIT, Gate, Interrupted, interrupted_inside
     [
         (64, 64, None, 64),
         (64, 64, "8", 8),
-        (64, 8, "8", 8),  # each rank is bound to its own
+        (64, 8, "8", 8),  # the launcher has bound each rank to its own cores
         (64, 4, None, 4),
         (2, 2, "32", 1),
         (2, 2, "0", 2),
@@ -30,7 +29,7 @@ from ...lab.waiting import WAIT, Gate, Interrupted, interrupted_inside
 def test_ranks_share_the_cores_of_their_node(
     monkeypatch: pytest.MonkeyPatch, on_node: int, bound_to: int, ranks: str | None, expected: int
 ) -> None:
-    """As `torchrun` says how many they are; what it does not say is no error."""
+    """`cores` divides the node by `LOCAL_WORLD_SIZE`, ignores an invalid value, and respects the CPU affinity."""
     monkeypatch.setattr(os, "cpu_count", lambda: on_node)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(bound_to)), raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
@@ -40,7 +39,7 @@ def test_ranks_share_the_cores_of_their_node(
 
 
 def test_a_thread_whose_join_was_interrupted_still_runs() -> None:
-    """`is_alive` says otherwise before Python 3.13; a thread that is not started or has ended does not run."""
+    """`is_running` is right after an interrupted `join`, where `is_alive` is not before Python 3.13."""
     gate = Gate()
     thread = threading.Thread(target=gate.pass_through)
     assert not is_running(thread)
@@ -55,30 +54,44 @@ def test_a_thread_whose_join_was_interrupted_still_runs() -> None:
     assert not is_running(another)
 
 
-def test_an_interrupted_wait_for_workers_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a signal's handler raises comes out when all work that began is done."""
-    gate = Gate()
+def test_an_interrupted_shutdown_waits_for_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Workers.shutdown` raises the exception of a signal handler, once the work that has begun is done."""
+    gate, interruptions = Gate(), iter([Interrupted, Interrupted])
     workers = Workers(1, "work")
     work = workers.submit(gate.pass_through)
     gate.wait_reached()
-    looks = 0
+    join = threading.Thread.join
 
-    def interrupted(seconds: float) -> None:
-        nonlocal looks
-        looks += 1
-        if looks < 3:
-            raise Interrupted
+    def interrupted(thread: threading.Thread, timeout: float | None = None) -> None:
+        for interruption in interruptions:
+            raise interruption
         gate.open()
+        join(thread, timeout)
 
-    monkeypatch.setattr(threads.time, "sleep", interrupted)
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
     with pytest.raises(Interrupted):
         workers.shutdown()
-    assert looks >= 3
     assert work.done()
 
 
+def test_work_that_a_failed_submit_leaves_in_the_pool_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool queues work before it starts a thread. If no thread starts, a later thread must skip the work."""
+    done: list[int] = []
+    with Workers(1, "work") as workers:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", _refuse)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                workers.submit(done.append, 1)
+        workers.submit(done.append, 2).result()
+    assert done == [2]
+
+
+def _refuse(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_work_is_done_when_no_more_threads_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the interpreter ends, the calling thread does it; an error is the work's. A pool that is shut takes none."""
+    """When the interpreter exits, `submit` runs the work in the calling thread. After `shutdown` it raises."""
     with Workers(2, "work") as workers:
         monkeypatch.setattr(concurrent.futures.thread, "_shutdown", True)
         assert workers.submit(threading.current_thread).result() is threading.current_thread()
@@ -91,11 +104,11 @@ def test_work_is_done_when_no_more_threads_are_started(monkeypatch: pytest.Monke
         workers.submit(int)
 
 
-def test_who_does_not_look_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that was suspended for an hour has only waited for what counts between two looks."""
+def test_a_suspended_caller_does_not_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time between two checks counts only up to the limit, so a job suspended for an hour has not timed out."""
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    patience = Patience(100, 20)
+    patience = ProgressTimeout(100, 20)
     now += 3600
     assert not patience.is_over()
     assert patience.within(1000) == 80
@@ -107,17 +120,17 @@ def test_who_does_not_look_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> Non
     assert patience.within(1000) == 100
     for _ in range(5):
         now += 50
-        looked = patience.is_over()
-    assert looked
+        is_over = patience.is_over()
+    assert is_over
 
 
-def test_short_patience_is_for_several_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One pause does not use all of it up."""
+def test_a_short_timeout_takes_several_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single pause between two checks counts for a third of the timeout."""
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    patience = Patience(6, 20)
-    looks = 0
+    patience = ProgressTimeout(6, 20)
+    checks = 0
     while not patience.is_over():
         now += 1000
-        looks += 1
-    assert looks == 3
+        checks += 1
+    assert checks == 3

@@ -1,4 +1,4 @@
-"""What stands for torch's own, and has to agree with it."""
+"""Functions that must agree with torch's own behaviour."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ REAL = torch.arange(6.0).view(2, 3)
     ],
 )
 def test_plain_is_what_torch_says_of_a_tensors_memory(tensor: torch.Tensor) -> None:
-    """Its values in C order, neither conjugated nor negated when they are read."""
+    """`is_plain` agrees with torch: contiguous, and neither conjugated nor negated."""
     assert is_plain(tensor) == (tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
 
 
 def test_all_attributes_by_which_dcp_asks_for_a_part_are_known() -> None:
-    """Those of torch's own protocols: a release of torch may add one."""
+    """`PART_NAMES` has all attributes of torch's protocols. A release of torch may add one."""
     asked = {name for name in vars(_Checkpointable) if name.startswith(("__create_", "__get_"))}
     assert asked == {"__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"}
     if find_spec("torch.distributed.checkpoint.protocol") is not None:
@@ -76,8 +76,8 @@ def maker() -> Iterator[Maker]:
 
 
 @pytest.mark.parametrize("how", HOW_DESCRIBED)
-def test_a_tensor_that_describes_its_part_is_not_taken_for_what_it_holds(maker: Maker, how: str) -> None:
-    """DCP is asked where its elements belong, and which there are: here blocks of three rows of nine."""
+def test_the_parts_of_a_tensor_that_describes_them(maker: Maker, how: str) -> None:
+    """DCP is asked for the offsets and elements of its parts: here blocks of three of nine rows."""
     value = maker.make(Described("float32", (9, 2), how, 2, shift=1))
     index = MetadataIndex("w", torch.Size((0, 0)))
     assert plain_local(value) is None
@@ -90,14 +90,14 @@ def test_a_tensor_that_describes_its_part_is_not_taken_for_what_it_holds(maker: 
 
 
 def test_padding_is_no_element() -> None:
-    """A tensor may be larger than the part that it describes."""
+    """A tensor may have more elements than the part that it describes."""
     padded = torch.ones(4, 2)
     padded.__create_chunk_list__ = lambda: [ChunkStorageMetadata(torch.Size((6, 0)), torch.Size((3, 2)))]  # type: ignore[attr-defined]
     assert local_elements(padded, torch.Size((9, 2))) == 6
 
 
 def test_other_tensors_are_what_they_hold(maker: Maker) -> None:
-    """A DTensor's local tensor, and a plain one."""
+    """The part of a plain tensor is the tensor, and the part of a DTensor is its local tensor."""
     sharded, plain = maker.make(Sharded("float32", (9, 2), "0")), torch.ones(2, 2)
     index = MetadataIndex("w", torch.Size((0, 0)))
     assert plain_local(sharded) is sharded._local_tensor

@@ -1,4 +1,4 @@
-"""What users give is checked, and each error names the argument, the value and what is allowed."""
+"""Checks of arguments: each error names the argument, the allowed values and the given one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dcp_tensorizer._runtime.validation import (
 
 @pytest.mark.parametrize("value", ["/a", "s3://bucket/a", "", Path("a")])
 def test_paths_are_strings_and_path_likes(value: Any) -> None:
-    """URLs too."""
+    """A path may be a str, an `os.PathLike` or a URL."""
     check_path(value)
 
 
@@ -33,13 +33,13 @@ def test_paths_are_strings_and_path_likes(value: Any) -> None:
     ("value", "kind"), [(b"/a", "bytes"), (7, "int"), (None, "None"), (["s3://user:hunter2@host"], "list")]
 )
 def test_other_paths_are_refused_by_their_type_alone(value: Any, kind: str) -> None:
-    """What was given may hold a password."""
+    """The error shows only the type, because the value may hold a password."""
     with pytest.raises(TypeError, match=rf"^path must be a str or an os\.PathLike, got {kind}\.$"):
         check_path(value)
 
 
-def test_a_path_like_gives_text() -> None:
-    """One that gives bytes is refused as bytes are."""
+def test_a_path_like_of_bytes_is_refused() -> None:
+    """An `os.PathLike` that returns bytes is refused, as bytes are."""
 
     class Bytes:
         def __fspath__(self) -> bytes:
@@ -51,21 +51,21 @@ def test_a_path_like_gives_text() -> None:
 
 @pytest.mark.parametrize("value", [0.1, 1, 600.0, np.float32(5), threading.TIMEOUT_MAX])
 def test_timeouts_are_positive_and_finite(value: Any) -> None:
-    """Up to what the system can wait for."""
+    """A timeout may be as long as the system can wait."""
     check_timeout(value)
 
 
 @pytest.mark.parametrize("value", [0, 0.0, -1, math.inf, -math.inf, math.nan, 1e300])
 def test_other_timeouts_are_refused(value: float) -> None:
-    """By name and value, with what is allowed."""
+    """The error has the name, the allowed values and the value."""
     with pytest.raises(
         ValueError, match=rf"^timeout must be more than 0 seconds, and at most 9\d+, got {re.escape(repr(value))}\.$"
     ):
         check_timeout(value)
 
 
-def test_a_timeout_may_be_none_at_all_where_that_makes_sense() -> None:
-    """As in `close`: 0 seconds are allowed, and nothing below."""
+def test_a_timeout_of_zero() -> None:
+    """With `least=0`, as in `close`, 0 seconds are allowed, and negative values are not."""
     check_timeout(0, least=0)
     for value in (-1e-9, math.inf, math.nan):
         with pytest.raises(ValueError, match=r"must be at least 0 seconds, and at most 9"):
@@ -74,26 +74,26 @@ def test_a_timeout_may_be_none_at_all_where_that_makes_sense() -> None:
 
 @pytest.mark.parametrize("value", ["600", None, True, [600]])
 def test_timeouts_are_numbers(value: Any) -> None:
-    """Also where a number could be made of what was given."""
+    """Values that could be converted to a number are refused."""
     with pytest.raises(TypeError, match=r"^timeout must be a number of seconds, got "):
         check_timeout(value)
 
 
 @pytest.mark.parametrize("value", [1, 64, np.int64(3), None])
 def test_thread_counts(value: Any) -> None:
-    """At least one, or None for as many as there are cores."""
+    """A thread count is at least 1, or None."""
     check_count("thread_count", value, optional=True)
 
 
 @pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-2, ValueError), (2.0, TypeError), (True, TypeError)])
 def test_other_thread_counts_are_refused(value: Any, error: type[Exception]) -> None:
-    """0 is not taken for None, nor True for 1."""
+    """0 does not count as None, nor True as 1."""
     with pytest.raises(error, match=r"^thread_count.* must be an int of at least 1, or None"):
         check_count("thread_count", value, optional=True)
 
 
-def test_counts_may_have_to_be_given() -> None:
-    """Then None is a wrong type."""
+def test_a_required_count() -> None:
+    """Without ``optional``, None is refused."""
     check_count("buffer_bytes", 1)
     with pytest.raises(TypeError, match=r"^buffer_bytes must be an int of at least 1, got None\.$"):
         check_count("buffer_bytes", None)
@@ -102,7 +102,7 @@ def test_counts_may_have_to_be_given() -> None:
 
 
 def test_storage_options_are_a_mapping_with_names_for_keys() -> None:
-    """Their values are shown by no error."""
+    """Other types and keys are refused. Errors show no values."""
     check_storage_options(None)
     check_storage_options({"key": "hunter2"})
     with pytest.raises(TypeError, match=r"^storage_options must be a mapping, or None, got list\.$"):
@@ -112,7 +112,7 @@ def test_storage_options_are_a_mapping_with_names_for_keys() -> None:
 
 
 def test_functions() -> None:
-    """Anything that can be called, or None."""
+    """A callback is callable or None."""
     check_callable("on_report", print)
     check_callable("on_report", None)
     with pytest.raises(TypeError, match=r"^on_report must be callable, or None, got int\.$"):
@@ -120,7 +120,7 @@ def test_functions() -> None:
 
 
 def test_choices() -> None:
-    """The error lists them."""
+    """The error lists the allowed values."""
     check_choice("staging", "a", ("a", "b"))
     with pytest.raises(ValueError, match=r"^staging must be one of 'a', 'b', got 'c'\.$"):
         check_choice("staging", "c", ("b", "a"))
@@ -129,14 +129,14 @@ def test_choices() -> None:
 
 
 def test_types() -> None:
-    """The error names what is wanted."""
+    """The error names the expected type."""
     check_type("limits", 5, int)
     with pytest.raises(TypeError, match=r"^limits must be int, got str\.$"):
         check_type("limits", "5", int)
 
 
-def test_the_nearest_names_are_a_guess() -> None:
-    """One for each name that has one; nothing where none is near."""
+def test_close_names_are_suggested() -> None:
+    """Each unknown name gets its closest choice, if one is close."""
     assert did_you_mean(["fp16"], ["float16", "float64"]) == ": did you mean 'float16'?"
     assert did_you_mean(["tokne", "kye"], {"token": 1, "key": 2}) == ": did you mean 'token' and 'key'?"
     assert did_you_mean(["colour"], ["token"]) == ""

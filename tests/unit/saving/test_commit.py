@@ -1,4 +1,4 @@
-"""`.metadata`: what is written, what is refused, what a commit replaces."""
+"""The commit: `.metadata`, the checks before it, and the files that it replaces."""
 
 import errno
 import os
@@ -26,14 +26,12 @@ W = ("w", (0,))
 
 
 def commit_file(storage, name, save_id="s", **options):
-    """Commits a checkpoint of one data file, which it makes, and removes what that replaces."""
+    """Writes and commits a checkpoint of one data file, and removes the replaced files."""
     with open(os.path.join(storage.path, name), "wb") as file:
         file.write(b"data")
     options = {"rank": None, "sync": True} | options
-    replaced = replaced_files(storage, options["rank"])
     index = encode(metadata_of(save_id), parts_of({name: 4}, {W: item_in(name)}), rank=options["rank"])
-    commit(storage, index, {name: 4}, replaced, save_id=save_id, **options)
-    remove_with_records(storage, replaced)
+    remove_with_records(storage, commit(storage, index, {name: 4}, save_id=save_id, **options))
 
 
 @pytest.fixture
@@ -42,7 +40,7 @@ def storage(tmp_path):
 
 
 def test_a_storage_that_fails_to_tell_what_is_replaced_does_not_fail_a_save(storage, monkeypatch):
-    """Whatever it raises: by then the save is committed, and files that stay only cost space."""
+    """`replaced_files` raises nothing, because leftovers only cost space."""
     commit_file(storage, data_file_name(0, 0, "a" * 32))
     assert replaced_files(storage, None) == {data_file_name(0, 0, "a" * 32)}
 
@@ -54,7 +52,7 @@ def test_a_storage_that_fails_to_tell_what_is_replaced_does_not_fail_a_save(stor
 
 
 def test_what_is_committed_can_be_read(storage):
-    """Entries, planner data, files and places come back as they were."""
+    """A reader finds the entries, planner data, files and locations that were committed."""
     name = data_file_name(0, 0, "a" * 32)
     commit_file(storage, name)
     metadata = read_metadata(storage)
@@ -67,7 +65,7 @@ def test_what_is_committed_can_be_read(storage):
 
 
 def test_only_what_is_replaced_is_removed(storage, tmp_path):
-    """The files that the old metadata names go, after the new one is in place; others stay."""
+    """The files that the old metadata names are removed after the commit, and other files stay."""
     first, second = (data_file_name(0, 0, letter * 32) for letter in "ab")
     foreign = [data_file_name(7, 0, "c" * 32), "notes.txt"]
     for name in foreign:
@@ -78,7 +76,7 @@ def test_only_what_is_replaced_is_removed(storage, tmp_path):
 
 
 def test_each_rank_commits_its_own_without_collectives(storage, tmp_path):
-    """A rank's own metadata has its own name, and replaces only that rank's."""
+    """Without collectives, each rank has its own metadata file, and replaces only that."""
     names = [data_file_name(rank, 0, letter * 32) for rank, letter in ((0, "a"), (1, "b"))]
     for rank, name in enumerate(names):
         commit_file(storage, name, rank=rank)
@@ -88,7 +86,7 @@ def test_each_rank_commits_its_own_without_collectives(storage, tmp_path):
 
 
 def test_a_failed_commit_leaves_the_old_checkpoint(storage, tmp_path):
-    """When `.metadata` cannot be written, the old one is as it was, and nothing is left of the new save."""
+    """If `.metadata` cannot be written, the old one stays, and no file of the new save is left."""
     old, new = data_file_name(0, 0, "a" * 32), data_file_name(0, 0, "b" * 32)
     commit_file(storage, old, save_id="a" * 32)
     before = (tmp_path / ".metadata").read_bytes()
@@ -99,7 +97,7 @@ def test_a_failed_commit_leaves_the_old_checkpoint(storage, tmp_path):
 
 
 def test_metadata_that_is_not_on_the_disk_is_not_committed(storage, tmp_path, monkeypatch):
-    """A quota that is full when `.metadata` is made durable: the old checkpoint stays, and nothing else."""
+    """If fsync of `.metadata` fails on a full quota, only the old checkpoint stays."""
     old, new = data_file_name(0, 0, "a" * 32), data_file_name(0, 0, "b" * 32)
     commit_file(storage, old, save_id="a" * 32)
 
@@ -114,7 +112,7 @@ def test_metadata_that_is_not_on_the_disk_is_not_committed(storage, tmp_path, mo
 
 
 def test_a_commit_that_fails_when_it_is_in_place_keeps_its_files(storage, tmp_path, monkeypatch):
-    """The rename has happened, making it durable fails: the save is an error, and the checkpoint is whole."""
+    """If the directory's fsync fails after the rename, the save is an error, and the new checkpoint is whole."""
     name = data_file_name(0, 0, "a" * 32)
 
     def fail():
@@ -128,7 +126,7 @@ def test_a_commit_that_fails_when_it_is_in_place_keeps_its_files(storage, tmp_pa
 
 
 def test_a_commit_whose_answer_was_lost_removes_nothing(storage, tmp_path, monkeypatch):
-    """It may be carried out later, by a server that has all of it: then both checkpoints' files must be there."""
+    """A server may still perform a put without a response, so the files of both checkpoints stay."""
     old, new = data_file_name(0, 0, "a" * 32), data_file_name(0, 0, "b" * 32)
     commit_file(storage, old, save_id="a" * 32)
     late = []
@@ -147,7 +145,7 @@ def test_a_commit_whose_answer_was_lost_removes_nothing(storage, tmp_path, monke
 
 @pytest.mark.parametrize("rank", [None, 3])
 def test_what_dead_saves_left_is_removed(storage, tmp_path, rank):
-    """What a record names and no metadata does, and metadata that was never put in place; nothing of anybody else's."""
+    """Files of recorded saves that no metadata names are removed, and so is their temporary metadata; others stay."""
     kept = data_file_name(0, 0, "a" * 32)
     commit_file(storage, kept, rank=rank)
     for name in ("model.tensors", "notes.txt"):
@@ -163,7 +161,7 @@ def test_what_dead_saves_left_is_removed(storage, tmp_path, rank):
 
 
 def test_beside_a_save_in_progress_nothing_is_removed(storage, tmp_path):
-    """What looks left over may be that save's; once it is over, it is removed."""
+    """Recorded files stay while a save is in progress, and are removed after it."""
     other = begin(storage, 1.0)
     put_records(storage, ["b" * 32])
     (tmp_path / data_file_name(0, 0, "b" * 32)).touch()
@@ -175,7 +173,7 @@ def test_beside_a_save_in_progress_nothing_is_removed(storage, tmp_path):
 
 
 def test_beside_metadata_that_cannot_be_read_nothing_is_removed(storage, tmp_path):
-    """Whatever it names might be what looks left over."""
+    """If `.metadata` is unreadable, nothing is removed, because it may name any file."""
     (tmp_path / ".metadata").write_bytes(b"damaged")
     put_records(storage, ["b" * 32])
     (tmp_path / data_file_name(0, 0, "b" * 32)).touch()
@@ -185,7 +183,7 @@ def test_beside_metadata_that_cannot_be_read_nothing_is_removed(storage, tmp_pat
 
 @pytest.mark.parametrize("copied", ["the files", "the record too", "into the same directory"])
 def test_what_is_being_copied_in_stays(storage, tmp_path, copied):
-    """Data comes first and metadata last, and a copy of a record proves nothing, wherever it is."""
+    """Files of a copy in progress stay: a copied record proves nothing, not even in the same directory."""
     source = open_storage(tmp_path / "source")
     source.make_directory()
     put_records(source, ["b" * 32])
@@ -211,7 +209,7 @@ def test_what_is_being_copied_in_stays(storage, tmp_path, copied):
 
 
 def test_the_records_of_what_a_commit_replaces(storage, tmp_path):
-    """They are there before it is replaced, so that whatever happens then, what is left can be removed."""
+    """The record of a replaced save allows the removal of its leftovers, but not of the current checkpoint."""
     commit_file(storage, data_file_name(0, 0, "a" * 32))
     put_records(storage, ["a" * 32])
     assert storage.is_record(record_file_name("a" * 32))
@@ -221,7 +219,7 @@ def test_the_records_of_what_a_commit_replaces(storage, tmp_path):
 
 @pytest.mark.parametrize("harm", ["missing", "short"])
 def test_data_that_is_not_where_the_metadata_will_say_is_no_checkpoint(storage, tmp_path, harm):
-    """Of ranks that do not share the path, say: the ranks are named, and what was committed before stays."""
+    """If data files are missing or short, the error names the ranks, and the old checkpoint stays."""
     old = data_file_name(0, 0, "a" * 32)
     commit_file(storage, old)
     names = [data_file_name(rank, 0, "b" * 32) for rank in range(3)]
@@ -241,7 +239,7 @@ def test_data_that_is_not_where_the_metadata_will_say_is_no_checkpoint(storage, 
 
 
 def test_a_save_that_is_given_up_at_the_last_moment(storage, tmp_path):
-    """What is checked last is asked when all else is done: the old checkpoint stays, and nothing of the new save."""
+    """``check`` runs after all data is written. If it refuses, the old checkpoint stays and the new files go."""
     old, new = data_file_name(0, 0, "a" * 32), data_file_name(0, 0, "b" * 32)
     commit_file(storage, old, save_id="a" * 32)
 

@@ -1,4 +1,4 @@
-"""Counting saves that were not committed."""
+"""The count of failed saves in a row, and the error at the limit."""
 
 import threading
 
@@ -16,7 +16,7 @@ def _fail(counter, times):
 
 
 def test_the_limit_names_the_last_error_and_the_last_commit():
-    """After the allowed failures in a row, the error has the last failure and the last checkpoint."""
+    """At the limit, the error contains the last failure and the last committed checkpoint."""
     counter = FailureCounter()
     counter.begin("/ckpt/step-0")
     counter.committed()
@@ -28,7 +28,7 @@ def test_the_limit_names_the_last_error_and_the_last_commit():
 
 
 def test_a_commit_starts_the_count_again():
-    """Only failures in a row count."""
+    """A committed save resets the count."""
     counter = FailureCounter()
     _fail(counter, 1)
     counter.begin("/ckpt/step-0")
@@ -38,7 +38,7 @@ def test_a_commit_starts_the_count_again():
 
 
 def test_a_save_that_another_rank_failed_counts_too(caplog):
-    """The coordinator sees that `finish` was never called, counts it, and logs it."""
+    """A save whose `finish` was never called counts as failed on the coordinator, and is logged."""
     counter = FailureCounter()
     counter.begin("/ckpt/a")
     counter.set_coordinator(True)
@@ -49,7 +49,7 @@ def test_a_save_that_another_rank_failed_counts_too(caplog):
 
 
 def test_a_save_without_a_path_is_called_so(caplog):
-    """And not one to None, nor to nothing. A failure that is known here is logged once."""
+    """Messages call it "a save without a path". A failure that this rank has raised is logged once."""
     counter = FailureCounter()
     counter.begin("")
     counter.failed(WriteError("give the writer a path"))
@@ -60,7 +60,7 @@ def test_a_save_without_a_path_is_called_so(caplog):
 
 
 def test_other_ranks_do_not_count():
-    """A rank that is not the coordinator never learns of a commit, so it must not take a save for failed."""
+    """Only the coordinator sees commits, so another rank never counts a save as failed."""
     counter = FailureCounter()
     counter.begin("/ckpt/a")
     counter.set_coordinator(False)
@@ -70,7 +70,7 @@ def test_other_ranks_do_not_count():
 
 
 def test_a_rank_may_coordinate_one_save_and_not_another():
-    """Saves of several groups of ranks run side by side: each counts where its own coordinator is."""
+    """Saves of several process groups run concurrently, and each counts on the coordinator of its group."""
     counter = FailureCounter()
 
     def others():
@@ -89,7 +89,7 @@ def test_a_rank_may_coordinate_one_save_and_not_another():
 
 
 def test_groups_and_paths_are_counted_apart():
-    """Failures of one process group do not count for another group, nor for another folder."""
+    """Failures of one process group do not count for another group or another folder."""
     counter = FailureCounter()
     for number in range(2):
         counter.begin(f"/ckpt/step-{number}/model", "saves")
@@ -103,7 +103,7 @@ def test_groups_and_paths_are_counted_apart():
 
 
 def test_no_limit():
-    """None never raises."""
+    """With a limit of None, `check` never raises."""
     counter = FailureCounter()
     _fail(counter, 10)
     counter.check(None, "/ckpt/step-9")

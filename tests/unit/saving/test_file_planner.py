@@ -1,4 +1,4 @@
-"""Which tensors go into which files, and under which names."""
+"""The distribution of tensors over files, and their names in the files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ any_text = st.text(st.characters(codec=None), max_size=8)
 
 @given(st.lists(any_text | st.sampled_from(["", "\0", "\x1ea", "__item_0__", "__item_1__", "__item_1___", "a"])))
 def test_stored_names_are_unique_and_storable(keys: list[str]) -> None:
-    """Whatever the keys, each item has a name of its own that tensorizer can hold."""
+    """For any keys, each item has a unique name that tensorizer can store."""
     names = stored_names(keys)
     assert len(names) == len(keys)
     assert len(set(names)) == len(names)
@@ -35,13 +35,13 @@ def test_stored_names_are_unique_and_storable(keys: list[str]) -> None:
 
 
 def test_ordinary_keys_are_stored_under_their_own_names() -> None:
-    """Stock tensorizer then finds the tensors of a model under the keys of its state dict."""
+    """Ordinary keys are the names, so stock tensorizer finds a model's tensors by the keys of its state dict."""
     keys = ["model.layers.0.weight", "a/b", "\N{SNOWMAN}", "nul\0", "x" * 1024]
     assert stored_names(keys) == keys
 
 
 def test_keys_that_tensorizer_cannot_hold_get_short_names() -> None:
-    """Empty, overlong, unencodable, taken and specially marked keys are stored under a number."""
+    """Keys that are empty, too long, not encodable, repeated or marked as JSON paths are stored under a number."""
     keys = ["", "x" * 1025, "\ud800", "\x1epath", "a", "a"]
     assert stored_names(keys) == ["__item_0__", "__item_1__", "__item_2__", "__item_3__", "a", "__item_5__"]
 
@@ -52,7 +52,7 @@ def source(name: str, *, ndim: int = 1, dtype: str = "uint8") -> TensorSource:
 
 @given(st.lists(st.tuples(st.integers(1, 1024), st.integers(0, 60)), max_size=80), st.integers(0, 99_999))
 def test_files_hold_all_sources_in_order_and_no_index_overflows(sizes: list[tuple[int, int]], rank: int) -> None:
-    """A rank's shard continues in a further file exactly when the index of one is full."""
+    """Files hold all sources in order, and another file begins exactly when the index of a file is full."""
     sources = [source("n" * length, ndim=ndim) for length, ndim in sizes]
     files = plan_files(sources, rank, SAVE, index_capacity=4096)
     assert [s for file in files for s in file.tensors] == sources
@@ -63,7 +63,7 @@ def test_files_hold_all_sources_in_order_and_no_index_overflows(sizes: list[tupl
 
 
 def test_3000_tensors_with_long_names_fit_their_files(tmp_path: Path) -> None:
-    """Every file is as full as the plan makes it, and stock tensorizer opens it."""
+    """Stock tensorizer opens each of the files."""
     dtypes = ["uint8", "float8_e4m3fnuz", "bfloat16", "complex64"]
     sources = [source(f"{n:0180}", ndim=n % 4, dtype=dtypes[n % 4]) for n in range(3000)]
     files = plan_files(sources, 0, SAVE)
@@ -83,7 +83,7 @@ def test_3000_tensors_with_long_names_fit_their_files(tmp_path: Path) -> None:
 
 
 def test_a_file_holds_no_more_bytes_than_it_should() -> None:
-    """A tensor that would make it too large begins another file; one that is too large alone has one to itself."""
+    """A tensor that would exceed the limit begins another file, and a tensor above the limit has a separate file."""
     sizes = [4, 4, 2, 100, 1, 9, 1]
     sources = [TensorSource(str(n), "uint8", (size,), size) for n, size in enumerate(sizes)]
     files = plan_files(sources, 0, SAVE, 10)
@@ -91,6 +91,6 @@ def test_a_file_holds_no_more_bytes_than_it_should() -> None:
 
 
 def test_nothing_to_write_is_no_file() -> None:
-    """A rank without data writes no data file."""
+    """A rank without data plans no file."""
     assert plan_files([], 0, SAVE) == ()
     assert INDEX_CAPACITY == 256 * 1024

@@ -1,4 +1,4 @@
-"""A save that differs in no floating-point tensor from the one before is told from others."""
+"""The detection of a save whose floating-point tensors all equal those of the previous save."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def places(**digests: int) -> dict[ItemKey, StoredItem]:
 
 
 def test_nothing_to_compare() -> None:
-    """The first save, the same step once more, and a rank without floating-point tensors say nothing."""
+    """The first save, a repeated step, and a rank without floating-point tensors give no result."""
     freshness = Freshness()
     assert freshness.compare(1, places(a=1)) is None
     assert freshness.compare(1, places(a=1)) is None
@@ -30,7 +30,7 @@ def test_nothing_to_compare() -> None:
 
 
 def test_each_save_is_compared_with_the_one_before() -> None:
-    """One tensor that differs is enough, and so is a new one."""
+    """One tensor that differs or is new makes a save count as changed."""
     freshness = Freshness()
     found = [freshness.compare(step, places(a=a, b=1, c=1, d=1)) for step, a in enumerate((1, 2, 2, 3, 3))]
     assert found == [None, (), ("a", "b", "c"), (), ("a", "b", "c")]
@@ -39,7 +39,7 @@ def test_each_save_is_compared_with_the_one_before() -> None:
 
 
 def test_only_the_digest_of_the_whole_counts() -> None:
-    """It stands behind those of the blocks."""
+    """Only the last digest, of the whole tensor, is compared; those of blocks are not."""
     freshness = Freshness()
     freshness.compare(1, {("a", (0,)): item(b"x" * 8 + b"y" * 8)})
     assert freshness.compare(2, {("a", (0,)): item(b"z" * 8 + b"y" * 8)}) == ("a",)
@@ -47,7 +47,7 @@ def test_only_the_digest_of_the_whole_counts() -> None:
 
 
 def test_only_some_keys_count() -> None:
-    """Others may change, or not."""
+    """Only keys that match ``must_change`` are compared."""
     freshness = Freshness()
     freshness.must_change = ("model.*",)
     freshness.compare(1, {**places(lr=1), ("model.w", None): item(b"w" * 8)})
@@ -68,7 +68,7 @@ def test_only_some_keys_count() -> None:
 def test_all_ranks_must_agree(
     unchanged: list[tuple[str, ...] | None], named: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only if no rank has seen a change is there a warning, with the path, the step and keys."""
+    """The warning, with path, step and keys, is logged only if no rank has seen a change."""
     with caplog.at_level(logging.WARNING, "dcp_tensorizer"):
         warn_if_stale("/run/step-7", 7, unchanged)
     compared = f"in every floating-point tensor that was compared ({named}). Check that the saved state"

@@ -1,4 +1,4 @@
-"""Ranks with other keys than the coordinator's fail the save."""
+"""The check that all ranks encrypt with the coordinator's key."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ OTHER = Cipher(bytes(32))
 
 
 def part(rank: int, cipher: Cipher | None) -> RankLocations:
-    """What a rank with a key reports of what it has written."""
+    """Returns the locations that a rank with an encryption key reports."""
     return RankLocations.of(rank, {}, {}, check=b"" if cipher is None else cipher.check_value())
 
 
 def test_one_key_or_none_is_accepted() -> None:
-    """All ranks have the coordinator's key, or no rank has one."""
+    """A save is accepted if all ranks have the coordinator's key, or no rank has a key."""
     agree_on_key(CIPHER, [part(0, CIPHER), part(2, CIPHER)])
     agree_on_key(None, [part(0, None), part(1, None)])
 
@@ -28,6 +28,6 @@ def test_one_key_or_none_is_accepted() -> None:
     ("first", "second"), [(CIPHER, OTHER), (CIPHER, None), (None, CIPHER)], ids=["other", "missing", "superfluous"]
 )
 def test_another_key_fails_the_save(first: Cipher | None, second: Cipher | None) -> None:
-    """The error names the rank."""
+    """A rank with another key fails the save, and the error names the rank."""
     with pytest.raises(WriteError, match=r"^rank 1 has another encryption key.*EncryptionParams\.from_string"):
         agree_on_key(first, [part(0, first), part(1, second)])

@@ -1,4 +1,4 @@
-"""Ranks leave out the tables that the coordinator has said, in this very save, that it knows."""
+"""Ranks omit the tables that the coordinator has promised, in the same save, to know."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAN = SavePlan([], planner_data={"w": ("w",)})
 
 
 def part(rank: int = 1, save: str = "a", offset: int = 0, seed: int = 0) -> RankLocations:
-    """What a rank has written: places are the same for each seed, and digests are not."""
+    """Returns a rank's locations. The table is the same for all seeds, and the digests are not."""
     file = f"__{rank}_0_{save * 32}.tensors"
     item = StoredItem(file, "w", offset, 4, "bfloat16", "tensor", bytes([seed]) * 8)
     return RankLocations.of(rank, {("w", (rank,)): item}, {file: 100})
@@ -25,7 +25,7 @@ def part(rank: int = 1, save: str = "a", offset: int = 0, seed: int = 0) -> Rank
 def save(
     rank: KnownTables, coordinator: KnownTables, written: RankLocations, save_id: str
 ) -> tuple[bool, RankLocations]:
-    """A save of one rank beside the coordinator: whether the table was sent, and what the coordinator makes of it."""
+    """Saves from one rank. Returns whether it sent its table, and the locations that the coordinator completed."""
     here, there = SaveTables(rank, save_id), SaveTables(coordinator, f"{save_id} of the coordinator")
     sent = here.shortened(written, there.answer(here.offer(PLAN)))
     (whole,) = there.completed([sent])
@@ -33,7 +33,7 @@ def save(
 
 
 def test_a_table_is_sent_once() -> None:
-    """And again when it is another one; digests are sent each time, and the section is whole each time."""
+    """A rank sends each table once. Digests are sent each time, and the completed section is whole each time."""
     rank, coordinator = KnownTables(), KnownTables()
     sent = []
     for number, offset in enumerate([0, 0, 8, 0, 8]):
@@ -45,14 +45,14 @@ def test_a_table_is_sent_once() -> None:
 
 
 def test_another_coordinator_is_sent_everything() -> None:
-    """One that has begun anew, or of another group: it does not answer that it knows."""
+    """A restarted coordinator, or that of another group, promises nothing, and gets the table."""
     rank = KnownTables()
     for coordinator in (KnownTables(), KnownTables()):
         assert [save(rank, coordinator, part(), name)[0] for name in "ab"] == [True, False]
 
 
 def test_answers_to_other_saves_count_for_nothing() -> None:
-    """A planner may keep plans with old answers; a failed save leaves a table that the coordinator never got."""
+    """A rank ignores the answer to another save, and sends a table that a failed save has not delivered."""
     rank, coordinator = KnownTables(), KnownTables()
     save(rank, coordinator, part(), "a")
     stale = SaveTables(coordinator, "b").answer(SaveTables(rank, "a").offer(PLAN))
@@ -64,30 +64,30 @@ def test_answers_to_other_saves_count_for_nothing() -> None:
 
 
 def test_what_is_promised_is_kept() -> None:
-    """Until the save is over, also if the coordinator's memory is full meanwhile."""
+    """The coordinator holds promised tables until the save ends, even if its cache is full in between."""
     rank, coordinator = KnownTables(), KnownTables(max_bytes=len(part().table))
     save(rank, coordinator, part(), "a")
     here, there = SaveTables(rank, "b"), SaveTables(coordinator, "c")
     answer = there.answer(here.offer(PLAN))
-    coordinator.keep([part(rank=2)])
-    assert coordinator.find(part().table_digest) is None
+    coordinator.cached.add(part(rank=2).table_digest, part(rank=2).table)
+    assert coordinator.cached.find(part().table_digest) is None
     sent = here.shortened(part(), answer)
     assert (sent.table, there.completed([sent])) == (b"", [part()])
-    assert coordinator.find(part(rank=2).table_digest) is None
+    assert coordinator.cached.find(part(rank=2).table_digest) is None
 
 
 def test_a_table_that_the_coordinator_does_not_know_is_an_error() -> None:
-    """It names the rank: no index is written that leaves something out."""
+    """An unknown table fails the commit with the rank's number, so that no incomplete index is written."""
     with pytest.raises(WriteError, match=r"rank 1 has not sent the locations of its data"):
         SaveTables(KnownTables(), "a").completed([part()._replace(table=b"")])
 
 
 def test_plans_are_otherwise_as_they_were() -> None:
-    """An offer changes only its own plan, and a plan without an offer gets no answer."""
+    """An offer changes only its plan, and a plan without an offer gets no answer."""
     known = KnownTables()
     assert SaveTables(known, "a").offer(PLAN).storage_data == Offer("a", ())
     assert SaveTables(known, "a").answer(PLAN) is PLAN
-    known.add_own(b"digest")
+    known.sent.append(b"digest")
     offered = SaveTables(known, "a").offer(PLAN)
     assert offered == dataclasses.replace(PLAN, storage_data=Offer("a", (b"digest",)))
     assert PLAN.storage_data is None
@@ -95,7 +95,7 @@ def test_plans_are_otherwise_as_they_were() -> None:
 
 
 def test_all_ranks_are_told_the_id_of_the_save() -> None:
-    """By an answer to their own save, and by no other: the files of all ranks may have it in their names."""
+    """A rank takes the save's id from the answer to its own save, and from no other answer."""
     answer = SaveTables(KnownTables(), "b").answer(SaveTables(KnownTables(), "a").offer(PLAN))
     assert [SaveTables(KnownTables(), rank).save_of(answer) for rank in "ac"] == ["b", ""]
     assert SaveTables(KnownTables(), "a").save_of(PLAN) == ""

@@ -1,4 +1,4 @@
-"""A writer's options: what is refused, and what their ``repr`` shows."""
+"""The options of a writer: their checks, defaults and ``repr``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ KEY = bytes(range(32))
 
 
 def options(**given: Any) -> SaveOptions:
-    """Those of a writer that is given nothing else."""
+    """Returns the options of a writer with the given arguments."""
     return TensorizerStorageWriter(**given).saver.options
 
 
 def test_limits_are_pinned_and_cannot_be_changed() -> None:
-    """Ten minutes, 256 MiB, three failures, ten reuses of a file."""
+    """The defaults are 10 minutes, 256 MiB, 3 failures and 10 reuses, and the limits are frozen."""
     limits = SaveLimits()
     assert dataclasses.astuple(limits) == (600.0, 268_435_456, 3, 10)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -46,7 +46,7 @@ def test_limits_are_pinned_and_cannot_be_changed() -> None:
     ],
 )
 def test_limits_that_make_no_sense_are_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
-    """When they are made, and not when a save meets them."""
+    """Invalid limits are refused when `SaveLimits` is constructed."""
     with pytest.raises(error, match=message):
         SaveLimits(**given)
 
@@ -76,13 +76,13 @@ def test_limits_that_make_no_sense_are_refused(given: dict[str, Any], error: typ
     ],
 )
 def test_options_that_make_no_sense_are_refused(given: dict[str, Any], error: type[Exception], message: str) -> None:
-    """Each error names the argument and what is allowed."""
+    """Each error names the argument and the allowed values."""
     with pytest.raises(error, match=message):
         options(**given)
 
 
 def test_device_staging_is_refused_with_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable is named, and the way out."""
+    """The error names the environment variable, and the alternative."""
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(ValueError, match=r"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.*staging='buffer'"):
         TensorizerStorageWriter(staging="device")
@@ -90,13 +90,13 @@ def test_device_staging_is_refused_with_expandable_segments(monkeypatch: pytest.
 
 
 def test_threads_are_as_many_as_there_are_cores_up_to_four() -> None:
-    """Unless a number is given."""
+    """Without a number, there are as many threads as cores, up to four."""
     assert options().thread_count == min(4, cores())
     assert options(thread_count=7).thread_count == 7
 
 
 def test_an_option_has_one_name_from_the_writer_to_the_writer_process() -> None:
-    """Fields are named as the arguments are, but for what is made of several of them, or of a key."""
+    """The fields have the names of the arguments, except ``cipher`` and ``target``, which are made from arguments."""
     fields = {field.name for field in dataclasses.fields(SaveOptions)}
     arguments = inspect.signature(TensorizerStorageWriter).parameters.keys()
     assert fields - arguments == {"target", "cipher"}
@@ -104,7 +104,7 @@ def test_an_option_has_one_name_from_the_writer_to_the_writer_process() -> None:
 
 
 def test_storage_options_are_copied() -> None:
-    """Whoever changes them afterwards changes no save."""
+    """A later change of the caller's dict changes no save."""
     given = {"anon": True}
     made = options(storage_options=given)
     given["anon"] = False
@@ -112,7 +112,7 @@ def test_storage_options_are_copied() -> None:
 
 
 def test_the_arguments_are_those_of_the_writer_but_for_secrets() -> None:
-    """Of the encryption whether there is one."""
+    """`arguments` has the writer's arguments without secrets: of ``encryption``, only whether it is set."""
     made = options(
         thread_count=2,
         storage_options={"secret": "hunter2-hunter2"},

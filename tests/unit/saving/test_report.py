@@ -1,4 +1,4 @@
-"""Reports of saves: what they count, and whom they reach."""
+"""The figures in reports of saves, and the calls of the user's callbacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from dcp_tensorizer import WriteError
 from dcp_tensorizer._runtime.spans import Span
-from dcp_tensorizer._saving.report import Reports, SaveCallbacks, report_of
+from dcp_tensorizer._saving.report import Reports, report_of
 from dcp_tensorizer._writer_process.protocol import FileResult, WriteDone
 from dcp_tensorizer.writer import SaveReport
 
@@ -18,7 +18,7 @@ DONE = WriteDone((FileResult("f0", 5, ()), FileResult("f1", 6, ())), 4.0, 1.5, 2
 
 
 def spans_of(*names: str, nbytes: int = 4_000_000_000) -> list[Span]:
-    """Spans of a second each, one after the other, the last of which ends about now."""
+    """Returns successive spans of one second each, the last of which ends about now."""
     now = math.floor(time.perf_counter())
     began = [now - count for count in range(len(names), 0, -1)]
     return [Span(n, t, t + 1, nbytes=nbytes * (n == "write")) for n, t in zip(names, began, strict=True)]
@@ -29,7 +29,7 @@ def report(*names: str, done: WriteDone = DONE) -> SaveReport:
 
 
 def test_a_staged_save_is_timed_from_its_staging() -> None:
-    """The seconds of staging are in the whole, on the clock that the user reads, and those of the wait before not."""
+    """``seconds`` includes the copy, and not the wait before it; ``started_at`` is on the clock of ``time.time()``."""
     began = time.time() - 3
     made = report("wait", "stage", "plan", "write")
     assert (made.path, made.save_id, made.rank, made.files, made.attempts) == ("/c", "s", 3, 2, 2)
@@ -43,14 +43,14 @@ def test_a_staged_save_is_timed_from_its_staging() -> None:
 
 
 def test_a_save_that_stages_nothing_is_timed_from_its_first_hook() -> None:
-    """Its plan comes first."""
+    """Without staging, the time begins with the plan."""
     made = report("plan", "write", done=WriteDone((), 0.25, 0.0, 0.0))
     assert (made.wait_seconds, made.stage_seconds, made.resolve_seconds) == (0, 0, 0.75)
     assert made.seconds == made.durable_at - made.started_at == pytest.approx(2)
 
 
 def test_a_commit_takes_its_own_time_and_ends_the_save() -> None:
-    """As the wait for the other ranks before it does; all spans are in the report, after the whole."""
+    """The commit is the last span. The report lists the whole save first, and then all spans."""
     names = ("stage", "plan", "write", "files", "agree", "commit")
     made = report(*names)
     assert (made.commit_seconds, made.seconds) == (1, pytest.approx(6))
@@ -61,7 +61,7 @@ def test_a_commit_takes_its_own_time_and_ends_the_save() -> None:
 
 
 def test_a_flush_is_a_span_of_its_own() -> None:
-    """From the moment when the save was durable to the one when the remote had it."""
+    """The span of the flush lasts from the durable save to its arrival on the remote."""
     received: list[SaveReport] = []
     made = report()
     Reports(received.append).arrived(made, made.durable_at + 2)
@@ -72,7 +72,7 @@ def test_a_flush_is_a_span_of_its_own() -> None:
 
 
 def test_a_report_reaches_log_and_user(caplog: pytest.LogCaptureFixture) -> None:
-    """And the last one is kept."""
+    """A report is logged, passed to ``on_report``, and retained as the last report."""
     received: list[SaveReport] = []
     reports = Reports(received.append)
     assert reports.last is None
@@ -87,7 +87,7 @@ def test_a_report_reaches_log_and_user(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_a_user_who_fails_fails_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """The exception is logged."""
+    """An exception of ``on_report`` is logged, and does not propagate."""
 
     def fail(report: SaveReport) -> None:
         raise RuntimeError("metrics are down")
@@ -99,24 +99,24 @@ def test_a_user_who_fails_fails_nothing(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_the_progress_of_a_save_has_a_beginning_and_an_end() -> None:
-    """Headers of files are written, too, and count as nothing. A save that fails has no end."""
+    """``on_progress`` never gets more than the total, and gets the total only if the save succeeds."""
     calls: list[tuple[int, int]] = []
-    callbacks = SaveCallbacks(on_progress=lambda done, total: calls.append((done, total)))
-    with callbacks.progress("/ckpt", lambda: 100) as progress:
+    reports = Reports(on_progress=lambda done, total: calls.append((done, total)))
+    with reports.progress("/ckpt", lambda: 100) as progress:
         progress(40)
         progress(104)
     assert calls == [(0, 100), (40, 100), (100, 100), (100, 100)]
     del calls[:]
-    with pytest.raises(WriteError), callbacks.progress("/ckpt", lambda: 100) as progress:
+    with pytest.raises(WriteError), reports.progress("/ckpt", lambda: 100) as progress:
         raise WriteError("full")
     assert calls == [(0, 100)]
 
 
 def test_a_rank_that_writes_nothing_shows_nothing() -> None:
-    """Without a callback the total is not computed."""
+    """``on_progress`` is not called for zero bytes. Without a callback, the total is not computed."""
     calls: list[tuple[int, int]] = []
-    with SaveCallbacks(on_progress=lambda *both: calls.append(both)).progress("/ckpt", lambda: 0):
+    with Reports(on_progress=lambda *both: calls.append(both)).progress("/ckpt", lambda: 0):
         pass
     assert calls == []
-    with SaveCallbacks().progress("/ckpt", lambda: pytest.fail("asked")):
+    with Reports().progress("/ckpt", lambda: pytest.fail("asked")):
         pass

@@ -1,4 +1,4 @@
-"""What a save need not write again, and which tensors are kept apart because they do not change."""
+"""The files that a save adopts from earlier saves, and the separation of unchanging tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def save_id(number: int) -> str:
 
 
 class Saved(NamedTuple):
-    """What became of a save: the tensors of each file, and of those that were adopted."""
+    """The result of a save: the tensors of each file, and of each adopted file."""
 
     files: list[list[str]]
     adopted: list[list[str]]
@@ -44,7 +44,7 @@ def digests_of(values: Mapping[str, int], sources: Sequence[TensorSource]) -> li
 
 
 class Job:
-    """Saves of one rank, whose tensors hold what `save` is told."""
+    """Saves of one rank, whose tensors have the values that are passed to `save`."""
 
     def __init__(self, max_reuses: int = 100, sha256: bool = False) -> None:
         self.known = KnownFiles()
@@ -65,7 +65,7 @@ class Job:
         afterwards: Mapping[str, int] = MappingProxyType({}),
         identify: Callable[[str], tuple[str, ...] | None] = lambda name: (name,),
     ) -> Saved:
-        """One save; files of ``refuse`` cannot be adopted. What tensors hold ``afterwards`` is only seen then."""
+        """Saves once. Files in ``refuse`` cannot be adopted. ``afterwards`` are the tensors' values after the write."""
         self.number += 1
         limits = SaveLimits(max_reuses=self.max_reuses)
         options = SaveOptions(thread_count=1, limits=limits, sha256=self.sha256, reuse_unchanged=True)
@@ -89,7 +89,7 @@ class Job:
 
 
 def names_until(number: int) -> set[str]:
-    """Of the first files of all saves."""
+    """Returns the names of the first files of the first saves."""
     return {data_file_name(0, 0, save_id(n)) for n in range(number)}
 
 
@@ -98,7 +98,7 @@ def stored(file: str, source: TensorSource) -> StoredItem:
 
 
 def test_the_third_save_adopts_what_does_not_change() -> None:
-    """The first knows nothing, the second sees what has not changed and keeps it apart, the third adopts that file."""
+    """The second save writes unchanged tensors to a separate file, which the third save adopts."""
     job = Job()
     saves = [job.save({"base": 1, "lora": step, "head": 2}) for step in range(4)]
     assert [save.files for save in saves] == [
@@ -111,7 +111,7 @@ def test_the_third_save_adopts_what_does_not_change() -> None:
 
 
 def test_an_adopted_file_has_a_name_of_its_own() -> None:
-    """It has the locations of its tensors, and the names that it had before, the newest first."""
+    """An adopted file has a new name, the locations of its tensors, and its earlier names, newest first."""
     job = Job()
     saves = [job.save({"base": 1, "lora": step}) for step in range(8)]
     name = data_file_name(0, 0, save_id(8))
@@ -125,13 +125,13 @@ def test_an_adopted_file_has_a_name_of_its_own() -> None:
 
 
 def test_a_state_that_has_not_changed_at_all_is_adopted_at_once() -> None:
-    """Its only file holds nothing that changes."""
+    """If no tensor has changed, the second save adopts the only file."""
     job = Job()
     assert [job.save({"a": 1, "b": 2}).adopted for _ in range(3)] == [[], [["a", "b"]], [["a", "b"]]]
 
 
 def test_a_file_of_which_one_tensor_has_changed_is_not_adopted() -> None:
-    """What is left of it is written once more, without that tensor, and adopted from then on."""
+    """If one tensor of a file changes, the others are written once more without it, and adopted from then on."""
     job = Job()
     for step in range(3):
         job.save({"a": 1, "b": 2, "lora": step})
@@ -141,7 +141,7 @@ def test_a_file_of_which_one_tensor_has_changed_is_not_adopted() -> None:
 
 
 def test_a_tensor_that_changed_has_to_stay_the_same_for_longer_each_time() -> None:
-    """So one that changes now and then does not have the others written again."""
+    """A tensor that changes occasionally does not cause repeated writes of the others."""
     job = Job()
     for step in range(3):
         job.save({"a": 1, "b": 0, "lora": step})
@@ -156,7 +156,7 @@ def test_a_tensor_that_changed_has_to_stay_the_same_for_longer_each_time() -> No
 
 
 def test_what_cannot_be_adopted_is_written_and_adopted_next_time() -> None:
-    """It is asked for under all of its names, also when it was written once more: they may be on another storage."""
+    """A file is requested under all earlier names, even after it was written again: they may be on other storages."""
     job = Job()
     for step in range(3):
         job.save({"base": 1, "lora": step})
@@ -168,7 +168,7 @@ def test_what_cannot_be_adopted_is_written_and_adopted_next_time() -> None:
 
 
 def test_a_file_is_written_anew_after_so_many_reuses() -> None:
-    """One that goes bad spoils no more checkpoints than these."""
+    """After ``max_reuses`` adoptions a file is written again, so a damaged file spoils no more checkpoints."""
     job = Job(max_reuses=2)
     adopted = [bool(job.save({"base": 1, "lora": step}).adopted) for step in range(9)]
     assert adopted == [False, False, True, True, False, True, True, False, True]
@@ -180,7 +180,7 @@ def test_a_file_is_written_anew_after_so_many_reuses() -> None:
 
 
 def test_a_save_that_failed_changes_nothing() -> None:
-    """The next one adopts the same file."""
+    """After a failed save, the next save adopts the same file."""
     job = Job()
     for step in range(3):
         job.save({"base": 1, "lora": step})
@@ -191,7 +191,7 @@ def test_a_save_that_failed_changes_nothing() -> None:
 
 
 def test_a_file_whose_tensor_changed_while_it_was_written_is_not_adopted() -> None:
-    """It may hold anything. One that was adopted holds what it was adopted for."""
+    """A file whose tensor changed during the write is not adopted later; an adopted file still is."""
     job = Job()
     job.save({"a": 1, "b": 2}, afterwards={"a": 1, "b": 7})
     assert job.save({"a": 1, "b": 2}, afterwards={"a": 1, "b": 2}).adopted == []
@@ -200,7 +200,7 @@ def test_a_file_whose_tensor_changed_while_it_was_written_is_not_adopted() -> No
 
 
 def test_another_attempt_has_files_of_its_own() -> None:
-    """And adopts the same."""
+    """A second attempt uses other file names, and adopts the same files."""
     job = Job()
     for step in range(2):
         job.save({"base": 1, "lora": step})
@@ -210,7 +210,7 @@ def test_another_attempt_has_files_of_its_own() -> None:
 
 
 def test_states_that_are_saved_in_turn_are_all_known() -> None:
-    """A model and an optimizer, each in a checkpoint of its own."""
+    """A job may save a model and an optimizer in turn, each to a separate checkpoint."""
     job = Job()
     for step in range(3):
         saved = [job.save({"model": 1, "step": step}), job.save({"optimizer": 2, "count": step})]
@@ -218,7 +218,7 @@ def test_states_that_are_saved_in_turn_are_all_known() -> None:
 
 
 def test_a_tensor_of_another_dtype_or_shape_is_another_tensor() -> None:
-    """The same bytes are described otherwise in a file."""
+    """A tensor with the same bytes and another dtype or shape is not adopted."""
     job = Job()
     job.save({"a": 1})
     assert job.save({"a": 1}, dtype="int8").adopted == []
@@ -227,7 +227,7 @@ def test_a_tensor_of_another_dtype_or_shape_is_another_tensor() -> None:
 
 
 def test_files_with_and_without_sha256_are_not_taken_for_each_other() -> None:
-    """They have other bytes, and the tensors may be at other places."""
+    """Files with and without SHA-256 differ, so a save adopts only files of its kind."""
     job = Job()
     adopted = []
     for job.sha256 in (False, True, True, False, False):
@@ -236,14 +236,14 @@ def test_files_with_and_without_sha256_are_not_taken_for_each_other() -> None:
 
 
 def test_small_tensors_get_no_file_of_their_own() -> None:
-    """The head of a file has 256 KiB."""
+    """Unchanging tensors smaller than a file's header, 256 KiB, stay with the others."""
     job = Job()
     saves = [job.save({"norm": 1, "lora": step}, nbytes=100_000) for step in range(4)]
     assert [save.files for save in saves] == [[["norm", "lora"]]] * 4
 
 
 def test_what_does_not_change_is_cut_into_files_of_a_gibibyte() -> None:
-    """A tensor that changes all the same has only its own file written again."""
+    """Unchanging tensors go to files of at most 1 GiB, so that one change rewrites one file."""
     job = Job()
     for step in range(2):
         saved = job.save({**{f"base.{n}": n for n in range(5)}, "lora": step}, nbytes=400 * MIB)
@@ -251,7 +251,7 @@ def test_what_does_not_change_is_cut_into_files_of_a_gibibyte() -> None:
 
 
 def test_a_file_that_is_too_large_to_be_adopted_is_cut() -> None:
-    """The first save of a rank that has nothing but frozen tensors makes one file, and S3 copies 5 GiB at most."""
+    """A file above the storage's limit, such as 5 GiB for a copy on S3, is split by the next save."""
     job = Job()
     state = {f"base.{n}": n for n in range(16)}
     saves = [job.save(state, nbytes=400 * MIB, max_adopted_bytes=5 << 30) for _ in range(3)]
@@ -260,13 +260,13 @@ def test_a_file_that_is_too_large_to_be_adopted_is_cut() -> None:
 
 
 def test_files_without_identity_are_not_adopted() -> None:
-    """A storage that cannot identify a file does not adopt it."""
+    """If a storage cannot identify a file, the file is not adopted."""
     job = Job()
     assert [job.save({"a": 1}, identify=lambda name: None).adopted for _ in range(3)] == [[]] * 3
 
 
 def test_what_is_not_saved_any_more_is_forgotten() -> None:
-    """After four saves of something else."""
+    """Files are forgotten after four saves of other states."""
     job = Job()
     job.save({"a": 1})
     for step in range(4):

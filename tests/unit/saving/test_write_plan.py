@@ -1,4 +1,4 @@
-"""What DCP's plan asks for, resolved to tensors and bytes, and what is reported of each."""
+"""The items of a plan as tensors and bytes, and the results that a rank reports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ...lab.states import same
 def planned(
     state: dict[str, Any], cls: type[DefaultSavePlanner] = DefaultSavePlanner, **options: Any
 ) -> tuple[SavePlan, DefaultSavePlanner]:
-    """What a planner, if none is named DCP's own, makes of a state dict in a single process."""
+    """Returns the plan of a state dict in a single process, and its planner (DCP's own by default)."""
     planner = cls(**options)
     planner.set_up_planner(state, is_coordinator=True)
     plan, _ = planner.create_global_plan([planner.create_local_plan()])
@@ -44,7 +44,7 @@ def unpacked(tensor: torch.Tensor) -> Any:
 
 
 def test_tensors_are_taken_as_they_are_and_objects_as_what_torch_saves() -> None:
-    """Items come in the plan's order, with kind, name, dtype and contents."""
+    """Items are in the plan's order, with kind, name, dtype and contents."""
     parameter = torch.nn.Parameter(torch.arange(6, dtype=torch.bfloat16).view(2, 3))
     state = {"w": parameter, "step": 7, "nested": {"t": torch.tensor(1.5)}, "text": "x"}
     plan, planner = planned(state)
@@ -62,7 +62,7 @@ def test_tensors_are_taken_as_they_are_and_objects_as_what_torch_saves() -> None
 
 
 def test_a_tensor_without_history_is_taken_itself() -> None:
-    """A view of each would let the interpreter go each time: the save waits for training then, item by item."""
+    """A tensor without history is no copy or view: making a view releases the GIL, once for each item."""
     plain, trained = torch.arange(6.0), torch.nn.Parameter(torch.arange(6.0))
     plan, planner = planned({"plain": plain, "trained": trained})
     items = {item.fqn: item.tensor for item in resolve(plan, planner)}
@@ -71,7 +71,7 @@ def test_a_tensor_without_history_is_taken_itself() -> None:
 
 
 def test_an_item_is_the_same_with_either_planner() -> None:
-    """SavePlanner's makes no DCP items for ordinary tensors: kind, name, contents and wholeness are those of others."""
+    """SavePlanner makes no DCP items for ordinary tensors, and kind, name, contents and wholeness stay the same."""
     like, empty = torch.arange(6.0).view(2, 3), torch.ones(0, 2)
     state = {"a": like, "tied": like, "": like.T, "k" * 2000: like.half(), "empty": empty, "step": 7, "l": [like, 3]}
     state |= {
@@ -92,7 +92,7 @@ def test_an_item_is_the_same_with_either_planner() -> None:
 
 
 class _Asked(SavePlanner):
-    """Notes what it is asked for, in one of the ways of a user's planner."""
+    """A user's planner that records the items it resolves."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class _Transforms(_Asked):
 
 @pytest.mark.parametrize(("cls", "way"), [(_Resolves, "resolve"), (_LooksUp, "look up"), (_Transforms, "transform")])
 def test_a_planner_with_a_way_of_its_own_is_asked_for_each_item(cls: type[_Asked], way: str) -> None:
-    """And what it gives is copied, because it may make one value in the memory of the one before."""
+    """A custom planner resolves each item, and the results are copied, because it may reuse their memory."""
     state = {"a": torch.ones(2), "b": torch.zeros(2), "c": "text"}
     plan, planner = planned(state, cls, way=way)
     items = resolve(plan, planner)
@@ -132,34 +132,34 @@ def test_a_planner_with_a_way_of_its_own_is_asked_for_each_item(cls: type[_Asked
 
 
 def test_a_planner_whose_object_has_a_method_of_its_own_is_asked_for_each_item() -> None:
-    """As one whose class has it."""
+    """A method on the planner object counts like a method of its class."""
     plan, planner = planned({"a": torch.ones(2), "b": torch.zeros(2)}, SavePlanner)
     planner.lookup_object = lambda index: torch.full((2,), 7.0)
     assert [item.tensor.tolist() for item in resolve(plan, planner)] == [[7.0, 7.0]] * 2
 
 
 class _Named(DefaultSavePlanner):
-    """Has a method of the name of one of SavePlanner's."""
+    """A planner with a method that has the name of one of SavePlanner's."""
 
     def resolve_plan(self, plan: SavePlan) -> None:
         raise AssertionError("asked")
 
 
 def test_a_method_of_a_users_planner_is_never_taken_for_one_of_ours() -> None:
-    """It may do anything."""
+    """A user's method with the name of one of SavePlanner's is not called."""
     (item,) = resolve(*planned({"a": torch.ones(2)}, _Named))
     assert same(item.tensor, torch.ones(2))
 
 
 class Flattening(DefaultSavePlanner):
-    """Gives its tensors as vectors."""
+    """A planner that flattens its tensors."""
 
     def resolve_data(self, write_item: Any) -> Any:
         return super().resolve_data(write_item).reshape(-1)
 
 
 def test_a_planner_that_gives_another_shape_than_it_planned_is_an_error() -> None:
-    """The metadata has the planned shape, so that no load could read another one."""
+    """A resolved tensor of another shape is an error, because loads rely on the planned shape in the metadata."""
     planner = Flattening()
     plan, _ = planned({"w": torch.ones(2, 3)})
     planner.set_up_planner({"w": torch.ones(2, 3)})
@@ -169,7 +169,7 @@ def test_a_planner_that_gives_another_shape_than_it_planned_is_an_error() -> Non
 
 @pytest.mark.parametrize("cls", [SavePlanner, DefaultSavePlanner])
 def test_a_state_that_is_not_the_planned_one_is_an_error(cls: type[DefaultSavePlanner]) -> None:
-    """A value of another shape, or none at all; the error names the key."""
+    """A value that is missing or has another shape is an error that names the key."""
     for state, problem in (
         ({"w": torch.ones(3)}, r"'w'.* of shape \(2,\).*gave \(3,\)"),
         ({}, "'w' cannot be saved: .*FQN"),
@@ -182,7 +182,7 @@ def test_a_state_that_is_not_the_planned_one_is_an_error(cls: type[DefaultSavePl
 
 @pytest.mark.parametrize("cls", [SavePlanner, DefaultSavePlanner])
 def test_what_was_not_staged_is_never_written(cls: type[DefaultSavePlanner]) -> None:
-    """An item that this rank is to write, though another was to, is an error with its key."""
+    """A planned item that was not staged, because another rank was to write it, is an error that names the key."""
     plan, planner = planned({"mine": torch.ones(2), "theirs": torch.ones(3)}, cls)
     with pytest.raises(WriteError, match="'theirs' is to be written by this rank, which has not staged it"):
         resolve(plan, planner, omitted={"theirs"})
@@ -190,7 +190,7 @@ def test_what_was_not_staged_is_never_written(cls: type[DefaultSavePlanner]) -> 
 
 
 def test_a_tensor_of_tensors_is_what_torch_saves_of_it() -> None:
-    """It has no bytes of its own; it comes back as itself."""
+    """A wrapper subclass is stored as ``torch.save`` pickles it, and loads as an equal tensor."""
     value = TwoTensor(torch.ones(2), torch.zeros(2))
     plan, planner = planned({"two": value})
     (item,) = resolve(plan, planner)
@@ -215,14 +215,14 @@ def test_a_tensor_of_tensors_is_what_torch_saves_of_it() -> None:
 def test_what_cannot_be_saved_is_an_error_that_names_it(
     cls: type[DefaultSavePlanner], value: Any, error: type[Exception]
 ) -> None:
-    """Also in a synchronous save, which stages nothing."""
+    """A value that cannot be saved is an error that names the key, also without staging."""
     plan, planner = planned({"model": {"bad": value}, "good": torch.ones(2)}, cls)
     with pytest.raises(error, match=r"'model\.bad'"):
         resolve(plan, planner)
 
 
 def test_names_that_tensorizer_cannot_hold_are_replaced() -> None:
-    """The item keeps its key; only its name in the file is another."""
+    """The key of the item stays; only its name in the file is replaced."""
     keys = ["", "k" * 2000, "plain"]
     plan, planner = planned({key: torch.ones(1) for key in keys}, flatten_state_dict=False)
     items = resolve(plan, planner)
@@ -234,7 +234,7 @@ def test_names_that_tensorizer_cannot_hold_are_replaced() -> None:
 
 
 def test_items_without_elements_are_reported_whether_or_not_they_are_in_a_file() -> None:
-    """In a plain file of others, if tensorizer can read them there; the metadata knows their dtype in any case."""
+    """They are in plain files if tensorizer can read them there. The results have their dtypes in any case."""
     state = {"empty": torch.empty(0, 3, dtype=torch.float8_e4m3fn), "full": torch.ones(2, 2), "none": torch.empty(0, 3)}
     plan, planner = planned(state)
     items = resolve(plan, planner)
@@ -256,13 +256,13 @@ def test_items_without_elements_are_reported_whether_or_not_they_are_in_a_file()
 
 
 def items_in(part: RankLocations, keys: list[Any]) -> list[StoredItem | None]:
-    """Returns the locations of some items, as a rank reports them to the coordinator."""
+    """Returns the locations of items, as a rank reports them to the coordinator."""
     table = LocationTable(decode_places(part.section), part.files, is_encrypted=bool(part.check))
     return list(table.find([key for key, _ in keys], [hash_of(*key) for key in keys]))
 
 
 def test_results_of_several_files_find_their_items() -> None:
-    """Each item gets the place in its own file, whatever the order of files and items."""
+    """Each item gets its location in its file, for any order of files and items."""
     plan, planner = planned({name: torch.full((3,), number) for number, name in enumerate("abcd")})
     items = resolve(plan, planner)
     stored = {
@@ -281,7 +281,7 @@ def test_results_of_several_files_find_their_items() -> None:
 
 
 def test_the_coordinator_is_told_of_small_values_with_their_bytes() -> None:
-    """Of scalars and objects, and not of parts of sharded tensors; each finds its bytes by its key."""
+    """The results contain the bytes of scalars and objects, by key, but not those of parts of sharded tensors."""
     state = {"step": torch.tensor(5.0), "object": 3, "large": torch.ones(2000)}
     plan, planner = planned(state)
     items = resolve(plan, planner)
@@ -296,14 +296,14 @@ def test_the_coordinator_is_told_of_small_values_with_their_bytes() -> None:
 
 
 def test_small_values_have_no_more_than_their_share_of_the_index() -> None:
-    """As many as fit into it; the others are found in the data files."""
+    """A rank inlines as many small values as fit into its share of the index; the others are in data files."""
     plan, planner = planned({f"t{n}": torch.ones(1000) for n in range(300)})
     (result,) = write_results(resolve(plan, planner), WriteDone((), 0.0, 0.0, 0.0), 0)
     assert len(result.storage_data.inline) == MAX_INLINE_BYTES // 4000
 
 
 def test_an_object_that_would_not_load_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    """By key, with what it needs, at its first save alone; tensors and data are not."""
+    """The warning names the key and its types once, at the first save. Tensors and plain data cause no warning."""
     known: set[str] = set()
     state = {
         "plain": {"lr": 0.1},
@@ -320,7 +320,7 @@ def test_an_object_that_would_not_load_is_said_once(caplog: pytest.LogCaptureFix
 
 
 def test_an_object_whose_types_the_user_allowed_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """torch.serialization.add_safe_globals in the trainer counts."""
+    """Types that ``torch.serialization.add_safe_globals`` allows cause no warning."""
     with torch.serialization.safe_globals([threading.Event]):
         warn_about_untrusted(resolve(*planned({"event": threading.Event})), set())
     assert caplog.records == []
@@ -328,7 +328,7 @@ def test_an_object_whose_types_the_user_allowed_is_not_warned_of(caplog: pytest.
 
 @pytest.mark.parametrize("who", ["torch", "few", "ours", "a subclass", "installed"])
 def test_torchs_planner_for_many_items_is_logged_once(who: str, caplog: pytest.LogCaptureFixture) -> None:
-    """With what the other one would save; not where `install` has put ours in its place, nor for a user's own."""
+    """The hint is logged once for torch's planner, and never for this package's planner or a user's."""
     write_plan._recommend_planner.cache_clear()
     state = {f"t{n}": torch.zeros(1) for n in range(1999 if who == "few" else 2000)}
     cls = {"ours": SavePlanner, "a subclass": type("Own", (DefaultSavePlanner,), {})}.get(who, DefaultSavePlanner)
@@ -351,7 +351,7 @@ class PlansItself(SavePlanner):
     ids=["torch's", "ours", "another"],
 )
 def test_keys_are_told_where_the_state_dict_may_not_name_them(planner: DefaultSavePlanner, named: bool) -> None:
-    """A planner with a way of its own may plan what it does not describe."""
+    """Keys are sent for planners that may plan items without describing them in the metadata."""
     plan, _ = planned({"w": torch.ones(2)})
     items = [Item(item_key(item.index), "w", "tensor", torch.ones(2)) for item in plan.items]
     (result,) = write_results(items, WriteDone((), 0.0, 0.0, 0.0), 0, planner)

@@ -1,7 +1,8 @@
-"""The way to the writer process: what is tried again, and what is not."""
+"""The start of the writer process, its replacement after a death, and retries."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 from tensorizer import TensorDeserializer
 
 from dcp_tensorizer import WriteError, WriterProcessDied
+from dcp_tensorizer._saving import writer_client
 from dcp_tensorizer._saving.reuse import FilesOfSave, KnownFiles
 from dcp_tensorizer._saving.write_plan import Item
-from dcp_tensorizer._saving.writer_client import WriterClient
+from dcp_tensorizer._saving.writer_client import WriterClient, _each_second
 from dcp_tensorizer._staging.device import SideStreams
 from dcp_tensorizer._staging.shared_mappings import MappedFile, SharedWay
 from dcp_tensorizer._staging.shared_memory import SharedBuffer
@@ -27,11 +29,11 @@ from dcp_tensorizer._writer_process.options import SaveOptions
 from dcp_tensorizer._writer_process.protocol import SnapshotRequest, TensorSource, WriteRequest
 
 from ...lab.simulated import SimulatedDevice
-from ...lab.waiting import WAIT, in_thread
+from ...lab.waiting import WAIT
 
 
 class Refusing:
-    """A writer process that answers one snapshot after the other with the errors it is given."""
+    """A writer process that answers successive requests with the given errors."""
 
     alive = True
     closed = False
@@ -62,14 +64,14 @@ def files_in(folder: Path) -> FilesOfSave:
 
 
 def client_of(start: Callable[..., Any]) -> WriterClient:
-    """A client whose process is whatever ``start`` returns."""
+    """Returns a client whose process is the result of ``start``."""
     return WriterClient(devices=True, start=start)
 
 
 def test_a_snapshot_that_was_refused_is_not_tried_again(
     buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After one death it is; each time the handles are given back, and the trainer copies."""
+    """A refused copy is not requested again; after one death it is. Each time the handles are released."""
     withdrawn: list[Any] = []
     monkeypatch.setattr(gpu_ipc, "export", lambda *arguments: (SnapshotRequest(0, 0, (("a handle",),), ()), []))
     monkeypatch.setattr(gpu_ipc, "withdraw", withdrawn.extend)
@@ -86,7 +88,7 @@ def test_a_snapshot_that_was_refused_is_not_tried_again(
 def test_after_two_deaths_no_snapshot_is_asked_for(
     buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each save would kill and start a process: an error names the option to pass instead."""
+    """After two deaths the trainer copies, and an error names the option to pass instead."""
     monkeypatch.setattr(gpu_ipc, "export", lambda *arguments: (SnapshotRequest(0, 0, (), ()), []))
     process = Refusing([WriterProcessDied("died")] * 3)
     client = client_of(lambda **options: process)
@@ -99,7 +101,7 @@ def test_after_two_deaths_no_snapshot_is_asked_for(
 
 
 def test_a_process_that_starts_while_it_is_ended_is_ended() -> None:
-    """A signal's handler may close the writer at any moment: what was being started must not be left behind."""
+    """If `end_process` is called during a start, as by a signal handler, the new process is closed."""
     process = Refusing([])
 
     def start(**options: Any) -> Refusing:
@@ -113,7 +115,7 @@ def test_a_process_that_starts_while_it_is_ended_is_ended() -> None:
 
 
 def test_a_process_that_died_is_replaced() -> None:
-    """A living one is kept; a dead one is closed, and another is started in the same way."""
+    """A living process is used again; a dead one is closed, and replaced by one with the same arguments."""
     started: list[Refusing] = []
 
     def start(**options: Any) -> Refusing:
@@ -129,7 +131,7 @@ def test_a_process_that_died_is_replaced() -> None:
 
 
 def test_only_what_was_staged_in_place_is_written_from_where_it_is(tmp_path: Path) -> None:
-    """A tensor that a planner made is copied, though it is in memory that was shared when the state was staged."""
+    """A tensor that the planner made is copied, even if it is in shared memory like a staged tensor."""
     stager = Stager(way=SharedWay())
     staged, made = torch.ones(3).share_memory_(), torch.ones(3).share_memory_()
     result = stager.stage({"staged": staged})
@@ -145,27 +147,8 @@ def test_only_what_was_staged_in_place_is_written_from_where_it_is(tmp_path: Pat
     stager.saves.close()
 
 
-def test_a_signals_handler_saves_while_the_process_starts() -> None:
-    """The thread of its save waits for no lock of the interrupted thread; one process is left, and no other."""
-    started: list[Refusing] = []
-
-    def start(**options: Any) -> Refusing:
-        process = Refusing([])
-        started.append(process)
-        if len(started) == 1:  # the handler: it stages, and its save runs on another thread
-            assert client.ensure_process() is started[1]
-            found: list[Any] = []
-            in_thread(lambda: found.append(client.ensure_process())).join(WAIT)
-            assert found == [started[1]]
-        return process
-
-    client = client_of(start)
-    assert client.ensure_process() is started[1]
-    assert [process.closed for process in started] == [True, False]
-
-
 def test_unstaged_tensors_of_a_device_are_written_when_its_kernels_have_run(tmp_path: Path) -> None:
-    """Threads with streams of their own read them: so what the caller's stream holds is waited for first."""
+    """Before several threads read unstaged tensors, the caller's stream is synchronized."""
     device = SimulatedDevice()
     weights = device.declare(torch.zeros(1000))
     device.queue(lambda: weights.fill_(7.0))
@@ -174,3 +157,29 @@ def test_unstaged_tensors_of_a_device_are_written_when_its_kernels_have_run(tmp_
     client.write(files_in(tmp_path), items, None)
     with TensorDeserializer(tmp_path / data_file_name(0, 0, "save"), device="cpu") as stored:
         assert set(stored["w"].tolist()) == {7.0}
+
+
+def test_progress_is_reported_while_a_block_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`_each_second` calls its function again and again, and its thread ends with the block."""
+    monkeypatch.setattr(writer_client, "_PROGRESS_SECONDS", 0.001)
+    told, threads = threading.Semaphore(0), set[threading.Thread]()
+
+    def tell() -> None:
+        threads.add(threading.current_thread())
+        told.release()
+
+    with _each_second(tell):
+        assert all(told.acquire(timeout=WAIT) for _ in range(3))
+    (thread,) = threads
+    assert not thread.is_alive()
+
+
+def test_a_block_runs_without_reports_if_no_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of the interpreter no thread starts. The errors of the block are raised."""
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(ValueError, match="full"), _each_second(lambda: pytest.fail("told")):
+        raise ValueError("full")

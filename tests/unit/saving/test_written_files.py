@@ -1,4 +1,4 @@
-"""What a rank has written for a save that failed on another one."""
+"""The removal of a rank's files after its save failed on another rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dcp_tensorizer._tensor_file.names import data_file_name
 
 
 def test_a_mark_comes_to_the_other_ranks() -> None:
-    """A mark proves that a rank's part has failed. Without it the commit may have, and its answer may be lost."""
+    """The mark proves that a rank's part failed. Without it, the save may be committed, with a lost response."""
     failed, unknown = WriteError("rank 1: full"), WriteError("no answer")
     failed_before_commit(failed)
     failed, unknown = pickle.loads(pickle.dumps((failed, unknown)))
@@ -26,7 +26,7 @@ def test_a_mark_comes_to_the_other_ranks() -> None:
 
 
 def test_only_its_own_files_go(tmp_path: Path) -> None:
-    """What others have written in the same directory stays."""
+    """Files of other ranks in the same directory stay."""
     own, other = (data_file_name(rank, 0, "a" * 32) for rank in (0, 1))
     for name in (own, other):
         (tmp_path / name).write_bytes(b"x")

@@ -19,7 +19,7 @@ def stager() -> Iterator[Stager]:
 
 @pytest.fixture
 def overlapping() -> Iterator[Stager]:
-    """A stager that returns before it has copied."""
+    """Makes a stager whose `stage` returns before it has copied."""
     stager = Stager(overlap_staging=True)
     yield stager
     stager.saves.close()
@@ -27,7 +27,7 @@ def overlapping() -> Iterator[Stager]:
 
 @pytest.fixture
 def one_torch_thread() -> Iterator[None]:
-    """As ``torchrun`` sets it: torch itself copies with one thread."""
+    """Limits torch's own copies to one thread, as ``torchrun`` does."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

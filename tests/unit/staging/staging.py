@@ -1,4 +1,4 @@
-"""What the tests of staging share."""
+"""Helpers of the tests of staging."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dcp_tensorizer._staging.stager import Stager
 
 
 def staged(stager: Stager, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A plain copy of the staged state dict, which no save has taken."""
+    """Returns a plain copy of the staged state dict. Raises the error of staging."""
     result = stager.stage(state)
     if result.staged_save.error is not None:
         raise result.staged_save.error
@@ -19,6 +19,6 @@ def staged(stager: Stager, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def inode(staged: StagedStateDict) -> int:
-    """Identifies the memory that a staged state dict is in."""
+    """Identifies the memory of a staged state dict."""
     assert staged.staged_save.buffer is not None
     return os.fstat(staged.staged_save.buffer.fd).st_ino

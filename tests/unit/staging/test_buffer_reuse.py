@@ -1,4 +1,4 @@
-"""A buffer is used again when its save is over, and only then; saves run one at a time, in their order."""
+"""Buffers are reused when their saves are over; saves run one at a time, in the order of staging."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ...lab.waiting import WAIT, Gate, hold_memory, in_thread, wait_until_inside
 from .staging import inode
 
 
-def test_a_save_in_progress_is_waited_for(stager: Stager) -> None:
-    """The next turn begins when the thread that took the staged state dict has ended, not before."""
+def test_a_turn_begins_after_the_save_in_progress(stager: Stager) -> None:
+    """The next turn begins when the thread that took the staged state dict has ended."""
     first = stager.stage({"a": torch.ones(2)})
     taken, release, turn = threading.Event(), threading.Event(), threading.Event()
 
@@ -44,7 +44,7 @@ def test_a_save_in_progress_is_waited_for(stager: Stager) -> None:
 
 
 def test_a_buffer_is_used_again_once_its_save_is_over(stager: Stager) -> None:
-    """Saves of one size, or less, share one memory file, even while the ended thread's state dict still exists."""
+    """A save of the same size or less reuses the memory file, even while the state dict of the ended thread exists."""
     first = stager.stage({"a": torch.ones(5000)})
     number = inode(first)
     in_thread(first.items).join(WAIT)
@@ -59,9 +59,7 @@ def test_a_buffer_is_used_again_once_its_save_is_over(stager: Stager) -> None:
 
 
 def test_the_next_save_has_tensors_over_the_same_memory_unless_the_last_was_pickled(stager: Stager) -> None:
-    """The buffer keeps its tensors while a save on a thread of its own goes on; torch.multiprocessing would move them
-    to other memory, which would stay as long as they do.
-    """
+    """The buffer retains its tensors between saves. Pickling releases them: torch.multiprocessing moves them."""
     first = stager.stage({"a": torch.ones(5)})
     buffer = first.staged_save.buffer
     assert buffer is not None
@@ -76,7 +74,7 @@ def test_the_next_save_has_tensors_over_the_same_memory_unless_the_last_was_pick
 
 
 def test_a_buffer_grows_with_the_state_dict(stager: Stager) -> None:
-    """A larger state dict gets a larger buffer, and the smaller one is given back."""
+    """A larger state dict gets a larger buffer, and the smaller one is freed."""
     first = stager.stage({"a": torch.ones(10)})
     assert first.staged_save.buffer is not None
     assert first.staged_save.buffer.nbytes == 4096
@@ -90,8 +88,8 @@ def test_a_buffer_grows_with_the_state_dict(stager: Stager) -> None:
     assert len(memory_files()) == before
 
 
-def test_without_a_cache_memory_is_given_back_between_saves() -> None:
-    """Each save allocates, and nothing is kept."""
+def test_without_a_cache_memory_is_freed_between_saves() -> None:
+    """Each save allocates its memory, and the next save frees it."""
     stager, before = Stager(cache_staged_state_dict=False), len(memory_files())
     first = stager.stage({"a": torch.ones(10)})
     number = inode(first)
@@ -105,8 +103,8 @@ def test_without_a_cache_memory_is_given_back_between_saves() -> None:
     assert len(memory_files()) == before
 
 
-def test_a_staged_state_dict_that_no_save_takes_is_neither_overwritten_nor_waited_for(stager: Stager) -> None:
-    """Its buffer is left alone; the next turn comes when a save has had its time to take it, with a new buffer."""
+def test_a_staged_state_dict_that_no_save_takes(stager: Stager) -> None:
+    """Its buffer is not overwritten. The next turn begins after a timeout, with a new buffer."""
     stager.saves.take_seconds = 0.01
     first = stager.stage({"a": torch.ones(4)})
     waiting = in_thread(lambda: stager.saves.wait_turn(stager))
@@ -118,8 +116,8 @@ def test_a_staged_state_dict_that_no_save_takes_is_neither_overwritten_nor_waite
     assert dict(second)["a"].tolist() == [0.0] * 4
 
 
-def test_a_dropped_staged_state_dict_gives_its_buffer_back_at_once(stager: Stager) -> None:
-    """Nobody waits for a save that cannot come any more."""
+def test_a_dropped_staged_state_dict_frees_its_buffer_at_once(stager: Stager) -> None:
+    """A staged state dict without references does not delay the next save."""
     stager.saves.take_seconds = 2 * WAIT
     first = stager.stage({"a": torch.ones(4)})
     number = inode(first)
@@ -131,7 +129,7 @@ def test_a_dropped_staged_state_dict_gives_its_buffer_back_at_once(stager: Stage
 
 
 def test_dropping_a_staged_state_dict_ends_the_wait_for_its_save(stager: Stager) -> None:
-    """Who waits already is told."""
+    """A thread that waits for the save continues when the dict is dropped."""
     stager.saves.take_seconds = 2 * WAIT
     states = [stager.stage({"a": torch.ones(4)})]
     waiting = in_thread(lambda: stager.saves.wait_turn(stager))
@@ -159,7 +157,7 @@ def test_a_tensor_kept_from_a_dropped_staged_state_dict_keeps_the_buffer(stager:
 def test_only_saves_of_one_process_group_wait_for_each_other(
     stager: Stager, groups: tuple[str | None, str | None], waits: bool
 ) -> None:
-    """Ranks may have staged others in another order; where there is no knowing the group, it may be the same."""
+    """Ranks may have staged saves of other groups in another order. An unknown group may be the same."""
     gate, saved = Gate(), threading.Event()
     staged = [stager.stage({"a": torch.full((1000,), float(value))}) for value in range(2)]
     for state, group in zip(staged, groups, strict=True):
@@ -188,7 +186,7 @@ def test_only_saves_of_one_process_group_wait_for_each_other(
 
 
 def test_saves_run_in_the_order_in_which_they_were_staged(stager: Stager) -> None:
-    """A save whose thread starts first waits for the one that was staged before it."""
+    """A save whose thread starts first waits for the save that was staged before it."""
     first, second = stager.stage({"a": torch.ones(1)}), stager.stage({"a": torch.zeros(1)})
     order: list[str] = []
     first_began, release = threading.Event(), threading.Event()
@@ -215,8 +213,8 @@ def test_saves_run_in_the_order_in_which_they_were_staged(stager: Stager) -> Non
     assert order == ["first begins", "first ends", "second begins"]
 
 
-def test_many_saves_from_threads_that_start_in_any_order_keep_theirs(stager: Stager) -> None:
-    """Six staged saves, started last to first: each sees its own values, in order, one at a time."""
+def test_many_saves_run_in_order_whichever_thread_starts_first(stager: Stager) -> None:
+    """Six staged saves, started last to first, run one at a time, in order, each with its own values."""
     saves = [stager.stage({"a": torch.full((100,), float(n))}) for n in range(6)]
     seen: list[float] = []
     running = threading.Lock()
@@ -234,7 +232,7 @@ def test_many_saves_from_threads_that_start_in_any_order_keep_theirs(stager: Sta
 
 
 def test_a_save_that_never_starts_does_not_hold_up_the_next(stager: Stager) -> None:
-    """The save after it waits for it once, for as long as a process takes to start, and no later one does."""
+    """The next save waits for it once, for the time in which a process starts. Later saves do not wait."""
     stager.saves.start_seconds = 0.01
     lost = stager.stage({"a": torch.ones(1)})
     later = [stager.stage({"a": torch.full((1,), float(n))}) for n in range(3)]
@@ -252,8 +250,8 @@ def test_a_save_that_never_starts_does_not_hold_up_the_next(stager: Stager) -> N
     assert dict(lost)["a"].tolist() == [1.0]
 
 
-def test_a_save_on_the_asking_thread_is_not_waited_for(stager: Stager) -> None:
-    """Whoever stages and saves on one thread has finished the save when staging again."""
+def test_a_save_on_the_staging_thread_is_over_at_the_next_staging(stager: Stager) -> None:
+    """A thread that stages and saves has finished its save when it stages again."""
     first = stager.stage({"a": torch.ones(1)})
     first.items()
     stager.saves.wait_turn(stager)
@@ -263,8 +261,8 @@ def test_a_save_on_the_asking_thread_is_not_waited_for(stager: Stager) -> None:
     assert inode(second) != inode(first)
 
 
-def test_closing_gives_the_memory_back_when_the_last_staged_tensor_is_gone() -> None:
-    """A save that still runs keeps its memory valid; afterwards nothing of it is left."""
+def test_closing_frees_the_memory_when_the_last_staged_tensor_is_gone() -> None:
+    """The memory of a running save stays valid after `close`, and is freed with its last tensor."""
     stager, before = Stager(), len(memory_files())
     result = stager.stage({"a": torch.ones(100)})
     stager.saves.close()
@@ -274,10 +272,10 @@ def test_closing_gives_the_memory_back_when_the_last_staged_tensor_is_gone() -> 
 
 
 @pytest.mark.parametrize("what", ["wait_turn", "stage"])
-def test_a_staging_that_has_no_memory_yet_is_waited_for(
+def test_a_staging_waits_for_one_that_has_no_memory_yet(
     overlapping: Stager, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """It takes the idle buffer, if that is large enough: before it has, nobody knows which one is free."""
+    """The earlier staging may take the idle buffer."""
     gate = Gate()
     hold_memory(monkeypatch, gate.pass_through)
     overlapping.saves.take_seconds = 0.0
@@ -301,7 +299,7 @@ def test_a_staging_that_has_no_memory_yet_is_waited_for(
 
 
 def test_a_buffer_that_is_kept_is_not_written_to(stager: Stager) -> None:
-    """Not before somebody says that what is in it is not needed any more."""
+    """A buffer with `is_kept` is not reused until that is false."""
     first = stager.stage({"a": torch.ones(4)}, is_kept=True)
     number, buffer = inode(first), first.staged_save.buffer
     assert buffer is not None

@@ -1,4 +1,4 @@
-"""Tensors that describe which part of a tensor they are: staged with their answers, or refused by key."""
+"""Tensors that describe which part of a tensor they are: staged with their descriptions, or refused by key."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def answers(key: str, tensor: torch.Tensor) -> dict[str, Any]:
 
 @pytest.mark.parametrize("pieces", [1, 2], ids=["one block", "two blocks"])
 @pytest.mark.parametrize("how", [*HOW_DESCRIBED, "wrapped shards"])
-def test_the_staged_tensor_answers_as_the_live_one_did(stager: Stager, maker: Maker, how: str, pieces: int) -> None:
-    """With the same items, chunks, shards and fields, under any key, whatever training does meanwhile."""
+def test_a_staged_tensor_describes_the_same_part(stager: Stager, maker: Maker, how: str, pieces: int) -> None:
+    """It returns the items, chunks, shards and fields of staging, under any key, whatever training changes since."""
     live = described(maker, how, pieces)
     assert describes_part(live)
     before, renamed = answers("w", live), answers("v", live)
@@ -77,7 +77,7 @@ def test_the_staged_tensor_answers_as_the_live_one_did(stager: Stager, maker: Ma
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_field_is_kept_as_it_was(stager: Stager, name: str) -> None:
-    """Also without the others, and under a torch that does not know it: a planner may."""
+    """A field is staged without the other fields, also if torch does not know it: a planner may read it."""
     live, offsets = torch.ones(2), [[0]]
     setattr(live, name, offsets)
     copied = staged(stager, {"w": live})["w"]
@@ -87,15 +87,15 @@ def test_a_field_is_kept_as_it_was(stager: Stager, name: str) -> None:
 
 
 def test_values_that_dcp_does_not_write_are_not_staged(stager: Stager, maker: Maker) -> None:
-    """Of a tensor in blocks only these are copied: the tensor around them has no values, and cannot be mistaken."""
+    """Of a tensor in blocks only the blocks are copied. The tensor around them has no values."""
     copied = staged(stager, {"w": described(maker, "methods", 2), "x": described(maker, "methods", 1)})
     assert copied["w"].is_meta
     assert not copied["x"].is_meta
     assert [shard.data_ptr() for _, shard in written_shards("x", copied["x"])] == [copied["x"].data_ptr()]
 
 
-def test_shards_that_lie_otherwise_in_memory_or_elsewhere(stager: Stager) -> None:
-    """They are stored as they are: columns, and a tensor that only the answer holds."""
+def test_shards_of_other_layouts_and_other_memory(stager: Stager) -> None:
+    """Shards may be columns, or a tensor that only a method returns."""
     for make in (lambda rows: rows[:, 1:], lambda rows: rows * 10):
         value = torch.arange(6.0).view(2, 3)
         expected = make(value).tolist()
@@ -108,7 +108,7 @@ def test_shards_that_lie_otherwise_in_memory_or_elsewhere(stager: Stager) -> Non
 
 
 def test_the_live_tensor_is_not_kept_alive(stager: Stager, maker: Maker) -> None:
-    """Methods are often closures over it."""
+    """The staged tensor holds no reference to the live one, whose methods are often closures over it."""
     live = described(maker, "methods", 2)
     alive = weakref.ref(live)
     copied = staged(stager, {"w": live})
@@ -118,8 +118,8 @@ def test_the_live_tensor_is_not_kept_alive(stager: Stager, maker: Maker) -> None
     assert len(written_shards("w", copied["w"])) == 2
 
 
-def test_tensors_that_other_ranks_write_have_answers_without_values(stager: Stager, maker: Maker) -> None:
-    """They are planned like the others."""
+def test_tensors_that_other_ranks_write_have_no_values(stager: Stager, maker: Maker) -> None:
+    """They describe their parts, so that they can be planned."""
     live = described(maker, "methods of a local tensor", 2)
     copied = stager.stage({"w": live}, omitted=frozenset({"w"}))["w"]
     assert answers_of_plan(copied) == answers_of_plan(live)
@@ -138,8 +138,8 @@ def broken(*args: object) -> Any:
     raise NotImplementedError("later")
 
 
-def test_what_does_not_answer_is_refused_by_key(stager: Stager) -> None:
-    """A method that raises, or a shard that DCP does not find."""
+def test_a_tensor_that_cannot_be_planned_is_refused_by_key(stager: Stager) -> None:
+    """Its method raises, or DCP does not find a shard."""
     for name in ("__create_write_items__", "__get_tensor_shard__"):
         value = torch.ones(2)
         setattr(value, name, broken)
@@ -151,8 +151,8 @@ def test_what_does_not_answer_is_refused_by_key(stager: Stager) -> None:
         staged(stager, {"w": value})
 
 
-def test_it_cannot_become_part_of_an_object(stager: Stager, maker: Maker) -> None:
-    """A pickle would have no values: the error names the key. Neither can it reach DCP's process."""
+def test_a_described_tensor_cannot_be_pickled(stager: Stager, maker: Maker) -> None:
+    """Inside an object and in PROCESS mode the error names the key, because a pickle would have no values."""
     staging = stager.stage({"a": {"w": described(maker, "methods", 2)}})
     with pytest.raises(StagingError, match=r"'a\.w' describes which part .*flatten_state_dict=True"):
         pickle.dumps(staging["a"]["w"])

@@ -1,4 +1,4 @@
-"""GPUs without one: how host memory is registered and cut, and what is said; the driver is a stand-in."""
+"""The module of GPUs, with a stand-in for the driver: registration of host memory, streams, batches, settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 
 class Driver:
-    """Registers and forgets memory; refuses it at some addresses."""
+    """A CUDA runtime that registers memory, and refuses some addresses."""
 
     def __init__(self, refused: set[int] = frozenset()) -> None:  # type: ignore[assignment]
         self.refused = refused
@@ -48,7 +48,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def test_memory_is_registered_in_chunks(driver: Driver) -> None:
-    """A call for all of it would fail, or hold up other processes."""
+    """One call for all memory would fail, or block other processes."""
     undo = Device().pin(4096, 5 * GIB // 2, 0)
     assert driver.registered == {4096: GIB, 4096 + GIB: GIB, 4096 + 2 * GIB: GIB // 2}
     undo()
@@ -56,8 +56,8 @@ def test_memory_is_registered_in_chunks(driver: Driver) -> None:
     assert driver.registered == {}
 
 
-def test_what_is_refused_is_undone_and_says_the_drivers_own_words(driver: Driver) -> None:
-    """The code, its name and the byte; nothing of a limit that the driver does not look at."""
+def test_a_refused_registration_is_undone(driver: Driver) -> None:
+    """The error has the driver's code and its name, and the byte."""
     driver.refused = {4096 + 2 * GIB}
     with pytest.raises(StagingError, match=r"GPU 3: .* returned 2 \(out of memory\) at byte 2,147,483,648") as info:
         Device().pin(4096, 3 * GIB, 3)
@@ -65,8 +65,8 @@ def test_what_is_refused_is_undone_and_says_the_drivers_own_words(driver: Driver
     assert "ulimit" not in str(info.value)
 
 
-def test_the_borders_are_those_of_what_is_registered_now(driver: Driver) -> None:
-    """Of all buffers, in order, until each is given back."""
+def test_the_borders_are_those_of_the_current_registrations(driver: Driver) -> None:
+    """They are the sorted start addresses of all buffers, until a buffer is unregistered."""
     cuda = Device()
     high, low = cuda.pin(1 << 40, GIB + 1, 0), cuda.pin(4096, 10, 0)
     assert cuda._borders == (4096, 1 << 40, (1 << 40) + PIN_BYTES)
@@ -85,16 +85,18 @@ def test_the_borders_are_those_of_what_is_registered_now(driver: Driver) -> None
         ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512", False),
     ],
 )
-def test_expandable_segments_are_seen(variable: str, value: str, found: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the variables that torch reads, wherever they stand in them."""
+def test_expandable_segments_in_variables(
+    variable: str, value: str, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`expandable_segments` finds the setting at any position of the variables that torch reads."""
     monkeypatch.setattr(device_module, "allocator_settings", str)  # torch reads the variables once in a process
     monkeypatch.setenv(variable, value)
     assert expandable_segments() == (f"{variable}={value}" if found else None)
 
 
 @pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="this torch has no getter")
-def test_expandable_segments_are_seen_when_they_are_set_at_run_time() -> None:
-    """By the function that torch names for it."""
+def test_expandable_segments_are_found_when_they_are_set_at_run_time() -> None:
+    """torch's own function sets them."""
     before, seen = torch._C._accelerator_getAllocatorSettings(), expandable_segments()  # torch keeps what it read first
     try:
         torch._C._accelerator_setAllocatorSettings("max_split_size_mb:512,expandable_segments:True")
@@ -104,8 +106,8 @@ def test_expandable_segments_are_seen_when_they_are_set_at_run_time() -> None:
     assert expandable_segments() == seen
 
 
-def test_other_accelerators_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their tensors are copied by threads with streams of their own: what the caller has queued comes first."""
+def test_staging_synchronizes_other_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads with other streams copy their tensors, so the work that the caller has queued must end first."""
     waited: list[str] = []
     modules: dict[str, Any] = {
         "xpu": types.SimpleNamespace(
@@ -124,7 +126,7 @@ def test_other_accelerators_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class FakeStream:
-    """Its events, and those that it waits for, in order."""
+    """A stream with its events, and those that it waits for, in order."""
 
     def __init__(self, device: int = 0) -> None:
         self.calls: list[tuple[str, object]] = []
@@ -134,7 +136,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """Knows the stream that it was recorded in."""
+    """An event that records its stream."""
 
     stream: FakeStream
 
@@ -146,7 +148,7 @@ class FakeEvent:
 
 
 class FakeCuda:
-    """Streams and events of `torch.cuda`, with one current stream."""
+    """The streams and events of `torch.cuda`, with one current stream."""
 
     Stream, Event = FakeStream, FakeEvent
 
@@ -174,7 +176,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 
 def test_a_mark_is_after_all_that_was_spread(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if an interrupt comes between the streams, while copies are in progress. Loads use only the first one."""
+    """An event follows the copies on all lanes, also after an interrupt between two lanes. Loads use only the first
+    lane.
+    """
     stream: Any = Device().new_stream(0)
     first, *others = stream._lanes
     assert stream.mark()._event.stream is first
@@ -193,7 +197,7 @@ def test_a_mark_is_after_all_that_was_spread(cuda: FakeCuda, monkeypatch: pytest
 
 
 def test_lanes_are_streams_of_their_own(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the driver's making, which no pool hands to others; of torch's, if it makes none."""
+    """The driver makes the lanes outside torch's pool. If it makes none, torch does."""
     cuda.ExternalStream = lambda handle, device: f"{handle} on {device}"  # type: ignore[attr-defined]
     handles = iter([11, 12, 13, 14, None, 16, 17, 18])
     monkeypatch.setattr(device_module, "new_stream", lambda: next(handles))
@@ -207,7 +211,7 @@ def test_lanes_are_streams_of_their_own(cuda: FakeCuda, monkeypatch: pytest.Monk
 def test_batches_go_through_one_stream_until_one_is_refused(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log has the driver's status, once."""
+    """After a refusal copies go one by one, and the log has the driver's status once."""
     cuda.ExternalStream = lambda handle, device: types.SimpleNamespace(cuda_stream=handle)  # type: ignore[attr-defined]
     given: list[tuple[object, int]] = []
     statuses = iter([0, 801])
@@ -228,10 +232,10 @@ def test_batches_go_through_one_stream_until_one_is_refused(
     ]
 
 
-def test_memory_comes_from_what_training_has_freed_if_there_is_no_other(
+def test_memory_that_training_has_freed_is_used_if_no_other_is_left(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch keeps it for the stream of training. The copies wait for what is queued there; training for them."""
+    """torch reserves it for training's stream. The copies wait for that stream, and training waits for the copies."""
     stream: Any = Device().new_stream(0)
     (first, *_) = stream._lanes
     stream.follow()

@@ -1,4 +1,4 @@
-"""The driver's calls, of a stand-in with the interface of CUDA 12.8: what they are given, and how batches are cut."""
+"""The driver's calls, with a stand-in of CUDA 12.8's interface: their arguments, and how batches are cut."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from dcp_tensorizer._staging.driver import Batch, batch_of, copier, new_stream, 
         (100, 100, [90, 150, 190, 300], [(0, 32), (32, 50), (50, 82), (82, 90), (90, 100)]),
     ],
 )
-def test_no_piece_reaches_over_a_border(
+def test_no_piece_crosses_a_border(
     address: int, nbytes: int, borders: list[int], expected: list[tuple[int, int]]
 ) -> None:
-    """One copy over two registrations fails, and one of gigabytes holds up what training sends."""
+    """A copy across two registrations fails, and a copy of gigabytes delays training's own transfers."""
     assert pieces_of(address, nbytes, borders, 32) == expected
 
 
@@ -37,7 +37,7 @@ def rows(batch: Batch) -> list[tuple[int, int, int]]:
 
 
 def test_batches_are_cut_at_borders_and_by_size() -> None:
-    """Copies at the borders of registrations and at the limit, calls at multiples of it; nothing is lost."""
+    """Copies are cut at borders and at the limit, calls at multiples of the limit. No byte is lost."""
     batch = batch_of([100, 140, 200], [1100, 1140, 1200], [40, 20, 32], [150, 200, 232], 32)
     assert rows(batch) == [(100, 1100, 32), (132, 1132, 8), (140, 1140, 10), (150, 1150, 10), (200, 1200, 32)]
     assert batch.bounds == [0, 1, 4, 5]
@@ -46,7 +46,7 @@ def test_batches_are_cut_at_borders_and_by_size() -> None:
 
 
 class Driver(types.SimpleNamespace):
-    """Copies at once, in memory of the host; writes down what it was given besides."""
+    """A driver that copies host memory at once, and records its other arguments."""
 
     def __init__(self, version: int) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 def test_a_batch_is_given_to_the_driver_call_by_call(library: Driver) -> None:
-    """Its addresses and sizes, one kind of attributes (in stream order, no hints), and the stream; then the status."""
+    """Each call gets addresses, sizes, one attribute (stream order, no hints) and the stream. Returns its status."""
     source, target = np.arange(100, dtype=np.uint8), np.zeros(100, dtype=np.uint8)
     offsets, sizes = [0, 40, 50], [30, 10, 20]
     at = (target.ctypes.data, source.ctypes.data)
@@ -111,7 +111,7 @@ def test_a_batch_is_given_to_the_driver_call_by_call(library: Driver) -> None:
 def test_without_the_drivers_call_there_are_no_batches(
     why: str, library: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CUDA 12.8 brought it."""
+    """Drivers before CUDA 12.8 lack the call."""
     if why == "old":
         library.version = 12_070
     elif why == "no function":
@@ -122,7 +122,7 @@ def test_without_the_drivers_call_there_are_no_batches(
 
 
 def test_streams_of_the_lowest_priority(library: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They do not wait for the default stream; None if the driver has none to give, or there is no driver."""
+    """The streams do not wait for the default stream. Without a driver, or if it refuses, the result is None."""
     assert new_stream() == 77
     assert library.streams == [(1, 0)]
     library.status = 2
@@ -132,6 +132,6 @@ def test_streams_of_the_lowest_priority(library: Driver, monkeypatch: pytest.Mon
 
 
 def test_this_machine_has_a_driver_or_none() -> None:
-    """Looking for it is no error anywhere."""
+    """Looking up the driver raises on no machine."""
     copier.cache_clear()
     assert copier() is None or callable(copier())

@@ -1,4 +1,4 @@
-"""Which state dicts are planned alike."""
+"""`fingerprint`: equal for state dicts that have equal plans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _state(**others: Any) -> dict[str, Any]:
 
 
 def test_values_do_not_matter() -> None:
-    """Neither those of tensors nor those of objects."""
+    """State dicts that differ in values of tensors and objects have equal fingerprints."""
     later = _state(step=7)
     later["model"]["w"] += 1
     assert fingerprint(later) == fingerprint(_state())
@@ -50,13 +50,13 @@ def _described(offset: int) -> torch.Tensor:
         _state(model=OrderedDict(w=torch.ones(2, 3), b=[torch.ones(3), 1])),
     ],
 )
-def test_everything_else_does(other: dict[str, Any]) -> None:
-    """Keys, types, shapes, dtypes and containers."""
+def test_structure_matters(other: dict[str, Any]) -> None:
+    """Other keys, types, shapes, dtypes and containers give other fingerprints."""
     assert fingerprint(other) != fingerprint(_state())
 
 
-def test_what_a_tensor_describes_as_its_part_does() -> None:
-    """Two ranks' parts may have one shape."""
+def test_described_parts_matter() -> None:
+    """The parts of two ranks may have one shape, but have different fingerprints."""
     first, same, other = (fingerprint({"w": _described(offset)}) for offset in (0, 0, 2))
     assert first == same
     assert first != other

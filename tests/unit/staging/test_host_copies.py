@@ -1,4 +1,4 @@
-"""Copies in host memory: what is in them, which threads make them, and when."""
+"""Copies in host memory: their contents, and the threads that make them."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def copied(sources: Sequence[torch.Tensor], threads: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
 def test_tensors_are_copied_by_any_number_of_threads(threads: int) -> None:
-    """Large and small ones, contiguous or not."""
+    """Large and small tensors, contiguous or not, are copied."""
     sources = [torch.arange(10_000_000, dtype=torch.int32), torch.arange(12).view(3, 4).t(), torch.tensor(5)]
     sources += [torch.full((n, 1000), float(n)) for n in range(1, 200)]
     assert [same(a, b) for a, b in zip(copied(sources, threads), sources, strict=True)] == [True] * len(sources)
 
 
 def test_copies_while_the_interpreter_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When there are no more threads to be had, this one copies everything: a save that is in progress is finished."""
+    """If no thread can be started, the calling thread copies everything, so that the save in progress is finished."""
     sources = [filled(torch.float32, (1000, 1500), seed) for seed in range(3)]
     started = []
 
@@ -68,7 +68,7 @@ def at_once(operation: Callable[[], None]) -> concurrent.futures.Future[None]:
 
 
 def test_all_shares_but_the_last_are_copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others copy theirs; the last one waits for `copy_from_host`, which this thread does."""
+    """The calling thread makes the last share in `copy_from_host`."""
     monkeypatch.setattr(tensor_copy, "in_background", at_once)
     sources = [torch.ones(3 * _MEGABYTE) for _ in range(8)]
     staged = [torch.zeros(3 * _MEGABYTE) for _ in sources]
@@ -80,7 +80,7 @@ def test_all_shares_but_the_last_are_copied_at_once(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("threads", [2, 3, 5])
 def test_shares_have_about_the_same_size(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
-    """Tensors that are larger than a share are cut, and some threads get nothing where the last tensor ends early."""
+    """Tensors that are larger than a share are cut."""
     taken: list[int] = []
     monkeypatch.setattr(tensor_copy, "in_background", at_once)
     monkeypatch.setattr(tensor_copy, "copy_all", lambda staged, _: taken.append(sum(t.nbytes for t in staged)))
@@ -91,16 +91,16 @@ def test_shares_have_about_the_same_size(monkeypatch: pytest.MonkeyPatch, thread
 
 
 @pytest.mark.parametrize(("nbytes", "threads", "of_torch"), [(24 << 20, 1, 1), (1 << 20, 4, 1), (24 << 20, 4, 2)])
-def test_nobody_helps(monkeypatch: pytest.MonkeyPatch, nbytes: int, threads: int, of_torch: int) -> None:
-    """With one thread, with little to copy, and where torch itself copies with several."""
+def test_one_thread_copies(monkeypatch: pytest.MonkeyPatch, nbytes: int, threads: int, of_torch: int) -> None:
+    """With one thread, with little to copy, and if torch itself copies with several threads."""
     torch.set_num_threads(of_torch)
     monkeypatch.setattr(tensor_copy, "in_background", None)
     source = filled(torch.uint8, (nbytes,))
     assert same(copied([source], threads)[0], source)
 
 
-def test_an_error_of_another_thread_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever share has failed: no staged state dict may hold half of the state."""
+def test_an_error_of_another_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`copy_from_host` raises the error of any share."""
     monkeypatch.setattr(tensor_copy, "in_background", at_once)
     staged = [torch.zeros(4 * _MEGABYTE), torch.zeros(2 * _MEGABYTE)]
     copies = host_copies(staged, [torch.zeros(3 * _MEGABYTE), torch.zeros(2 * _MEGABYTE)], 2)  # the first: another size
@@ -108,8 +108,8 @@ def test_an_error_of_another_thread_comes_out(monkeypatch: pytest.MonkeyPatch) -
         copies.copy_from_host()
 
 
-def test_copies_that_have_begun_are_waited_for_when_the_rest_cannot_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The buffer is another save's then: nothing may be written to it any more."""
+def test_copies_that_have_begun_end_before_an_interrupt_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another save may use the buffer afterwards."""
     begun: list[concurrent.futures.Future[None]] = []
     begin = tensor_copy.in_background
 

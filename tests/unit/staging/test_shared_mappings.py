@@ -1,4 +1,4 @@
-"""Shared memory of any making is found, mapped by others, and told from memory that only looks like it."""
+"""Shared memory is located, mapped by other processes, and distinguished from other memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...lab.states import raw
 
 
 def seen(tensor: torch.Tensor) -> bytes:
-    """The bytes that another mapping of the file shows at the tensor's place."""
+    """Returns the bytes of a tensor as another mapping of its file shows them."""
     place = SharedMappings().locate(tensor)
     assert place is not None
     file, offset = place
@@ -29,8 +29,8 @@ def seen(tensor: torch.Tensor) -> bytes:
     return content
 
 
-def test_what_torch_shares_is_found() -> None:
-    """At its own address, as it is now and as it changes; the tensor stays where it is."""
+def test_memory_that_torch_shares_is_located() -> None:
+    """Another mapping shows the current values. The tensor stays at its address."""
     tensor = torch.arange(10_000).share_memory_()
     address = tensor.data_ptr()
     assert seen(tensor) == raw(tensor)
@@ -40,14 +40,14 @@ def test_what_torch_shares_is_found() -> None:
 
 
 def test_views_are_found_at_their_offset() -> None:
-    """A part of a larger storage, as flat parameters are."""
+    """A view is a part of a larger storage, as flat parameters are."""
     tensor = torch.arange(10_000).share_memory_()
     for view in (tensor[3000:3010], tensor.view(100, 100)[7], tensor[9999:]):
         assert seen(view) == raw(view)
 
 
-def test_other_shared_memory_is_found(tmp_path: Path) -> None:
-    """A mapped file, and a memory file that has no name."""
+def test_other_shared_memory_is_located(tmp_path: Path) -> None:
+    """The memory may be a mapped file, or a memory file without a name."""
     (tmp_path / "weights").write_bytes(bytes(range(200)))
     assert seen(torch.from_file(str(tmp_path / "weights"), shared=True, size=200, dtype=torch.uint8)) == bytes(
         range(200)
@@ -58,7 +58,7 @@ def test_other_shared_memory_is_found(tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_name_with_the_same_inode_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory files without a name and /dev/shm number their inodes apart, and the same one may be open here."""
+    """Unnamed memory files and /dev/shm number their inodes independently."""
     buffer = SharedBuffer(4096)
     tensor = buffer.allocate(torch.uint8, (10,))
     true = shared_mappings._shared_mappings()
@@ -72,8 +72,8 @@ def test_a_file_of_another_name_with_the_same_inode_is_not_taken_for_it(monkeypa
     buffer.close()
 
 
-def test_a_mapping_of_a_part_of_a_file_is_found(tmp_path: Path) -> None:
-    """Offsets count from the beginning of the file."""
+def test_a_mapping_of_a_part_of_a_file_is_located(tmp_path: Path) -> None:
+    """Offsets count from the start of the file."""
     page = mmap.PAGESIZE
     (tmp_path / "f").write_bytes(b"a" * page + b"b" * page)
     with (tmp_path / "f").open("r+b") as file:
@@ -85,16 +85,16 @@ def test_a_mapping_of_a_part_of_a_file_is_found(tmp_path: Path) -> None:
     assert seen(tensor) == b"b" * 10
 
 
-def test_private_and_anonymous_memory_is_not() -> None:
-    """Ordinary tensors, a private mapping, and shared memory that no file gives to others."""
+def test_private_and_anonymous_memory_is_not_located() -> None:
+    """Ordinary tensors, and anonymous shared memory, have no file that another process could map."""
     anonymous = mmap.mmap(-1, 4096)
     mappings = SharedMappings()
     assert mappings.locate(torch.arange(3)) is None
     assert mappings.locate(torch.frombuffer(anonymous, dtype=torch.uint8)) is None
 
 
-def test_what_is_not_its_values_in_order_is_not() -> None:
-    """Transposed, strided, lazily conjugated, empty."""
+def test_memory_without_the_values_in_order_is_not_located() -> None:
+    """Transposed, strided, lazily conjugated and empty tensors are not located."""
     tensor = torch.arange(100.0).view(10, 10).share_memory_()
     complex_ = torch.zeros(4, dtype=torch.complex64).share_memory_()
     mappings = SharedMappings()
@@ -105,7 +105,7 @@ def test_what_is_not_its_values_in_order_is_not() -> None:
 
 
 def test_a_file_that_is_gone_or_another_is_an_error(tmp_path: Path) -> None:
-    """The writer process names the memory and says what to do, and never reads what is there instead."""
+    """`map_shared` raises `WriteError` with advice if the path is missing or names another file."""
     path = tmp_path / "f"
     path.write_bytes(b"a" * 100)
     status = os.stat(path)
@@ -117,7 +117,7 @@ def test_a_file_that_is_gone_or_another_is_an_error(tmp_path: Path) -> None:
 
 
 def other_memory_at(mapping: mmap.mmap) -> None:
-    """Puts anonymous memory where a file was mapped, as the kernel does when an unmapped range is given out again."""
+    """Puts anonymous memory where a file was mapped, as the kernel does when it reuses an unmapped range."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -127,8 +127,8 @@ def other_memory_at(mapping: mmap.mmap) -> None:
     assert libc.mmap(address, len(mapping), mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == address
 
 
-def test_a_tensor_at_the_addresses_of_a_file_that_is_unmapped_is_not_taken_for_it(tmp_path: Path) -> None:
-    """Such a mapping lives as long as its tensors: what is none of them is not looked for in it."""
+def test_a_later_tensor_at_the_addresses_of_an_unmapped_file_is_not_located(tmp_path: Path) -> None:
+    """`SharedTensors` locates only its own tensors, which hold their mappings alive."""
     (tmp_path / "dataset").write_bytes(b"x" * mmap.PAGESIZE)
     with (tmp_path / "dataset").open("r+b") as file:
         mapping = mmap.mmap(file.fileno(), mmap.PAGESIZE)
@@ -144,7 +144,7 @@ def test_a_tensor_at_the_addresses_of_a_file_that_is_unmapped_is_not_taken_for_i
 
 
 def test_parts_of_shared_tensors_are_located() -> None:
-    """Also where they overlap others; what goes beyond all of them is not, nor what has no memory here."""
+    """Parts may overlap several tensors. Ranges beyond the tensors, and meta tensors, are not located."""
     tensor = torch.arange(100).share_memory_()
     mappings = SharedMappings()
     shared = SharedTensors(mappings, [tensor[50:60], tensor[20:60], tensor[30:40], tensor[80:90]])

@@ -1,9 +1,10 @@
-"""The shared buffer: sizes, places, sharing with other processes, and what is left of it afterwards."""
+"""The staging buffer: sizes, tensors, other processes, and what remains afterwards."""
 
 from __future__ import annotations
 
 import errno
 import gc
+import mmap
 import os
 import resource
 import threading
@@ -16,7 +17,6 @@ import torch
 from dcp_tensorizer import StagingError
 from dcp_tensorizer._runtime import memory_limit
 from dcp_tensorizer._staging import shared_memory
-from dcp_tensorizer._staging.shared_mappings import attach
 from dcp_tensorizer._staging.shared_memory import SharedBuffer, aligned
 
 from ...lab.processes import memory_files, open_descriptors
@@ -28,7 +28,7 @@ PAGE = 4096
 
 @pytest.mark.parametrize(("asked", "given"), [(0, PAGE), (1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE)])
 def test_capacity_is_whole_pages_and_allocated(asked: int, given: int) -> None:
-    """What is asked for, rounded up, with its memory there from the start."""
+    """The size is rounded up to pages, and all of it is allocated."""
     buffer = SharedBuffer(asked)
     assert buffer.nbytes == given
     status = os.fstat(buffer.fd)
@@ -40,13 +40,13 @@ def test_capacity_is_whole_pages_and_allocated(asked: int, given: int) -> None:
 
 @pytest.mark.parametrize(("nbytes", "space"), [(0, 0), (1, 64), (63, 64), (64, 64), (65, 128)])
 def test_tensors_take_whole_cache_lines(nbytes: int, space: int) -> None:
-    """The space of a tensor is a multiple of 64 bytes."""
+    """`aligned` rounds up to 64 bytes."""
     assert aligned(nbytes) == space
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
-def test_tensors_of_every_dtype_have_places_of_their_own(dtype: torch.dtype) -> None:
-    """Aligned to 64 bytes, one behind the other, each with a storage of exactly its size."""
+def test_tensors_of_every_dtype_have_separate_storages(dtype: torch.dtype) -> None:
+    """Tensors are aligned to 64 bytes and adjacent. Each storage has exactly the tensor's size."""
     buffer = SharedBuffer(PAGE)
     tensors = [buffer.allocate(dtype, shape) for shape in ((3,), (2, 5), (), (1, 1, 7))]
     assert [(t.dtype, tuple(t.shape)) for t in tensors] == [(dtype, shape) for shape in ((3,), (2, 5), (), (1, 1, 7))]
@@ -66,7 +66,7 @@ def test_tensors_of_every_dtype_have_places_of_their_own(dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
 def test_tensors_without_elements_take_no_space(dtype: torch.dtype) -> None:
-    """They are ordinary empty tensors, in no buffer."""
+    """They are ordinary empty tensors outside the buffer."""
     buffer = SharedBuffer(PAGE)
     tensor = buffer.allocate(dtype, (3, 0))
     assert (tensor.dtype, tuple(tensor.shape)) == (dtype, (3, 0))
@@ -76,7 +76,7 @@ def test_tensors_without_elements_take_no_space(dtype: torch.dtype) -> None:
 
 
 def test_only_tensors_inside_and_in_c_order_are_located() -> None:
-    """Views of buffer tensors are found at their own offset; what is elsewhere, strided or lazily changed is not."""
+    """Views are located at their own offset. Strided, lazily changed and foreign tensors are not located."""
     buffer, other = SharedBuffer(PAGE), SharedBuffer(PAGE)
     tensor = buffer.allocate(torch.complex64, (4, 4)).fill_(1j)
     assert buffer.locate(tensor) == 0
@@ -94,8 +94,8 @@ def test_only_tensors_inside_and_in_c_order_are_located() -> None:
     other.close()
 
 
-def test_a_full_buffer_is_an_error_that_says_its_size() -> None:
-    """More than was planned for does not go in, and does not overwrite anything."""
+def test_a_full_buffer_is_an_error_with_its_size() -> None:
+    """A tensor that does not fit raises `StagingError`, and overwrites nothing."""
     buffer = SharedBuffer(PAGE)
     first = buffer.allocate(torch.uint8, (PAGE - 64,)).fill_(7)
     with pytest.raises(StagingError, match="4,096 bytes is full"):
@@ -105,7 +105,7 @@ def test_a_full_buffer_is_an_error_that_says_its_size() -> None:
 
 
 def test_a_buffer_is_filled_from_the_start_again() -> None:
-    """After a reset, the same memory is handed out once more."""
+    """After `reset`, the first tensor has the first address again."""
     buffer = SharedBuffer(PAGE)
     buffer.allocate(torch.float32, (100,))
     buffer.reset()
@@ -114,7 +114,7 @@ def test_a_buffer_is_filled_from_the_start_again() -> None:
 
 
 def test_in_use_as_long_as_a_tensor_or_a_view_of_one_is_left() -> None:
-    """Views count; tensors without elements, which are elsewhere, do not."""
+    """Views count as tensors. Tensors without elements do not count."""
     buffer = SharedBuffer(PAGE)
     assert not buffer.in_use
     tensor, empty = buffer.allocate(torch.float32, (10,)), buffer.allocate(torch.float32, (0,))
@@ -136,7 +136,7 @@ def layout() -> tuple[list[torch.dtype], list[torch.Size]]:
 
 
 def test_tensors_of_the_same_layout_are_aliases_of_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are where they were, and are tensors of their own: what is done to one does not show in the next."""
+    """They have the same addresses, but operations on one do not show in the next."""
     buffer = SharedBuffer(PAGE)
     first = buffer.allocate_all(*layout())
     assert [(t.dtype, t.shape) for t in first] == list(zip(*layout(), strict=True))
@@ -156,7 +156,7 @@ def test_tensors_of_the_same_layout_are_aliases_of_those_before(monkeypatch: pyt
 
 @pytest.mark.parametrize("number", range(4))
 def test_tensors_of_another_layout_are_made_anew(number: int) -> None:
-    """Of another dtype, of another shape, and one more or less."""
+    """Another dtype, another shape, or another number of tensors."""
     buffer = SharedBuffer(PAGE)
     buffer.allocate_all(*layout())
     dtypes, shapes = layout()
@@ -179,7 +179,7 @@ def test_tensors_of_another_layout_are_made_anew(number: int) -> None:
 
 
 def test_a_tensor_whose_storage_was_moved_is_made_anew() -> None:
-    """torch.multiprocessing moves what it pickles to other memory."""
+    """torch.multiprocessing moves the storages that it pickles."""
     buffer = SharedBuffer(PAGE)
     buffer.allocate_all(*layout())[0].share_memory_()
     buffer.reset()
@@ -187,8 +187,8 @@ def test_a_tensor_whose_storage_was_moved_is_made_anew() -> None:
     buffer.close()
 
 
-def test_kept_tensors_are_not_in_use() -> None:
-    """Only those that somebody else refers to are; and closing frees the memory although tensors were kept."""
+def test_retained_tensors_are_not_in_use() -> None:
+    """Only tensors with other references are. `close` frees the memory in spite of retained tensors."""
     files = memory_files()
     buffer = SharedBuffer(PAGE)
     tensors = buffer.allocate_all(*layout())
@@ -204,8 +204,8 @@ def test_kept_tensors_are_not_in_use() -> None:
     assert memory_files() == files
 
 
-def test_closing_gives_memory_and_descriptors_back() -> None:
-    """At once where no tensor is left, and twice is as good as once."""
+def test_closing_frees_memory_and_descriptors() -> None:
+    """Without tensors `close` frees them at once. It is idempotent."""
     descriptors, files = open_descriptors(), memory_files()
     buffer = SharedBuffer(10 * PAGE)
     assert len(memory_files()) == len(files) + 1
@@ -216,7 +216,7 @@ def test_closing_gives_memory_and_descriptors_back() -> None:
 
 
 def test_a_tensor_outlives_the_buffer_it_is_in() -> None:
-    """Its memory stays valid until it is gone too."""
+    """The memory is valid until the last tensor is freed."""
     files = memory_files()
     buffer = SharedBuffer(PAGE)
     tensor = buffer.allocate(torch.int64, (3,)).fill_(5)
@@ -227,8 +227,8 @@ def test_a_tensor_outlives_the_buffer_it_is_in() -> None:
     assert memory_files() == files
 
 
-def test_a_forgotten_buffer_is_given_back() -> None:
-    """One that nobody closed goes with its last reference."""
+def test_a_dropped_buffer_is_freed() -> None:
+    """A buffer without references is freed without `close`."""
     gc.collect()
     descriptors, files = open_descriptors(), memory_files()
     buffer = SharedBuffer(PAGE)
@@ -238,7 +238,7 @@ def test_a_forgotten_buffer_is_given_back() -> None:
 
 
 def test_ids_are_never_used_again() -> None:
-    """The writer process tells buffers apart by them."""
+    """The writer process distinguishes buffers by their ids."""
     buffers = [SharedBuffer(PAGE) for _ in range(3)]
     ids = [buffer.id for buffer in buffers]
     for buffer in buffers:
@@ -251,12 +251,12 @@ def test_ids_are_never_used_again() -> None:
 # --- sharing ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_attached_buffer_shows_what_is_written_to_it() -> None:
-    """Another mapping of the same descriptor has the same bytes, cannot be written to, and outlives the original."""
+def test_a_second_mapping_shows_the_contents() -> None:
+    """It is read-only and outlives the buffer."""
     descriptors = open_descriptors()
     buffer = SharedBuffer(2 * PAGE)
     tensor = buffer.allocate(torch.float32, (1000,))
-    mapping = attach(os.dup(buffer.fd), buffer.nbytes)
+    mapping = mmap.mmap(buffer.fd, buffer.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
     tensor.copy_(filled(torch.float32, (1000,)))
     assert mapping[:4000] == raw(tensor)
     with pytest.raises(TypeError):
@@ -268,24 +268,15 @@ def test_an_attached_buffer_shows_what_is_written_to_it() -> None:
     assert open_descriptors() == descriptors
 
 
-def test_attaching_to_what_is_too_short_closes_the_descriptor(tmp_path: Path) -> None:
-    """An error leaves no descriptor behind."""
-    descriptors = open_descriptors()
-    fd = os.open(tmp_path / "short", os.O_RDWR | os.O_CREAT)
-    with pytest.raises(ValueError, match="greater than file size"):
-        attach(fd, PAGE)
-    assert open_descriptors() == descriptors
-
-
 def test_another_process_sees_the_bytes() -> None:
-    """A process that is given the descriptor maps the same memory."""
+    """A process that inherits the descriptor maps the same memory."""
     buffer = SharedBuffer(PAGE)
     given = os.dup(buffer.fd)
     buffer.allocate(torch.uint8, (26,)).copy_(torch.arange(97, 123))
     read, write = os.pipe()
     child = os.fork()
     if child == 0:  # the child only makes system calls, for other threads of this process may hold locks
-        mapping = attach(given, PAGE)
+        mapping = mmap.mmap(given, PAGE, mmap.MAP_SHARED, mmap.PROT_READ)
         os.write(write, mapping[:26])
         os._exit(0)
     os.close(write)
@@ -318,7 +309,7 @@ def test_another_process_sees_the_bytes() -> None:
 def test_huge_pages_where_the_system_has_them(
     common: str | None, of_size: str | None, has_them: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By each of its settings; all is allocated and of its size, whatever it gives."""
+    """Each setting of the system is respected. All of the buffer is allocated either way."""
     advices: list[int] = []
     advise = shared_memory.advise
 
@@ -350,7 +341,7 @@ def test_huge_pages_where_the_system_has_them(
 
 @pytest.mark.parametrize("threads", ["are there", "are short"])
 def test_several_threads_make_the_pages(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each its share of a step, in whole huge pages; what they do not make is made without them."""
+    """Each thread gets a share of whole huge pages. Shares without a thread are allocated in another way."""
     made: list[tuple[int, int]] = []
     advise = shared_memory.advise
 
@@ -381,15 +372,15 @@ def test_several_threads_make_the_pages(threads: str, monkeypatch: pytest.Monkey
 
 
 def test_a_shortage_is_known_before_anything_is_allocated() -> None:
-    """The error says how much was needed, and no memory file was made."""
+    """The error has the needed bytes, and no memory file is made."""
     files = memory_files()
     with pytest.raises(StagingError, match=r"needs 1,125,899,906,842,624 bytes and [\d,]+ bytes"):
         SharedBuffer(1 << 50)
     assert memory_files() == files
 
 
-def test_what_other_ranks_take_meanwhile_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All look at the same memory before any has allocated its own: what is missing is an error, and given back."""
+def test_memory_that_other_ranks_take_is_noticed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If other ranks allocate concurrently, the error comes before the kernel kills a rank, and all memory is freed."""
     monkeypatch.setattr(shared_memory, "_STEP", 1 << 20)
     left = iter(range(10 << 20, 0, -2 << 20))  # this one takes half of what goes
     monkeypatch.setattr(memory_limit, "available_memory", lambda: next(left))
@@ -400,13 +391,14 @@ def test_what_other_ranks_take_meanwhile_is_seen(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_failing_allocation_is_an_error_and_leaves_nothing() -> None:
-    """Where the kernel refuses, the message has its reason: a limit of files is no want of memory."""
+    """The error has the kernel's reason: a file size limit is not a shortage of memory."""
     descriptors, files = open_descriptors(), memory_files()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
         with pytest.raises(
-            StagingError, match=r"needs 2,097,152 bytes.*File too large.*more than 1,048,576 bytes.*ulimit -f"
+            StagingError,
+            match=r"cannot allocate 2,097,152 bytes .*File too large.*Raise the file size limit",
         ):
             SharedBuffer(2 << 20)
     finally:
@@ -415,7 +407,7 @@ def test_a_failing_allocation_is_an_error_and_leaves_nothing() -> None:
 
 
 def test_a_system_that_refuses_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As sandboxes do: the message names the call that is to be allowed."""
+    """In a sandbox, the error names the call to allow."""
 
     def refuse(*arguments: object) -> int:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
@@ -429,7 +421,7 @@ def test_a_system_that_refuses_shared_memory(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_buffer_is_registered_once_and_at_its_exact_size() -> None:
-    """All of it, at the address where it is mapped; undone while it is still mapped."""
+    """The whole mapping is registered, and unregistered before it is unmapped."""
     device = SimulatedDevice()
     buffer = SharedBuffer(PAGE + 1)
     tensor = buffer.allocate(torch.uint8, (3,))
@@ -442,7 +434,7 @@ def test_a_buffer_is_registered_once_and_at_its_exact_size() -> None:
 
 
 def test_parts_are_registered_while_others_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each whole part on another thread, the rest at the end; all of it once, and undone."""
+    """Another thread registers each whole part, and the caller the rest. All of it is unregistered."""
     monkeypatch.setattr(shared_memory, "_STEP", 1 << 20)
     monkeypatch.setattr(shared_memory, "PIN_BYTES", 2 << 20)
     device = Threads()
@@ -459,7 +451,7 @@ def test_parts_are_registered_while_others_are_made(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("refused", [1, 3], ids=["on the other thread", "in the end"])
 def test_parts_that_cannot_be_registered_leave_none(refused: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One warning, and all others are undone."""
+    """One refused part gives one warning, and the other parts are unregistered."""
     monkeypatch.setattr(shared_memory, "_STEP", 1 << 20)
     monkeypatch.setattr(shared_memory, "PIN_BYTES", 1 << 20)
     device = Threads(refused)
@@ -472,7 +464,7 @@ def test_parts_that_cannot_be_registered_leave_none(refused: int, monkeypatch: p
 
 
 def test_an_error_undoes_what_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other ranks have taken the memory: no part stays registered, and none is being registered any more."""
+    """After a shortage no part stays registered, and no registration is running."""
     monkeypatch.setattr(shared_memory, "_STEP", 1 << 20)
     monkeypatch.setattr(shared_memory, "PIN_BYTES", 1 << 20)
     left = iter([1 << 30] * 3)
@@ -485,7 +477,7 @@ def test_an_error_undoes_what_is_registered(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Threads(SimulatedDevice):
-    """Records the threads that register memory, and refuses it the last time."""
+    """A device that records the threads that register memory, and refuses the last registration."""
 
     def __init__(self, refused: int = 0) -> None:
         super().__init__()
@@ -500,7 +492,7 @@ class Threads(SimulatedDevice):
 
 
 def test_a_dropped_buffer_is_unregistered() -> None:
-    """Nobody needs to close it."""
+    """A buffer without references is unregistered without `close`."""
     device = SimulatedDevice()
     buffer = SharedBuffer(PAGE)
     buffer.pin(device, 0)
@@ -510,14 +502,14 @@ def test_a_dropped_buffer_is_unregistered() -> None:
 
 
 class Refusing(SimulatedDevice):
-    """Memory cannot be registered."""
+    """A device that refuses to register memory."""
 
     def pin(self, address: int, nbytes: int, index: int) -> Callable[[], None]:
         raise StagingError("raise the limit of locked memory")
 
 
 def test_a_buffer_that_cannot_be_registered_is_pageable() -> None:
-    """One warning, with the device's advice, and memory that works."""
+    """The device's advice is a warning, and the memory works."""
     device = Refusing()
     buffer = SharedBuffer(PAGE)
     with pytest.warns(RuntimeWarning, match="raise the limit of locked memory"):

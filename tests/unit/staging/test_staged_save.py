@@ -1,4 +1,4 @@
-"""One staged state dict: when it may be read, when training may change the state, and which save it belongs to."""
+"""`StagedSave`: when its values may be read, when training may change the state, and which thread saves it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ...lab.waiting import WAIT, Gate, HeldTensor, in_thread, interrupted_inside
 
 
 def test_overlapped_staging_returns_before_it_has_copied(overlapping: Stager) -> None:
-    """The staged state dict is there at once, its values later; then training may change the state, and not before."""
+    """The staged state dict exists at once. Its values come later, and only then may training change the state."""
     gate = Gate()
     live = HeldTensor(torch.ones(1000), gate.pass_through)
     result = overlapping.stage({"a": live, "n": 3})
@@ -50,7 +50,7 @@ def test_overlapped_staging_returns_before_it_has_copied(overlapping: Stager) ->
 
 
 def test_objects_are_copied_before_overlapped_staging_returns(overlapping: Stager) -> None:
-    """Only tensors have to stay as they are: what a dict or a list held is kept at once."""
+    """Contents of dicts and lists are copied at once. Only tensors must not change."""
     gate = Gate()
     held = HeldTensor(torch.ones(2), gate.pass_through)
     state: dict[str, Any] = {"trainer": {"step": 1, "seen": [1, 2], "t": held}}
@@ -65,7 +65,7 @@ def test_objects_are_copied_before_overlapped_staging_returns(overlapping: Stage
 
 
 def test_a_future_is_done_even_if_its_callback_comes_late(overlapping: Stager) -> None:
-    """Whoever asks after the copies are complete is told so."""
+    """A future that is made after the copies are complete is done."""
     result = overlapping.stage({"a": torch.ones(2)})
     overlapping.wait_released()
     staging = StagingFuture(result)
@@ -76,7 +76,7 @@ def test_a_future_is_done_even_if_its_callback_comes_late(overlapping: Stager) -
 
 
 def test_a_buffer_is_not_free_while_it_is_copied_to(overlapping: Stager) -> None:
-    """A save that has taken what is staged, and does not go on, does not free a buffer that copies still go to."""
+    """A save that has ended early does not free a buffer of running copies."""
     gate = Gate()
     result = overlapping.stage({"a": HeldTensor(torch.ones(10), gate.pass_through)})
     saving = in_thread(result.items)
@@ -88,8 +88,8 @@ def test_a_buffer_is_not_free_while_it_is_copied_to(overlapping: Stager) -> None
     assert overlapping.saves.drain(overlapping, Deadline(WAIT))
 
 
-def test_an_error_of_overlapped_copying_is_the_saves(overlapping: Stager) -> None:
-    """Training goes on, the future is done, and the save raises what happened."""
+def test_the_save_raises_an_error_of_overlapped_copying(overlapping: Stager) -> None:
+    """Training continues, and the future is done."""
 
     def fail() -> None:
         raise RuntimeError("an illegal memory access was encountered")
@@ -103,7 +103,7 @@ def test_an_error_of_overlapped_copying_is_the_saves(overlapping: Stager) -> Non
 
 
 def test_an_error_of_overlapped_staging_releases_training(overlapping: Stager) -> None:
-    """What cannot be copied is known at once, and nobody waits."""
+    """If a value cannot be copied, no caller waits."""
     result = overlapping.stage({"lock": threading.Lock(), "a": torch.ones(3)})
     overlapping.hold_training()
     assert isinstance(result.staged_save.error, StagingError)
@@ -111,7 +111,7 @@ def test_an_error_of_overlapped_staging_releases_training(overlapping: Stager) -
 
 
 def test_pickling_waits_for_the_copies(overlapping: Stager) -> None:
-    """In PROCESS mode the values leave with the pickle."""
+    """In PROCESS mode the pickle contains the values."""
     gate = Gate()
     result = overlapping.stage({"a": HeldTensor(torch.arange(3), gate.pass_through)})
     pickled: list[bytes] = []
@@ -123,7 +123,7 @@ def test_pickling_waits_for_the_copies(overlapping: Stager) -> None:
 
 
 def test_dropping_the_future_frees_everything(overlapping: Stager) -> None:
-    """A save that never starts costs its buffer only until the copies are complete."""
+    """A save that never starts holds its buffer only until the copies are complete."""
     gc.collect()  # what other tests have left in cycles, such as tracebacks
     before = len(memory_files())
     staging = StagingFuture(overlapping.stage({"a": torch.ones(10)}))
@@ -136,7 +136,7 @@ def test_dropping_the_future_frees_everything(overlapping: Stager) -> None:
 
 
 def test_a_save_that_ends_without_writing_releases_what_it_took() -> None:
-    """Its future is done when its thread has ended, though nobody but the staged save refers to it any more."""
+    """Its future is done when its thread has ended, even if only the staged save refers to the future."""
     stager = Stager(way=SharedWay(), overlap_staging=True)
     shared = torch.ones(10).share_memory_()
     told = threading.Event()
@@ -164,7 +164,7 @@ def test_a_save_that_ends_without_writing_releases_what_it_took() -> None:
 
 
 def test_a_save_is_begun_once_by_the_thread_that_took_it(stager: Stager) -> None:
-    """Other threads, and the same thread a second time, save something unstaged."""
+    """Another thread, or the same thread a second time, gets no staged save."""
     result = stager.stage({"a": torch.ones(1)})
     assert stager.saves.begin(stager) is None
     result.items()
@@ -176,7 +176,7 @@ def test_a_save_is_begun_once_by_the_thread_that_took_it(stager: Stager) -> None
 
 
 def test_pickling_takes_the_staged_state_dict(stager: Stager) -> None:
-    """In PROCESS mode DCP pickles it on the save's thread: it arrives as a plain dict, and the save has begun."""
+    """In PROCESS mode the save begins when DCP pickles the dict, which arrives as a plain dict."""
     result = stager.stage({"a": torch.arange(3), "b": {"c": 1}})
     copy = pickle.loads(pickle.dumps(result))
     assert type(copy) is dict
@@ -185,7 +185,7 @@ def test_pickling_takes_the_staged_state_dict(stager: Stager) -> None:
 
 
 def test_a_state_that_is_given_up_early_is_released_when_its_copies_are_made(overlapping: Stager) -> None:
-    """A save that fails while copies are still in progress does not have training change what they read."""
+    """A save that fails during copies does not release the state before they end."""
     gate = Gate()
     result = overlapping.stage({"a": HeldTensor(torch.ones(10), gate.pass_through)})
     staging = StagingFuture(result)
@@ -201,7 +201,7 @@ def test_a_state_that_is_given_up_early_is_released_when_its_copies_are_made(ove
 
 
 def test_shared_tensors_are_released_by_their_save() -> None:
-    """Not by the copies of the others: whoever waits does so until it has written them."""
+    """The end of the other tensors' copies does not release them."""
     stager = Stager(way=SharedWay())
     shared, private = torch.ones(10).share_memory_(), torch.ones(10)
     result = stager.stage({"shared": shared, "private": private})
@@ -219,7 +219,7 @@ def test_shared_tensors_are_released_by_their_save() -> None:
 
 
 def test_a_state_without_shared_tensors_is_released_by_its_copies() -> None:
-    """Also where shared ones would be written in place."""
+    """The state is released when the copies end, also with `SharedWay`."""
     stager = Stager(way=SharedWay())
     result = stager.stage({"private": torch.ones(10)})
     assert result.staged_save.shared is None
@@ -228,8 +228,8 @@ def test_a_state_without_shared_tensors_is_released_by_its_copies() -> None:
     stager.saves.close()
 
 
-def test_a_save_that_has_taken_the_state_dict_is_the_only_one_to_keep_it(overlapping: Stager) -> None:
-    """A future that somebody keeps does not keep the buffer in use."""
+def test_a_future_does_not_hold_a_state_dict_that_a_save_has_taken(overlapping: Stager) -> None:
+    """A reference to the future does not keep the buffer in use."""
     staging = StagingFuture(overlapping.stage({"a": torch.ones(10)}))
     taken = staging.result()
     staged_save = taken.staged_save  # type: ignore[attr-defined]
@@ -246,7 +246,7 @@ def test_a_save_that_has_taken_the_state_dict_is_the_only_one_to_keep_it(overlap
     "error", [RuntimeError("no memory"), StagingError("no memory")], ids=lambda e: type(e).__name__
 )
 def test_the_first_error_is_kept(error: Exception) -> None:
-    """As one that names what happened; all who wait are told at once."""
+    """The first error is raised, as a `StagingError`, to all callers that wait."""
     staged_save = StagedSave()
     staged_save.fail(error)
     staged_save.fail(ValueError("later"))
@@ -258,8 +258,8 @@ def test_the_first_error_is_kept(error: Exception) -> None:
     assert caught.value is not staged_save.error
 
 
-def test_a_save_is_not_over_because_somebody_was_interrupted_who_waited_for_it(stager: Stager) -> None:
-    """Its buffer must not be filled anew while it is written."""
+def test_an_interrupted_wait_does_not_end_the_save(stager: Stager) -> None:
+    """A save is over when its thread has ended, also after an interrupt of a thread that waited for it."""
     gate = Gate()
     staged = stager.stage({"a": torch.ones(10)})
 

@@ -1,10 +1,9 @@
-"""The stager: what fails, what is prewarmed, and what is copied from (simulated) devices."""
+"""`Stager`: failures, prewarming, and copies from simulated devices."""
 
 from __future__ import annotations
 
 import gc
 import pickle
-import signal
 import threading
 import weakref
 from typing import Any
@@ -31,7 +30,7 @@ from .staging import inode, staged
 
 
 def test_a_failed_staging_keeps_nothing_alive(stager: Stager) -> None:
-    """The error that waits for its save holds neither the training's tensors nor the staging buffer."""
+    """The recorded error refers neither to training's tensors nor to the staging buffer."""
     gc.collect()
     before = memory_files()
 
@@ -49,7 +48,7 @@ def test_a_failed_staging_keeps_nothing_alive(stager: Stager) -> None:
 
 
 def test_a_copy_that_fails_leaves_an_empty_state_dict(stager: Stager) -> None:
-    """Nobody takes half of it for a whole one; the next staging works."""
+    """A partial copy is not returned, and the next staging works."""
 
     def fail() -> None:
         raise RuntimeError("an illegal memory access was encountered")
@@ -61,7 +60,7 @@ def test_a_copy_that_fails_leaves_an_empty_state_dict(stager: Stager) -> None:
 
 
 def test_an_interrupted_staging_leaves_nothing_behind(stager: Stager) -> None:
-    """Ctrl-C passes through, and no save is waited for afterwards."""
+    """A KeyboardInterrupt is raised, and later calls do not wait for the staging."""
 
     class Interrupting(dict[str, Any]):
         def items(self) -> Any:
@@ -75,7 +74,7 @@ def test_an_interrupted_staging_leaves_nothing_behind(stager: Stager) -> None:
 
 @pytest.mark.parametrize("moment", ["begun", "thread", "refused"])
 def test_no_moment_of_an_interruption_keeps_others_waiting(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    """Just after the save is one of those that others wait for; while its thread starts; where it is refused."""
+    """Interrupted after the save is added, while its thread starts, or when it is refused, staging leaves no save."""
     stager = Stager(overlap_staging=True)
     seen = []
 
@@ -94,8 +93,8 @@ def test_no_moment_of_an_interruption_keeps_others_waiting(monkeypatch: pytest.M
     stager.saves.close()
 
 
-def test_whoever_waits_for_a_staging_that_is_interrupted_goes_on(stager: Stager) -> None:
-    """Another thread stages after it: it waits until it is known which buffer is free."""
+def test_a_staging_continues_after_the_interrupt_of_an_earlier_one(stager: Stager) -> None:
+    """Another thread's staging waits until the interrupted one has ended."""
     gate = Gate()
 
     class Interrupting(dict[str, Any]):
@@ -119,7 +118,7 @@ def test_whoever_waits_for_a_staging_that_is_interrupted_goes_on(stager: Stager)
 
 
 def test_a_refused_staging_is_a_save_that_fails(stager: Stager) -> None:
-    """The save that takes it finds the error in its staged_save; another writer's, in what it is to save."""
+    """The save finds the error in its `StagedSave`; a writer of another package raises the error when it pickles."""
     refused = stager.refuse(StagingError("the writer is closed"))
     with pytest.raises(StagingError, match="the writer is closed"):
         pickle.dumps(dict(refused.items()))
@@ -129,7 +128,7 @@ def test_a_refused_staging_is_a_save_that_fails(stager: Stager) -> None:
 
 
 def test_a_shortage_of_memory_is_an_error_of_the_save(stager: Stager) -> None:
-    """Nothing is allocated, the error says how much was needed, and the next save works."""
+    """No memory is allocated, the error has the needed bytes, and the next save works."""
     before = memory_files()
     result = stager.stage({"a": torch.empty(1).expand(1 << 44)})
     assert "70,368,744,177,664 bytes" in str(result.staged_save.error)
@@ -137,8 +136,8 @@ def test_a_shortage_of_memory_is_an_error_of_the_save(stager: Stager) -> None:
     assert staged(stager, {"a": torch.ones(2)})["a"].tolist() == [1.0, 1.0]
 
 
-def test_draining_gives_up_after_its_time(stager: Stager) -> None:
-    """A save that does not end is reported, and then is over when it ends."""
+def test_draining_times_out(stager: Stager) -> None:
+    """`drain` returns false until the save has ended."""
     result = stager.stage({"a": torch.ones(1)})
     taken, release = threading.Event(), threading.Event()
 
@@ -156,7 +155,7 @@ def test_draining_gives_up_after_its_time(stager: Stager) -> None:
 
 
 def test_draining_waits_for_a_save_that_has_no_memory_yet(overlapping: Stager, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time in which a save has to take what was staged begins when there is something to take."""
+    """The timeout for taking the staged state dict begins when the dict exists."""
     gate = Gate()
     hold_memory(monkeypatch, gate.pass_through)
     result = overlapping.stage({"a": torch.ones(1)})
@@ -174,7 +173,7 @@ def test_draining_waits_for_a_save_that_has_no_memory_yet(overlapping: Stager, m
 
 
 def test_prewarming_makes_the_buffer_of_the_first_save(stager: Stager) -> None:
-    """The first staging of that size allocates nothing."""
+    """The first staging of that size allocates no memory."""
     state = {"a": torch.ones(5000), "b": [torch.ones(3)]}
     stager.prewarm(state)
     stager.saves.wait_prewarmed()
@@ -185,7 +184,7 @@ def test_prewarming_makes_the_buffer_of_the_first_save(stager: Stager) -> None:
 
 
 def test_staging_waits_for_a_buffer_that_is_being_prewarmed(stager: Stager, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`prewarm` returns at once; the first staging gets the buffer it began, and not a second one."""
+    """`prewarm` returns at once. The first staging takes its buffer, and makes no other."""
     gate, requests = Gate(), []
     hold_memory(monkeypatch, lambda: (requests.append(1), gate.pass_through()))
     stager.prewarm({"a": torch.ones(5000)})
@@ -200,7 +199,7 @@ def test_staging_waits_for_a_buffer_that_is_being_prewarmed(stager: Stager, monk
 
 
 def test_prewarming_without_a_thread(stager: Stager, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the system has no more threads, the caller makes the buffer, and the first save finds it."""
+    """If no thread can be started, the caller makes the buffer."""
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -214,7 +213,7 @@ def test_prewarming_without_a_thread(stager: Stager, monkeypatch: pytest.MonkeyP
 
 
 def test_closing_does_not_wait_for_memory(stager: Stager, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The deadline also holds for a buffer that is being prewarmed; it is given back when it is there."""
+    """The deadline includes the wait for a buffer that `prewarm` is making, which is freed later."""
     gc.collect()
     gate, before = Gate(), memory_files()
     hold_memory(monkeypatch, gate.pass_through)
@@ -229,13 +228,13 @@ def test_closing_does_not_wait_for_memory(stager: Stager, monkeypatch: pytest.Mo
 
 
 def test_memory_that_is_short_fails_prewarming_at_once(stager: Stager) -> None:
-    """The error comes from `prewarm`, not from a thread that nobody looks at."""
+    """`prewarm` itself raises the error."""
     with pytest.raises(StagingError, match="bytes of memory are available"):
         stager.prewarm({"a": torch.empty(1).expand(1 << 44)})
 
 
-def test_prewarming_names_what_cannot_be_saved(stager: Stager) -> None:
-    """Ahead of training, the error is raised at once."""
+def test_prewarming_names_a_value_that_cannot_be_saved(stager: Stager) -> None:
+    """`prewarm` raises the error before training starts."""
     with pytest.raises(StagingError, match=r"'a\.b'.*meta"):
         stager.prewarm({"a": {"b": torch.empty(2, device="meta")}})
 
@@ -245,7 +244,7 @@ def test_prewarming_names_what_cannot_be_saved(stager: Stager) -> None:
 def test_a_state_is_staged_inside_and_outside_of_inference_mode(
     one_torch_thread: None, dtype: torch.dtype, first: bool
 ) -> None:
-    """(Simulated device.) By several threads, in either order, into the same memory on the host and on the device."""
+    """(Simulated device.) Several threads stage in either mode, in either order, into the same memory."""
     device = SimulatedDevice()
     stager = Stager(thread_count=3, device=device)
     for inference in (first, not first):
@@ -262,7 +261,7 @@ def test_a_state_is_staged_inside_and_outside_of_inference_mode(
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_state_on_a_device_is_staged_through_pinned_memory(overlap: bool) -> None:
-    """(Simulated device.) The buffer is registered, holds what was queued before, and training's next step waits."""
+    """(Simulated device.) The buffer is registered, has all queued changes, and training's next step waits."""
     device = SimulatedDevice()
     stager = Stager(overlap_staging=overlap, device=device)
     weight, cpu = device.declare(torch.zeros(100_000)), torch.arange(3)
@@ -282,8 +281,8 @@ def test_a_state_on_a_device_is_staged_through_pinned_memory(overlap: bool) -> N
     assert device.pinned == []
 
 
-def test_what_training_has_queued_before_is_in_the_copies() -> None:
-    """(Simulated device.) Even where the device does the copies' stream first."""
+def test_copies_include_what_training_has_queued_before() -> None:
+    """(Simulated device.) The device may run the stream of the copies first."""
     device = SimulatedDevice(free_running=False)
     stager = Stager(overlap_staging=True, device=device)
     weight = device.declare(torch.zeros(100_000))
@@ -299,7 +298,7 @@ def test_what_training_has_queued_before_is_in_the_copies() -> None:
 
 
 def test_shared_tensors_hold_training_beyond_the_copies_from_a_device() -> None:
-    """(Simulated device.) A stream that waits for the copies is not enough: the save reads the shared ones later."""
+    """(Simulated device.) Training waits until the save has written the shared tensors, not only for the copies."""
     device = SimulatedDevice(free_running=False)
     stager = Stager(overlap_staging=True, way=SharedWay(), device=device)
     result = stager.stage({"w": device.declare(torch.ones(1000)), "shared": torch.ones(10).share_memory_()})
@@ -319,7 +318,7 @@ def test_shared_tensors_hold_training_beyond_the_copies_from_a_device() -> None:
 def test_a_state_in_the_same_memory_is_copied_before_it_has_staged_tensors(
     change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the addresses of the save before, which are all that is kept of it. If anything else has changed, later."""
+    """The copies repeat the addresses of the previous save, unless anything else has changed."""
     device = SimulatedDevice(has_batches=True)
     stager = Stager(device=device, limits=GatherLimits(batch_bytes=64))
     base = device.declare(torch.arange(4000, dtype=torch.float32))
@@ -356,7 +355,7 @@ def test_a_state_in_the_same_memory_is_copied_before_it_has_staged_tensors(
 
 
 def test_an_interruption_waits_for_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have been queued before anything else was made; nobody gets the buffer before they are done."""
+    """Batches that are queued end before another save can get the buffer."""
     device = SimulatedDevice(has_batches=True)
     stager = Stager(device=device)
     state = {"a": device.declare(torch.zeros(10_000))}
@@ -372,7 +371,7 @@ def test_an_interruption_waits_for_batches(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_training_is_not_held_by_a_graph() -> None:
-    """A wait inside a capture would be no part of its replays; without overlap there is nothing to wait for."""
+    """`hold_training` raises during a capture, whose replays would not wait, and does nothing without overlap."""
     device = SimulatedDevice()
     state = {"a": device.declare(torch.zeros(10))}
     for stager in (Stager(device=device, overlap_staging=True), Stager(device=device)):
@@ -389,7 +388,7 @@ def test_training_is_not_held_by_a_graph() -> None:
 
 
 def test_all_saves_use_one_stream() -> None:
-    """(Simulated device.) Its memory on the device is taken once, and kept for all saves."""
+    """(Simulated device.) The buffer on the device is allocated once for all saves."""
     device = SimulatedDevice()
     state = {"w": device.declare(torch.ones(1000))}
     for stager in (Stager(device=device), Stager(device=device)):  # as of two writers
@@ -400,14 +399,12 @@ def test_all_saves_use_one_stream() -> None:
     assert device.buffers == [GatherLimits().buffer_bytes]
 
 
-@pytest.mark.parametrize(
-    ("is_signal", "pools", "overlap"), [(True, 1, False), (True, 2, False), (False, 2, False), (False, 2, True)]
-)
-def test_a_staging_inside_another_one_leaves_its_values_alone(is_signal: bool, pools: int, overlap: bool) -> None:
-    """(Simulated device.) A second staging, by a handler or a thread, runs after each copy of the first one."""
-    device, saves = SimulatedDevice(), [StagedSaves() for _ in range(pools)]
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_staging_inside_another_one_leaves_its_values_alone(overlap: bool) -> None:
+    """(Simulated device.) A second staging, by another thread, runs after each copy of the first one."""
+    device, saves = SimulatedDevice(), [StagedSaves() for _ in range(2)]
     limits = GatherLimits(buffer_bytes=8 << 10, small_bytes=4 << 10)
-    first, second = (Stager(p, device=device, limits=limits, overlap_staging=overlap) for p in (saves[0], saves[-1]))
+    first, second = (Stager(p, device=device, limits=limits, overlap_staging=overlap) for p in saves)
     base = device.declare(torch.arange(2 * 64 * 640, dtype=torch.float32).view(2, 64, 640))
     states = [{**{f"small {n}": rows[n, :500] for n in range(40)}, "strided": rows.t()} for rows in base]
     inner: list[StagedStateDict] = []
@@ -419,18 +416,11 @@ def test_a_staging_inside_another_one_leaves_its_values_alone(is_signal: bool, p
         device.on_copy = interrupt
 
     def interrupt() -> None:
-        if is_signal:
-            signal.raise_signal(signal.SIGUSR1)
-        else:
-            in_thread(stage_second).join(WAIT)
+        in_thread(stage_second).join(WAIT)
 
-    before = signal.signal(signal.SIGUSR1, lambda *_: stage_second())
-    try:
-        device.on_copy = interrupt
-        outer = first.stage(states[0])
-        outer.staged_save.wait_copied()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    device.on_copy = interrupt
+    outer = first.stage(states[0])
+    outer.staged_save.wait_copied()
     assert len(inner) >= 10
     for result, state in [(outer, states[0]), *((one, states[1]) for one in inner)]:
         assert [key for key, value in dict(result).items() if not torch.equal(value, state[key])] == []
@@ -442,7 +432,7 @@ def test_a_staging_inside_another_one_leaves_its_values_alone(is_signal: bool, p
 
 
 def test_a_buffer_is_unregistered_before_it_regrows() -> None:
-    """(Simulated device.) One buffer is registered at any time, at its exact size."""
+    """(Simulated device.) At any time one buffer is registered, at its exact size."""
     device = SimulatedDevice()
     stager = Stager(device=device)
     sizes = []
@@ -456,7 +446,7 @@ def test_a_buffer_is_unregistered_before_it_regrows() -> None:
 
 
 def test_prewarming_registers_for_the_device_of_the_state() -> None:
-    """(Simulated device.) The first save finds the buffer pinned."""
+    """(Simulated device.) The first save finds a pinned buffer."""
     device = SimulatedDevice()
     stager = Stager(device=device)
     state = {"w": device.declare(torch.ones(1000))}
@@ -469,7 +459,7 @@ def test_prewarming_registers_for_the_device_of_the_state() -> None:
 
 
 def test_staging_host_memory_starts_no_cuda(stager: Stager) -> None:
-    """Nothing is registered for a state dict without tensors on a device."""
+    """Without tensors on a device nothing is registered."""
     device = SimulatedDevice()
     other = Stager(device=device)
     assert staged(other, {"a": torch.ones(3)})["a"].tolist() == [1.0] * 3
@@ -478,8 +468,8 @@ def test_staging_host_memory_starts_no_cuda(stager: Stager) -> None:
 
 
 @pytest.mark.parametrize("able", [True, False])
-def test_copies_that_another_process_makes_are_waited_for(able: bool) -> None:
-    """(Simulated device.) Training is held until they are made, or are made here because they could not be."""
+def test_training_waits_for_copies_that_another_process_makes(able: bool) -> None:
+    """(Simulated device.) If that process cannot make them, this process does."""
     device = SimulatedDevice()
     asked, made = threading.Event(), threading.Event()
 
@@ -523,8 +513,8 @@ def test_copies_that_another_process_makes_are_waited_for(able: bool) -> None:
     stager.saves.close()
 
 
-def test_what_other_ranks_write_is_staged_without_memory() -> None:
-    """It can be planned, as with its shape and dtype, and takes nothing of the buffer; the rest is copied."""
+def test_tensors_that_other_ranks_write_take_no_memory() -> None:
+    """They have shape and dtype for planning. The other tensors are copied."""
     stager = Stager()
     state = {
         "mine": torch.ones(100),
@@ -544,8 +534,8 @@ def test_what_other_ranks_write_is_staged_without_memory() -> None:
     stager.saves.close()
 
 
-def test_only_what_a_device_has_is_staged_in_another_dtype() -> None:
-    """There it takes less of the bus. In host memory it would cost time, and in other classes it would break them."""
+def test_only_tensors_of_a_device_are_cast() -> None:
+    """Casts on the device save bus transfers. In host memory they would cost time, and would break other classes."""
     device = SimulatedDevice()
     stager = Stager(device=device)
     stager.dtype_of = lambda dtype: torch.float16 if dtype.is_floating_point else dtype

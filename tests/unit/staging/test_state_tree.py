@@ -1,4 +1,4 @@
-"""Staging copies everything, or names the key it cannot copy; nothing is shared with the live state dict."""
+"""Copies of state dicts: nothing is shared with the live state, or the error has the key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .staging import staged
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
 def test_every_dtype_in_every_memory_layout_is_copied(stager: Stager, dtype: torch.dtype) -> None:
-    """Bits and shape survive, no memory is shared, and what training writes afterwards does not show."""
+    """The copy has the bits and the shape, shares no memory, and does not change with the live tensor."""
     base = filled(dtype, (6, 8))
     images = filled(dtype, (2, 3, 4, 5)).view(torch.uint8).view(2, 3, 4, 5, dtype.itemsize)
     pixels = images.permute(0, 2, 3, 1, 4).contiguous()
@@ -59,8 +59,8 @@ def test_every_dtype_in_every_memory_layout_is_copied(stager: Stager, dtype: tor
 
 
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128], ids=dtype_name)
-def test_conjugate_and_negative_bits_are_carried_out(stager: Stager, dtype: torch.dtype) -> None:
-    """What a lazily conjugated or negated view stands for is stored, not the memory it looks at."""
+def test_lazy_conjugation_and_negation_are_resolved(stager: Stager, dtype: torch.dtype) -> None:
+    """The values of a lazily conjugated or negated view are stored, not its memory."""
     base = torch.arange(12, dtype=torch.float32).view(6, 2)
     values = torch.view_as_complex(base).to(dtype)
     conjugate, negative = values.conj(), values.conj().imag
@@ -83,14 +83,14 @@ def test_only_the_elements_of_a_view_are_copied(stager: Stager) -> None:
 
 
 def test_each_staged_tensor_has_a_storage_of_its_own(stager: Stager) -> None:
-    """Whoever pickles one moves its own bytes, not the whole buffer."""
+    """Pickling one tensor moves only its own bytes."""
     copied = staged(stager, {"a": torch.ones(3), "b": torch.ones(1000), "c": torch.ones(())})
     assert [copied[key].untyped_storage().nbytes() for key in "abc"] == [12, 4000, 4]
     assert [copied[key].storage_offset() for key in "abc"] == [0, 0, 0]
 
 
 def test_parameters_and_results_of_training_become_plain_tensors(stager: Stager) -> None:
-    """Nothing of autograd is staged, and staging leaves the originals as they were."""
+    """Staging copies nothing of autograd, and does not change the originals."""
     parameter = torch.nn.Parameter(torch.arange(3.0))
     result = parameter * 2
     copied = staged(stager, {"parameter": parameter, "result": result, "buffer": torch.nn.Buffer(torch.ones(2))})
@@ -102,7 +102,7 @@ def test_parameters_and_results_of_training_become_plain_tensors(stager: Stager)
 
 
 def test_shared_tensors_and_tied_weights_are_copied(stager: Stager) -> None:
-    """Tensors in shared memory are not taken for staged ones; tied weights become two equal copies."""
+    """Tensors in shared memory are copied like others. Tied weights become two equal copies."""
     shared = torch.arange(4.0).share_memory_()
     copied = staged(stager, {"shared": shared, "tied": shared})
     shared.zero_()
@@ -128,7 +128,7 @@ class Plain:
 
 
 def test_containers_keep_their_types_and_share_nothing(stager: Stager) -> None:
-    """Dicts, lists, tuples and what else is made of them are built anew around the copies."""
+    """Dicts, lists, tuples and their subclasses are rebuilt around the copies."""
     tensor = torch.arange(3.0)
     members: list[Any] = [tensor, [tensor]]
     stream = io.BytesIO(b"abc")
@@ -182,7 +182,7 @@ def test_containers_keep_their_types_and_share_nothing(stager: Stager) -> None:
 
 
 class Attributes(MutableMapping[str, Any]):
-    """A mapping of the kind that configuration libraries have: not a dict, its contents in an attribute."""
+    """A mapping like those of configuration libraries: not a dict, with its contents in an attribute."""
 
     def __init__(self, content: dict[str, Any]) -> None:
         self.content = content
@@ -203,8 +203,8 @@ class Attributes(MutableMapping[str, Any]):
         return len(self.content)
 
 
-def test_staging_never_changes_what_it_copies(stager: Stager) -> None:
-    """A mapping that is not a dict keeps its own tensors, and its staged copy others."""
+def test_staging_does_not_change_the_live_state(stager: Stager) -> None:
+    """A mapping that is not a dict keeps its own tensors, and its copy has others."""
     tensor = torch.arange(3.0)
     live = Attributes({"t": tensor, "n": {"t": tensor}})
     copied = staged(stager, {"mapping": live})
@@ -216,8 +216,8 @@ def test_staging_never_changes_what_it_copies(stager: Stager) -> None:
     assert type(copied["mapping"]) is Attributes
 
 
-def test_mappings_that_are_no_dicts_keep_their_types(stager: Stager) -> None:
-    """What is saved as an object is what it was; what cannot be pickled stays so, and does not become a dict."""
+def test_mappings_other_than_dicts_keep_their_types(stager: Stager) -> None:
+    """A mapping that cannot be pickled does not become a dict that can."""
     tensor = torch.arange(3.0)
     user = collections.UserDict({"t": tensor, "n": [collections.UserDict(x=1)]})
     copied = staged(stager, {"pair": (user, types.MappingProxyType({"t": tensor}))})
@@ -232,19 +232,19 @@ def test_mappings_that_are_no_dicts_keep_their_types(stager: Stager) -> None:
 
 
 def test_an_empty_state_dict_is_staged(stager: Stager) -> None:
-    """Nothing to copy is no error."""
+    """A state dict without values is not an error."""
     assert staged(stager, {}) == {}
 
 
 def test_staging_is_bit_exact_for_many_small_tensors(stager: Stager) -> None:
-    """2,000 tensors of all dtypes in one buffer, none overlapping another."""
+    """2,000 tensors of all dtypes lie in one buffer without overlap."""
     state = {f"layer.{n}": filled(ALL_DTYPES[n % len(ALL_DTYPES)], (n % 7, 3), seed=n) for n in range(2000)}
     copied = staged(stager, state)
     assert [key for key in state if not same(state[key], copied[key])] == []
 
 
 class Unflattened(torch.Tensor):
-    """A wrapper subclass that does not say what it is made of."""
+    """A wrapper subclass that cannot be flattened."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Unflattened:
@@ -291,8 +291,8 @@ def jagged() -> torch.Tensor:
     ],
     ids=lambda value: value if isinstance(value, str) else "a",
 )
-def test_what_cannot_be_copied_is_an_error_that_names_it(stager: Stager, make: Callable[[], Any], kind: str) -> None:
-    """Never zeros, never silence: the error has the key and the kind, and the next staging works."""
+def test_a_value_that_cannot_be_copied_is_an_error(stager: Stager, make: Callable[[], Any], kind: str) -> None:
+    """The error has the key and the kind, and the next staging works."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, on the making of some of these
         state = {"model": {"layers": [torch.ones(2), make()]}, "good": torch.ones(2)}
@@ -305,7 +305,7 @@ def test_what_cannot_be_copied_is_an_error_that_names_it(stager: Stager, make: C
 
 
 def test_a_wrapper_subclass_is_rebuilt_around_copies(stager: Stager) -> None:
-    """A subclass that can be flattened comes back as itself, its inner tensors copied."""
+    """A subclass that can be flattened keeps its class, with copies of its inner tensors."""
     a, b = torch.arange(4.0), -torch.arange(4.0)
     copied = staged(stager, {"two": TwoTensor(a, b)})["two"]
     a.zero_()
@@ -316,15 +316,15 @@ def test_a_wrapper_subclass_is_rebuilt_around_copies(stager: Stager) -> None:
 
 
 def test_wrappers_within_wrappers_are_copied(stager: Stager) -> None:
-    """Flattening goes down to the plain tensors."""
+    """Flattening is recursive."""
     inner = torch.arange(2.0)
     copied = staged(stager, {"n": TwoTensor(TwoTensor(inner, inner), TwoTensor(inner, inner))})["n"]
     inner.zero_()
     assert [t.tolist() for t in (copied.a.a, copied.a.b, copied.b.a, copied.b.b)] == [[0.0, 1.0]] * 4
 
 
-def test_what_cannot_be_copied_inside_a_wrapper_is_an_error(stager: Stager) -> None:
-    """The key of the wrapper is named."""
+def test_an_inner_tensor_that_cannot_be_copied_is_an_error(stager: Stager) -> None:
+    """The error has the key of the wrapper."""
     with pytest.raises(StagingError, match=r"'w'.*meta"):
         staged(stager, {"w": TwoTensor(torch.empty(2, device="meta"), torch.empty(2, device="meta"))})
 
@@ -339,7 +339,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.mark.usefixtures("group")
 def test_dtensors_are_copied(stager: Stager) -> None:
-    """Sharded, replicated, 0-dim, and as parameters: mesh and placements stay, local tensors are new."""
+    """Sharded, replicated and 0-dim DTensors and parameters keep mesh and placements, and get new local tensors."""
     mesh = init_device_mesh("cpu", (1,))
     locals_ = {"sharded": torch.arange(6.0).view(3, 2), "replicated": torch.arange(3.0), "scalar": torch.tensor(7.0)}
     state: dict[str, Any] = {
@@ -364,7 +364,7 @@ def test_dtensors_are_copied(stager: Stager) -> None:
 
 @pytest.mark.usefixtures("group")
 def test_a_dtensor_is_what_torch_would_rebuild(stager: Stager) -> None:
-    """Also where its columns come first in memory, and where it requires a gradient: layout, strides and flag stay."""
+    """Layout, strides and the gradient flag equal those of torch's own rebuilding."""
     local = torch.arange(6.0).view(2, 3).t().requires_grad_()
     tensor = DTensor.from_local(local, init_device_mesh("cpu", (1,)), [Shard(1)])
     copied = staged(stager, {"w": tensor})["w"]
@@ -379,7 +379,7 @@ def test_a_dtensor_is_what_torch_would_rebuild(stager: Stager) -> None:
 @pytest.mark.usefixtures("group")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 def test_sharded_tensors_are_copied(stager: Stager) -> None:
-    """FSDP1's tensors come back as themselves, their shards on the CPU and new."""
+    """ShardedTensors of FSDP1 keep their class, with new shards on the CPU."""
     spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu"])  # type: ignore[list-item]
     tensor = sharded_tensor.full(spec, (4, 2), 3.0)
     copied = staged(stager, {"sharded": tensor})["sharded"]
@@ -392,16 +392,16 @@ def test_sharded_tensors_are_copied(stager: Stager) -> None:
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
-def test_sharded_tensors_are_copied_though_others_write_them(stager: Stager) -> None:
-    """torch makes none of shards without memory: the save would fail."""
+def test_sharded_tensors_that_other_ranks_write_are_copied(stager: Stager) -> None:
+    """torch cannot build a ShardedTensor from shards without memory."""
     spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu"])  # type: ignore[list-item]
     result = stager.stage({"sharded": sharded_tensor.full(spec, (4, 2), 3.0)}, frozenset({"sharded"}))
     assert result.staged_save.error is None
     assert [shard.tensor.tolist() for shard in result["sharded"].local_shards()] == [[[3.0, 3.0]] * 4]
 
 
-def test_a_tensor_in_an_object_is_not_taken_for_one_that_others_write(stager: Stager) -> None:
-    """The members of a tuple are no keys of their own, whatever they are called in messages."""
+def test_a_tensor_in_an_object_is_staged(stager: Stager) -> None:
+    """Members of a tuple have no keys of their own, so no other rank writes them."""
     state = {"a": (torch.ones(2), 1), "a.0": torch.ones(3), "b": torch.ones(4)}
     for reordered in (state, dict(reversed(state.items()))):
         result = stager.stage(reordered, frozenset({"a.0", "b"}))
@@ -409,8 +409,8 @@ def test_a_tensor_in_an_object_is_not_taken_for_one_that_others_write(stager: St
         assert result["b"].is_meta
 
 
-def test_tensors_that_are_others_than_a_moment_ago_are_an_error() -> None:
-    """Too few, too many, or of other shapes and dtypes: never in the wrong places."""
+def test_tensors_that_change_during_staging_are_an_error() -> None:
+    """Fewer tensors, more tensors, and other shapes or dtypes are refused."""
     a, b = torch.zeros(2, 3), torch.zeros(4)
     for tensors in ([a], [a, b, b], [b, a], [a, b.double()]):
         with pytest.raises(StagingError, match="other tensors"):
@@ -421,7 +421,7 @@ def test_tensors_that_are_others_than_a_moment_ago_are_an_error() -> None:
 
 
 def test_tensors_are_listed_in_the_order_in_which_they_are_filled_in() -> None:
-    """Those inside of wrappers and containers, too."""
+    """The order includes tensors inside wrappers and containers."""
     a, b, c = torch.zeros(1), torch.ones(2), torch.ones(2)
     listed = TensorList()
     structure = copy_structure({"a": [a], "w": (TwoTensor(b, c), 3)}, "key", listed)
@@ -432,7 +432,7 @@ def test_tensors_are_listed_in_the_order_in_which_they_are_filled_in() -> None:
 
 
 class Named(list):
-    """A list whose constructor takes a name, and not members."""
+    """A list whose constructor takes a name instead of members."""
 
     def __init__(self, name: str, notes: list[str]) -> None:
         super().__init__()
@@ -447,21 +447,21 @@ class Pinned(tuple):
 
 
 class WrittenOnce(dict):
-    """A dict that takes each key once."""
+    """A dict that accepts each key once."""
 
     def __setitem__(self, key: object, value: object) -> None:
         raise RuntimeError("it is written once")
 
 
 class Doubling(list):
-    """A list that changes what it is given."""
+    """A list that changes its new members."""
 
     def __setitem__(self, where: object, members: object) -> None:
         super().__setitem__(where, [*members, *members])  # type: ignore[index, misc]
 
 
 def test_containers_are_copied_by_their_own_protocol(stager: Stager) -> None:
-    """Members and attributes arrive in copies, whatever the class's constructor takes."""
+    """Members and attributes are copied without a call of the constructor."""
     listed, pinned = Named("weights", ["a"]), Pinned(first=torch.ones(2), second=[3])
     listed += [torch.zeros(2), 7]
     pinned.note = ["b"]  # type: ignore[attr-defined]
@@ -480,7 +480,7 @@ def test_containers_are_copied_by_their_own_protocol(stager: Stager) -> None:
 
 @pytest.mark.parametrize("kind", [WrittenOnce, Doubling])
 def test_containers_that_do_not_take_their_members_are_an_error(stager: Stager, kind: type) -> None:
-    """It names the key; never an empty container, and never another content."""
+    """The error has the key."""
     container = kind({"x": 1}) if issubclass(kind, dict) else kind([1, 2])
     staged = stager.stage({"model": {"odd": container}})
     assert staged.staged_save.error is not None
@@ -489,7 +489,7 @@ def test_containers_that_do_not_take_their_members_are_an_error(stager: Stager, 
 
 
 def test_the_result_of_a_collective_is_a_plain_tensor(stager: Stager) -> None:
-    """It is waited for, and staged as what it is when it is there: torch's stager does the same."""
+    """Staging waits for the result, as torch's stager does."""
     copied = staged(stager, {"sum": AsyncCollectiveTensor(torch.arange(6.0))})
     assert type(copied["sum"]) is torch.Tensor
     assert copied["sum"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]

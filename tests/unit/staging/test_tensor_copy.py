@@ -1,4 +1,4 @@
-"""Copies from a (simulated) device: what is in them, in what order they happen, and in how many calls."""
+"""Copies from a simulated device: their contents, their order, and the number of calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def copied(
 @pytest.mark.parametrize("has_batches", [False, True], ids=["gathered", "batches"])
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
 def test_every_dtype_and_layout_leaves_the_device_as_it_is(dtype: torch.dtype, has_batches: bool) -> None:
-    """Small tensors and large ones, contiguous and not, gathered, in batches and in pieces, bit for bit."""
+    """Small and large tensors, contiguous or not, are copied bit for bit, gathered, in batches and in pieces."""
     device = SimulatedDevice(has_batches=has_batches)
     base = device.declare(filled(dtype, (40, 24)))
     on_host = filled(dtype, (40, 24), seed=1).t()
@@ -56,7 +56,7 @@ def test_every_dtype_and_layout_leaves_the_device_as_it_is(dtype: torch.dtype, h
 
 @pytest.mark.parametrize("most", [0, 1, 1000], ids=["refused", "refused later", "taken"])
 def test_batches_take_tensors_of_all_sizes_but_the_smallest(most: int) -> None:
-    """Without memory on the device, unless tensors are very small; without batches all are there, too."""
+    """Batches need no memory on the device. Without batches all tensors are copied as well."""
     device = SimulatedDevice(has_batches=True)
     device.most_batches = most
     base = device.declare(filled(torch.bfloat16, (20 << 20,)))
@@ -77,7 +77,7 @@ def test_batches_take_tensors_of_all_sizes_but_the_smallest(most: int) -> None:
 
 
 def test_a_cast_is_made_on_the_device() -> None:
-    """Small tensors and large ones, contiguous and not, between others that stay as they are."""
+    """Small and large tensors, contiguous or not, are cast between others that are not."""
     device = SimulatedDevice()
     base = device.declare(torch.linspace(-3, 3, 960).view(40, 24))  # the bits of a NaN depend on the kernel
     whole = device.declare(torch.arange(40))
@@ -90,7 +90,7 @@ def test_a_cast_is_made_on_the_device() -> None:
 
 
 def test_one_element_may_have_any_stride() -> None:
-    """Such a tensor is contiguous, and torch does not view it as another dtype."""
+    """A tensor of one element is contiguous, but `view` as another dtype refuses its stride."""
     device = SimulatedDevice()
     base = device.declare(filled(torch.complex128, (4, 4)))
     sources = [base[0:1, 0], base.view(-1)[::5][:1]]
@@ -100,8 +100,8 @@ def test_one_element_may_have_any_stride() -> None:
     buffer.close()
 
 
-def test_conjugate_and_negative_bits_are_carried_out_on_the_device() -> None:
-    """Lazy views arrive as the values they stand for, small or large."""
+def test_lazy_views_are_resolved_on_the_device() -> None:
+    """Small and large views are copied as the values that they stand for."""
     device = SimulatedDevice()
     values = device.declare(torch.view_as_complex(torch.arange(400.0).view(200, 2)))
     for small in (1 << 20, 8):
@@ -113,7 +113,7 @@ def test_conjugate_and_negative_bits_are_carried_out_on_the_device() -> None:
 
 
 def test_thousands_of_small_tensors_cross_in_a_few_copies() -> None:
-    """An optimizer's small states, of several dtypes, between large tensors: one crossing for each kind, about."""
+    """Small states of an optimizer, of several dtypes between large tensors, take about one copy for each kind."""
     device = SimulatedDevice()
     pool = device.declare(torch.arange(300_000, dtype=torch.float32))
     steps = device.declare(torch.arange(5000, dtype=torch.int64))
@@ -129,7 +129,7 @@ def test_thousands_of_small_tensors_cross_in_a_few_copies() -> None:
 
 
 def test_memory_on_the_device_is_bounded() -> None:
-    """One buffer, however large what goes through it."""
+    """One buffer of fixed size serves tensors of any size."""
     limits = GatherLimits(buffer_bytes=4096, small_bytes=512)
     device = SimulatedDevice()
     base = device.declare(torch.arange(64 * 64 * 16, dtype=torch.int32))
@@ -143,7 +143,7 @@ def test_memory_on_the_device_is_bounded() -> None:
 
 
 def test_a_device_that_is_nearly_full_gets_a_smaller_buffer() -> None:
-    """Down to what the largest small tensor needs; without even that, its own error is raised."""
+    """The buffer shrinks to the largest small tensor. If that fails, the device's own error is raised."""
     limits = GatherLimits(buffer_bytes=64 << 10, small_bytes=1024)
     device = SimulatedDevice()
     base = device.declare(torch.arange(100_000, dtype=torch.int32))
@@ -159,8 +159,8 @@ def test_a_device_that_is_nearly_full_gets_a_smaller_buffer() -> None:
     buffer.close()
 
 
-def test_what_is_gathered_together_is_of_one_device() -> None:
-    """Small tensors come first, by device and element size; then all others, as they were."""
+def test_the_order_of_allocation() -> None:
+    """Small tensors come first, by device and element size; the others follow in their order."""
 
     class Devices(SimulatedDevice):
         def index_of(self, tensor: torch.Tensor) -> int | None:
@@ -176,7 +176,7 @@ def test_what_is_gathered_together_is_of_one_device() -> None:
 
 @pytest.mark.parametrize("training_first", [True, False])
 def test_copies_have_what_was_queued_before_them_and_nothing_after(training_first: bool) -> None:
-    """A kernel queued before staging shows, whichever stream the device prefers; one after `hold` does not."""
+    """Copies include kernels queued before staging, and exclude those after `hold`, whichever stream runs first."""
     device = SimulatedDevice(free_running=False)
     weight, small = device.declare(torch.zeros(100_000)), device.declare(torch.zeros(3))
     strided = device.declare(torch.zeros(400, 400)).t()
@@ -198,8 +198,8 @@ def test_copies_have_what_was_queued_before_them_and_nothing_after(training_firs
     buffer.close()
 
 
-def test_what_is_changed_without_holding_is_torn() -> None:
-    """The simulation can fail: without `hold`, the step after is in the copies."""
+def test_a_change_without_hold_is_in_the_copies() -> None:
+    """Without `hold` the simulated device shows the change, so the other tests can fail."""
     device = SimulatedDevice(free_running=False)
     weight = device.declare(torch.zeros(100_000))
     tensor = torch.empty(100_000)

@@ -11,7 +11,7 @@ from dcp_tensorizer._storage.base import Sink, rest_of
 
 @given(st.lists(st.integers(0, 20), max_size=6), st.integers(0, 130))
 def test_the_rest_of_buffers_is_what_follows(sizes: list[int], count: int) -> None:
-    """The rest consists of views of the same memory, and none of them is empty."""
+    """The rest has views of the same memory, none of them empty."""
     content = bytearray(range(sum(sizes)))
     starts = [sum(sizes[:n]) for n in range(len(sizes))]
     buffers = [memoryview(content)[start : start + size] for start, size in zip(starts, sizes, strict=True)]
@@ -21,7 +21,7 @@ def test_the_rest_of_buffers_is_what_follows(sizes: list[int], count: int) -> No
 
 
 class RecordingSink(Sink):
-    """Records what is done to it, and fails where it should."""
+    """A sink that records its calls and raises where the test tells it to."""
 
     part_bytes = 4
 
@@ -46,7 +46,7 @@ class RecordingSink(Sink):
 
 
 def test_a_sink_is_completed_once() -> None:
-    """Further calls of `complete` and `abort` do nothing."""
+    """After `complete`, further calls of `complete` and `abort` do nothing."""
     sink = RecordingSink()
     sink.put_part(0, memoryview(b"1234"))
     sink.put_part(1, memoryview(b"5"))
@@ -58,7 +58,7 @@ def test_a_sink_is_completed_once() -> None:
 
 
 def test_a_sink_is_aborted_once() -> None:
-    """Further calls do nothing, and an error while it aborts does not hide the first one."""
+    """After `abort`, further calls do nothing. An error during `abort` does not hide the first error."""
     sink = RecordingSink(fails="abort")
     for end in (sink.abort, sink.abort, sink.complete):
         end()
@@ -67,7 +67,7 @@ def test_a_sink_is_aborted_once() -> None:
 
 @pytest.mark.parametrize("fails", ["put 0", "complete"])
 def test_a_sink_that_fails_can_be_aborted(fails: str) -> None:
-    """The error comes out, failed parts do not count as written, and `abort` still drops the file."""
+    """A failed part raises its error and does not count as written, and `abort` removes the file."""
     sink = RecordingSink(fails)
 
     def write() -> None:

@@ -21,7 +21,7 @@ def record(tmp_path: Path) -> Path:
 
 
 def test_it_is_known_again(record: Path) -> None:
-    """By every process, through every link to the directory, and when the directory has another name."""
+    """Every process recognises a record, through any link to its directory, and after the directory was renamed."""
     assert is_record(record)
     (record.parent.parent / "link").symlink_to("checkpoint")
     assert is_record(record.parent.parent / "link" / "record")
@@ -43,7 +43,7 @@ def _move_elsewhere(record: Path) -> Path:
 
 
 def _touch(record: Path) -> Path:
-    """What a copy with restored times looks like, if it gets both inodes of what was removed."""
+    """A copy with restored times is not a record, even if it gets both inodes of the removed original."""
     while record.stat().st_ctime < float(record.read_text().split()[0]) + 0.1:
         os.utime(record, (0, 0))
     return record
@@ -56,12 +56,12 @@ def _cut(record: Path) -> Path:
 
 @pytest.mark.parametrize("change", [_copy, _copy_directory, _move_elsewhere, _touch, _cut])
 def test_what_is_no_record(record: Path, change: Callable[[Path], Path]) -> None:
-    """A copy, one that was moved by itself, one whose times were set, half of one."""
+    """A record that was copied, moved, cut or whose times were set is not valid."""
     assert not is_record(change(record))
 
 
 def test_what_cannot_be_read_is_none(tmp_path: Path) -> None:
-    """A missing file, a directory, a pipe that nobody writes to, any bytes, a link to a record."""
+    """A missing file, a directory, a FIFO, any bytes and a link to a record are not records."""
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "bytes").write_bytes(b"\xff\n\n")
@@ -72,7 +72,7 @@ def test_what_cannot_be_read_is_none(tmp_path: Path) -> None:
 
 
 def test_after_another_boot_it_proves_nothing(record: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor where the boot is not known; then none can be written."""
+    """If the boot id is unknown, no file is a record and none can be written."""
     (tmp_path / "boot").write_text("another\n")
     monkeypatch.setattr(local, "_BOOT_ID", tmp_path / "boot")
     assert not is_record(record)

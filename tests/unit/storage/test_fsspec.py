@@ -40,7 +40,7 @@ def test_an_error_while_opening_shows_no_secret(url: str) -> None:
 def test_a_missing_library_is_installed_by_an_extra(
     monkeypatch: pytest.MonkeyPatch, url: str, library: str, extra: str
 ) -> None:
-    """The error says which command brings it: when the URL is opened, and before, where it is given."""
+    """A missing library raises an error with the command that installs it, also before the URL is opened."""
     monkeypatch.setitem(sys.modules, library, None)
     for name in ("s3fs.core", "dcp_tensorizer._storage.sftp", "dcp_tensorizer._storage.sftp"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -52,7 +52,7 @@ def test_a_missing_library_is_installed_by_an_extra(
 
 
 def test_a_storage_removes_its_options_from_messages() -> None:
-    """It knows the options that it was opened with."""
+    """A storage can be reopened with the options that it was opened with."""
     storage = open_storage("memory://bucket", {"token": "correct-horse", "endpoint_url": "http://minio.local:9000"})
     assert storage.scrub("correct-horse at http://minio.local:9000") == "*** at http://minio.local:9000"
 
@@ -64,7 +64,7 @@ def test_a_storage_removes_its_options_from_messages() -> None:
 def test_filesystems_that_connect_by_themselves_get_timeouts(
     monkeypatch: pytest.MonkeyPatch, protocol: str, defaults: dict[str, float]
 ) -> None:
-    """They get them as options of their own names, unless the user gives some."""
+    """Filesystems get the timeouts by their own option names, unless the user sets these options."""
     given: list[dict[str, Any]] = []
 
     class Recording(fsspec.get_filesystem_class("memory")):  # type: ignore[misc]
@@ -88,7 +88,7 @@ def test_filesystems_that_connect_by_themselves_get_timeouts(
 
 
 def test_azures_filesystems_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """adlfs never frees a filesystem, so there is one for the same options; its listings are forgotten each time."""
+    """Storages with the same options share one filesystem, because adlfs never frees one. Its listings are dropped."""
     made: list[Azure] = []
 
     class Azure(MemoryFileSystem):
@@ -111,7 +111,7 @@ def test_azures_filesystems_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_storage_of_a_chain_has_filesystems_of_its_own() -> None:
-    """fsspec would use the one behind a cache again, with the keys that it has once found."""
+    """The filesystem behind a cache is new each time, because fsspec would reuse one with older keys."""
     options = {"memory": {"use_listings_cache": False}}
     first, second = (open_storage("simplecache::memory://chained", options) for _ in range(2))
     behind = [storage.filesystem.fs for storage in (first, second)]  # type: ignore[attr-defined]
@@ -121,7 +121,7 @@ def test_each_storage_of_a_chain_has_filesystems_of_its_own() -> None:
 
 
 def test_azures_filesystems_have_the_keys_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable that its library reads makes another one, and any other variable does not."""
+    """A change of a variable that Azure's library reads makes another filesystem, and no other variable does."""
 
     class Azure(MemoryFileSystem):
         protocol = "abfs"

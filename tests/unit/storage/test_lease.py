@@ -19,7 +19,7 @@ NAME = lease_file_name("step-N")
 
 
 def run_of(folder: Path) -> Lease:
-    """A run that has claimed a folder."""
+    """Returns the lease of a run that has taken it."""
     owner = Lease(LocalStorage(folder), NAME)
     owner.check()
     return owner
@@ -32,7 +32,7 @@ def epoch_in(folder: Path) -> int:
 
 
 def test_each_run_counts_one_more(tmp_path: Path) -> None:
-    """A run makes the folder if there is none, claims it once, and says in the file who it is."""
+    """A run creates the folder, takes the lease once, and writes its id into the file."""
     first = run_of(tmp_path / "run")
     first.check()
     assert epoch_in(tmp_path / "run") == 1
@@ -44,7 +44,7 @@ def test_each_run_counts_one_more(tmp_path: Path) -> None:
 
 
 def test_the_older_run_is_told(tmp_path: Path) -> None:
-    """By each check from then on, also when the other run's lease is gone; the newer one is not."""
+    """Each later check refuses the older run, even if the lease file is removed, and accepts the newer run."""
     first, second = run_of(tmp_path), run_of(tmp_path)
     words = f"{tmp_path} now belongs to another run: process {os.getpid()} on host {socket.gethostname()} took "
     with pytest.raises(Refused, match=r"as run 2; this is run 1, and took it at .* Use one folder per job") as e:
@@ -59,7 +59,7 @@ def test_the_older_run_is_told(tmp_path: Path) -> None:
 
 
 def test_runs_that_meet_have_different_epochs(tmp_path: Path) -> None:
-    """Whoever comes second sees the other's claim, and has the next epoch."""
+    """The second of two runs sees the lease of the first, and takes the next epoch."""
     with ThreadPoolExecutor(4) as pool:
         owners = list(pool.map(lambda _: run_of(tmp_path), range(4)))
     assert epoch_in(tmp_path) == 4
@@ -76,7 +76,7 @@ def _is_told(owner: Lease) -> bool:
 
 
 class LosesAnswers(LocalStorage):
-    """The storage does what it is asked, and says that somebody else was quicker."""
+    """The put succeeds or is refused because another run has put its lease first."""
 
     def put_if(self, name: str, expected: bytes | None, data: bytes, *, sync: bool = True, save_id: str = "") -> bool:
         super().put_if(name, expected, data, sync=sync, save_id=save_id)
@@ -84,7 +84,7 @@ class LosesAnswers(LocalStorage):
 
 
 def test_a_lost_answer(tmp_path: Path) -> None:
-    """The run finds its own claim, and does not claim again."""
+    """If the answer to a put is lost, the run finds its own lease and takes it once."""
     owner = Lease(LosesAnswers(tmp_path), NAME)
     owner.check()
     owner.check()
@@ -92,7 +92,7 @@ def test_a_lost_answer(tmp_path: Path) -> None:
 
 
 def test_what_is_no_claim_is_replaced(tmp_path: Path) -> None:
-    """And what a later release adds to one is read over."""
+    """Fields that a later release has added to a lease are ignored."""
     (tmp_path / NAME).write_bytes(b"\x00 damaged")
     first = run_of(tmp_path)
     assert epoch_in(tmp_path) == 1
@@ -104,7 +104,7 @@ def test_what_is_no_claim_is_replaced(tmp_path: Path) -> None:
 
 
 def test_jobs_of_other_names_do_not_meet(tmp_path: Path) -> None:
-    """They may share a folder: each has its own claim."""
+    """Jobs with different step names share a folder, each with its own lease."""
     first = run_of(tmp_path)
     other = Lease(LocalStorage(tmp_path), lease_file_name("ema-N"))
     other.check()
@@ -113,7 +113,7 @@ def test_jobs_of_other_names_do_not_meet(tmp_path: Path) -> None:
 
 
 class Unreadable(LocalStorage):
-    """Cannot be read for a while."""
+    """A storage that cannot be read for a while."""
 
     is_broken = True
 
@@ -124,7 +124,7 @@ class Unreadable(LocalStorage):
 
 
 def test_a_folder_that_cannot_be_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The first try is a warning, and each check is refused; when it can be read, the run claims it and goes on."""
+    """`take` logs a warning, each check raises, and a check takes the lease when the folder can be read again."""
     folder = Unreadable(tmp_path)
     owner = Lease(folder, NAME)
     owner.take()

@@ -27,12 +27,12 @@ NAME = f"__0_0_{'a' * 32}.tensors"
 
 
 def network_mount(path: Path) -> LocalStorage:
-    """A directory whose file system is not this machine's alone."""
+    """Returns a directory on a network file system."""
     return LocalStorage(path, local_types=())
 
 
 def test_the_first_lock_is_exclusive(tmp_path: Path) -> None:
-    """Nobody else writes in the directory before it is shared."""
+    """The lock is exclusive until it is shared."""
     lock = LocalStorage(tmp_path).lock_directory()
     assert lock.is_exclusive
     lock.share(1.0)
@@ -41,7 +41,7 @@ def test_the_first_lock_is_exclusive(tmp_path: Path) -> None:
 
 
 def test_a_second_lock_is_not(tmp_path: Path) -> None:
-    """While another save is in progress, nobody knows which files are left over."""
+    """While another save is in progress, the lock is not exclusive, so no file counts as a leftover."""
     first = LocalStorage(tmp_path).lock_directory()
     first.share(1.0)
     second = LocalStorage(tmp_path).lock_directory()
@@ -56,7 +56,7 @@ def test_a_second_lock_is_not(tmp_path: Path) -> None:
 
 
 def test_a_lock_ends_with_its_block(tmp_path: Path) -> None:
-    """Also if the block raises."""
+    """The lock is released at the end of the block, also after an exception."""
     with suppress(ValueError), LocalStorage(tmp_path).lock_directory():
         raise ValueError
     with LocalStorage(tmp_path).lock_directory() as again:
@@ -64,7 +64,7 @@ def test_a_lock_ends_with_its_block(tmp_path: Path) -> None:
 
 
 def test_the_wait_for_a_save_that_cleans_up_is_bounded(tmp_path: Path) -> None:
-    """A stopped process may hold the lock: the error names the directory, and no descriptor stays open."""
+    """If a stopped process holds the lock, the error names the directory, and no descriptor stays open."""
     before = open_descriptors()
     holder = LocalStorage(tmp_path).lock_directory()
     other = LocalStorage(tmp_path).lock_directory()
@@ -78,7 +78,7 @@ def test_the_wait_for_a_save_that_cleans_up_is_bounded(tmp_path: Path) -> None:
 def test_without_locks_that_all_can_see_nothing_is_left_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """Network file systems refuse locks on directories, or show them to one machine; a save goes on without."""
+    """A save continues on network file systems, which refuse locks on directories or hide them from other machines."""
 
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(9, "Bad file descriptor")
@@ -94,13 +94,13 @@ def test_without_locks_that_all_can_see_nothing_is_left_over(
 
 
 def test_a_missing_directory_cannot_be_locked(tmp_path: Path) -> None:
-    """Somebody may remove it, and the directory above it, just after it was made."""
+    """If the directory and its parent are removed right after they were created, the lock creates them again."""
     with pytest.raises(WriteError, match="nowhere"):
         LocalStorage(tmp_path / "nowhere" / "checkpoint").lock_directory()
 
 
 def test_a_directory_that_another_save_removed(tmp_path: Path) -> None:
-    """A save that waited makes the directory again, and locks the new one."""
+    """A save that waited creates the removed directory again, and locks the new one."""
     storage = LocalStorage(tmp_path / "checkpoint")
     storage.make_directory()
     cleaner = storage.lock_directory()
@@ -119,7 +119,7 @@ def test_a_directory_that_another_save_removed(tmp_path: Path) -> None:
 
 
 def test_locking_makes_a_directory_again(tmp_path: Path) -> None:
-    """It may have been removed since it was made."""
+    """A directory that was removed after it was created is created again."""
     storage = LocalStorage(tmp_path / "checkpoint")
     lock = storage.lock_directory()
     assert lock.is_exclusive
@@ -129,7 +129,7 @@ def test_locking_makes_a_directory_again(tmp_path: Path) -> None:
 
 
 def test_a_listing_follows_no_links_to_directories(tmp_path: Path) -> None:
-    """Links to directories, links to nowhere or in circles, and pipes are not listed."""
+    """A listing has no links to directories, no broken or circular links, and no FIFOs."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_bytes(b"12345")
     (tmp_path / "latest").symlink_to("folder")
@@ -144,7 +144,7 @@ def test_a_listing_follows_no_links_to_directories(tmp_path: Path) -> None:
 
 
 def test_a_lock_ends_with_its_object(tmp_path: Path) -> None:
-    """A save that failed and is forgotten does not keep others from cleaning up."""
+    """The lock of a failed save is released when the save is freed."""
     lock = LocalStorage(tmp_path).lock_directory()
     lock.share(1.0)
     del lock
@@ -158,7 +158,7 @@ def test_a_lock_ends_with_its_object(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
 def test_the_umask_is_respected(tmp_path: Path, mask: int, mode: int) -> None:
-    """Files and directories have the modes that any program's would have."""
+    """Files and directories have the usual modes under the umask of the process."""
     before = os.umask(mask)
     try:
         storage = LocalStorage(tmp_path / "new" / "checkpoint")
@@ -173,7 +173,7 @@ def test_the_umask_is_respected(tmp_path: Path, mask: int, mode: int) -> None:
 
 
 def test_the_umask_of_a_save_is_respected(tmp_path: Path) -> None:
-    """Also when the process has another one by now; special bits that a directory inherits stay."""
+    """The umask of the save applies even if that of the process has changed. Inherited special bits stay."""
     tmp_path.chmod(0o2755)
     before = os.umask(0o077)
     try:
@@ -190,7 +190,7 @@ def test_the_umask_of_a_save_is_respected(tmp_path: Path) -> None:
 
 
 def test_a_directory_may_decide_on_modes(tmp_path: Path) -> None:
-    """With an access list for what is made in it no umask counts: here its group may write, others may not read."""
+    """In a directory with a default ACL the umask has no effect."""
     entries = [(0x01, 7), (0x04, 7), (0x20, 0)]  # user, group, others, as in <linux/posix_acl.h>
     default = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry, 0xFFFFFFFF) for entry in entries)
     try:
@@ -210,7 +210,7 @@ def test_a_directory_may_decide_on_modes(tmp_path: Path) -> None:
 def test_a_umask_that_was_set_for_a_moment_makes_no_file_of_mode_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads read the umask by setting another one; here it is back when the file has been made."""
+    """A file has the right mode even if a thread sets another umask for a moment to read it."""
     monkeypatch.setattr(local_io, "current_umask", lambda: 0o022)
     before = os.umask(0o777)
     try:
@@ -221,7 +221,7 @@ def test_a_umask_that_was_set_for_a_moment_makes_no_file_of_mode_0(
 
 
 def test_put_replaces_the_file_not_its_contents(tmp_path: Path) -> None:
-    """A reader that has the old file open reads it to its end."""
+    """A reader that has opened the replaced file reads the old contents to their end."""
     storage = LocalStorage(tmp_path)
     storage.put("f", b"old" * 1000, sync=True)
     with open(tmp_path / "f", "rb") as file:
@@ -233,7 +233,7 @@ def test_put_replaces_the_file_not_its_contents(tmp_path: Path) -> None:
 
 
 def test_a_file_in_the_place_of_a_directory(tmp_path: Path) -> None:
-    """Nothing can be read or written below it."""
+    """Below a file, nothing can be read or written."""
     (tmp_path / "file").write_bytes(b"x")
     storage = LocalStorage(tmp_path / "file")
     assert storage.read(".metadata") is None
@@ -253,14 +253,14 @@ def test_a_file_in_the_place_of_a_directory(tmp_path: Path) -> None:
 
 
 def test_a_directory_in_the_place_of_a_file(tmp_path: Path) -> None:
-    """It is an error, not a missing file."""
+    """A directory in the place of a file is an error, not a missing file."""
     (tmp_path / ".metadata").mkdir()
     with pytest.raises(ReadError, match="metadata"):
         LocalStorage(tmp_path).read(".metadata")
 
 
 def test_opening_a_missing_file_is_an_error(tmp_path: Path) -> None:
-    """It leaves no descriptor open."""
+    """A failed operation leaves no descriptor open."""
     before = open_descriptors()
     with pytest.raises(FileNotFoundError):
         LocalStorage(tmp_path).open(NAME)
@@ -273,7 +273,7 @@ def test_opening_a_missing_file_is_an_error(tmp_path: Path) -> None:
 def test_a_rename_whose_answer_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: int, replace: bool
 ) -> None:
-    """The file is in place, though the network mount reports that its retry failed."""
+    """If a network mount reports the failure of its own retry although the file is in place, `put` succeeds."""
     rename = os.replace
 
     def lose(source: Path, target: Path) -> None:
@@ -301,7 +301,7 @@ def test_whether_a_file_may_appear_later(
     said: int,
     kind: type[WriteError],
 ) -> None:
-    """It may on a network mount, whose errors do not always tell what the server did."""
+    """After an error of a network mount the outcome of a put is unknown, and on a local disk it is a refusal."""
 
     def fail(source: Path, target: Path) -> None:
         raise OSError(said, os.strerror(said))
@@ -321,7 +321,7 @@ def test_space_is_reserved_on_disks_only(
     storage_of: Callable[[Path], LocalStorage],
     allocated: list[int],
 ) -> None:
-    """Many network mounts cannot reserve space, and glibc imitates it by writing zeros, one page at a time."""
+    """Space is not reserved on network mounts, where glibc would write zeros instead."""
     asked: list[int] = []
     monkeypatch.setattr(os, "posix_fallocate", lambda descriptor, offset, nbytes: asked.append(nbytes))
     put_file(storage_of(tmp_path), "a", bytes(5000))
@@ -355,7 +355,7 @@ KINDS = [
 
 @pytest.mark.parametrize(("make", "said"), KINDS, ids=["FIFO", "socket", "device", "directory"])
 def test_what_is_no_file_is_an_error(make: Callable[[Path], None], said: str) -> None:
-    """To open a FIFO would wait for ever, and a device may have no end; nothing is put in the place of either."""
+    """A FIFO, a socket or a device is an error, and is neither opened nor replaced."""
     with tempfile.TemporaryDirectory() as folder:  # a socket's path must be short
         path = Path(folder) / "file"
         make(path)
@@ -376,7 +376,7 @@ def test_what_is_no_file_is_an_error(make: Callable[[Path], None], said: str) ->
 
 
 def test_a_name_that_is_too_long(tmp_path: Path) -> None:
-    """Also in the directories above: each error is ours, and names the path."""
+    """A file in the place of a directory is an error that names the path, at each level."""
     storage = LocalStorage(tmp_path / ("x" * 300) / "below")
     with pytest.raises(WriteError, match=r"cannot create the checkpoint directory.*File name too long"):
         storage.make_directory()
@@ -389,7 +389,7 @@ def test_a_name_that_is_too_long(tmp_path: Path) -> None:
 
 @pytest.fixture
 def locked(tmp_path: Path) -> Iterator[Path]:
-    """A directory that this process may not enter; root may enter all, and is somebody else meanwhile."""
+    """Yields a directory that this process may not enter. Root becomes another user for the block."""
     folder = tmp_path / "locked"
     (folder / "checkpoint").mkdir(parents=True)
     folder.chmod(0)
@@ -405,7 +405,7 @@ def locked(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may make a directory of another user's")
 def test_a_directory_of_another_user() -> None:
-    """Whoever may not write there is told whose it is, with its mode, and who asks; also for one below it."""
+    """The error of a missing permission names the folder, its owner and mode, and the user of this process."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:  # that of the tests lets nobody else in
         folder = Path(name)
         folder.chmod(0o755)
@@ -426,7 +426,7 @@ def test_a_directory_of_another_user() -> None:
 
 
 def test_a_directory_that_cannot_be_entered(locked: Path) -> None:
-    """Each error is ours, and names the path."""
+    """Each error is a class of this package and names the path."""
     storage = LocalStorage(locked / "checkpoint")
     with pytest.raises(
         WriteError, match=rf"cannot create the checkpoint directory {storage.path}: .*Permission denied"
@@ -446,7 +446,7 @@ def test_a_directory_that_cannot_be_entered(locked: Path) -> None:
 
 @pytest.mark.parametrize("storage_of", [LocalStorage, network_mount], ids=["local disk", "network mount"])
 def test_files_are_removed_by_their_literal_names(tmp_path: Path, storage_of: Callable[[Path], LocalStorage]) -> None:
-    """On a mount several at once; names of files that are not there are passed over."""
+    """Files are removed in threads on a mount, and missing names are ignored."""
     names = [f"f{number}[*]" for number in range(40)]
     for name in [*names, "f1"]:
         (tmp_path / name).touch()
@@ -455,7 +455,7 @@ def test_files_are_removed_by_their_literal_names(tmp_path: Path, storage_of: Ca
 
 
 class Remembers:
-    """A mount that knows nothing of a new directory and its files before the directories are opened, as NFS does."""
+    """A mount that shows a new directory and its files only after its directories are opened, as NFS does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *hidden: Path) -> None:
         self._hidden = set(map(str, hidden))
@@ -485,7 +485,7 @@ class Remembers:
 
 @pytest.mark.parametrize("look", ["read", "head", "open", "open_uncached", "listing"])
 def test_a_name_that_a_mount_remembers_as_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: str) -> None:
-    """The directory that it is in is opened, and that one's own, and then it is there."""
+    """A missing file on a mount is found after its directory and the parent are opened."""
     step = tmp_path / "step-4"
     step.mkdir()
     (step / ".metadata").write_bytes(b"index")

@@ -43,7 +43,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cached=st.booleans(),
 )
 def test_any_range_is_read_into_any_buffers(stored: Path, offset: int, sizes: list[int], cached: bool) -> None:
-    """A range may be cold or cached, aligned or not, and past the file's end it is an EOFError, never zeros."""
+    """A range is read correctly whether it is cached or not and aligned or not. Past the end it raises EOFError."""
     content = stored.read_bytes()
     if not cached:
         forget(stored)
@@ -73,7 +73,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cuts=st.lists(st.integers(0, 5 * MIB - 77), max_size=5),
 )
 def test_a_cold_range_is_read_past_the_page_cache(large: Path, offset: int, cuts: list[int]) -> None:
-    """It may begin and end anywhere and be read in parts of any size, and the cache stays empty."""
+    """A range of any alignment is read in parts of any size, and the page cache stays empty."""
     forget(large)
     file = LocalFile(large)
     nbytes = 5 * MIB - 77
@@ -90,7 +90,7 @@ def test_a_cold_range_is_read_past_the_page_cache(large: Path, offset: int, cuts
 
 
 def test_the_end_of_a_file_is_read_past_the_page_cache(large: Path) -> None:
-    """A file need not end on a block."""
+    """The last block of a file may be incomplete."""
     path = large.with_name("odd")
     path.write_bytes(PATTERN[: 3 * MIB + 1234])
     forget(path)
@@ -107,7 +107,7 @@ def test_the_end_of_a_file_is_read_past_the_page_cache(large: Path) -> None:
 def test_any_other_range_is_read_through_the_page_cache(
     large: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a range is cached already, too small, or cannot be read in another way."""
+    """A cached range, a small one, and one that O_DIRECT refuses are read through the page cache."""
     forget(large)
     offset, nbytes = 1000, 1000 if case == "small" else 2 * MIB
     if case == "cached":
@@ -140,7 +140,7 @@ def test_any_other_range_is_read_through_the_page_cache(
 
 
 def test_a_failed_cold_read_is_an_error(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not repeated through the cache."""
+    """An error of an O_DIRECT read is raised, and not retried through the page cache."""
     forget(large)
     file = LocalFile(large)
 
@@ -154,7 +154,7 @@ def test_a_failed_cold_read_is_an_error(large: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_each_thread_keeps_what_it_read(large: Path) -> None:
-    """Its range stays until its own next call, and in the end nothing is open or mapped."""
+    """Each thread's range is valid until its next call, and `close` leaves nothing open or mapped."""
     forget(large)
     before = open_descriptors()
     file = LocalFile(large)
@@ -176,7 +176,7 @@ def test_each_thread_keeps_what_it_read(large: Path) -> None:
 
 
 def test_a_cold_range_is_of_the_file_that_was_opened(tmp_path: Path) -> None:
-    """It does not matter that another file has its name now."""
+    """A reader continues with the file that it opened, even if another file has its name."""
     path = tmp_path / "file"
     path.write_bytes(PATTERN)
     forget(path)
@@ -190,7 +190,7 @@ def test_a_cold_range_is_of_the_file_that_was_opened(tmp_path: Path) -> None:
 
 
 def test_all_threads_read_the_file_that_was_opened(tmp_path: Path) -> None:
-    """Each has its own descriptor of that file, though another file has its name now, and all are closed."""
+    """Each thread has its own descriptor of the opened file, and `close` closes all of them."""
     path = tmp_path / "file"
     path.write_bytes(PATTERN[:5000])
     before = open_descriptors()
@@ -214,7 +214,7 @@ def test_all_threads_read_the_file_that_was_opened(tmp_path: Path) -> None:
 
 
 def test_more_buffers_than_one_preadv_takes(stored: Path) -> None:
-    """2,500 buffers of 11 bytes or none are filled in order."""
+    """One read fills 2,500 buffers of 0 to 11 bytes in order."""
     content = stored.read_bytes()
     buffers = [memoryview(bytearray(11 if number % 7 else 0)) for number in range(2500)]
     wanted = sum(buffer.nbytes for buffer in buffers)
@@ -227,7 +227,7 @@ def test_more_buffers_than_one_preadv_takes(stored: Path) -> None:
 
 
 def test_a_short_file_is_an_error_that_says_by_how_much(tmp_path: Path) -> None:
-    """The message has the file's end and the number of missing bytes."""
+    """The message names the end of the file and the number of missing bytes."""
     (tmp_path / "file").write_bytes(b"x" * 1000)
     file = LocalFile(tmp_path / "file")
     with pytest.raises(EOFError, match=r"ends at byte 1,000, 500 bytes too early"):
@@ -236,7 +236,7 @@ def test_a_short_file_is_an_error_that_says_by_how_much(tmp_path: Path) -> None:
 
 
 def test_several_threads_read_one_file(tmp_path: Path) -> None:
-    """Each thread gets its own range."""
+    """Threads that read at the same time get their own ranges."""
     path = tmp_path / "file"
     path.write_bytes(PATTERN)
     forget(path)
@@ -254,7 +254,7 @@ def test_several_threads_read_one_file(tmp_path: Path) -> None:
 
 
 def test_closing_gives_the_descriptors_back(stored: Path) -> None:
-    """A reader holds two descriptors at most, until it is closed."""
+    """A reader has at most two descriptors, until it is closed."""
     before = open_descriptors()
     file = LocalFile(stored)
     assert len(open_descriptors()) <= len(before) + 2
@@ -264,7 +264,7 @@ def test_closing_gives_the_descriptors_back(stored: Path) -> None:
 
 @pytest.mark.parametrize("most", [1024, 1], ids=["at the end", "too many"])
 def test_two_write_a_file_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """Their runs begin and end anywhere, also in one block of the disk; parts of blocks are written at the end."""
+    """Two sinks write runs of any alignment to one file, and write incomplete blocks last."""
     monkeypatch.setattr(local_io, "_MAX_EDGES", most)
     content = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8)
     ends = [0, 5, 3000, 3001, 20_000, 61_440, 61_441, 81_920, 100_000]

@@ -30,7 +30,7 @@ def identity(path: Path) -> FileIdentity:
 
 
 def test_a_linked_file_can_no_longer_be_written(source: Path, tmp_path: Path) -> None:
-    """It loses that permission, gets no other one, and is still known again."""
+    """A linked file loses its write permission, gets no other permission, and keeps its identity."""
     known = identity(source)
     assert link_file(source, known, tmp_path / "target", sync=True)
     assert os.path.samefile(source, tmp_path / "target")
@@ -39,7 +39,7 @@ def test_a_linked_file_can_no_longer_be_written(source: Path, tmp_path: Path) ->
 
 
 def test_its_bytes_are_made_durable(source: Path, tmp_path: Path) -> None:
-    """Whoever wrote it may not have done so. Without ``sync`` nothing waits."""
+    """With ``sync`` a linked file is synced, because its writer may not have done so."""
     known = identity(source)
     with mock.patch("os.fsync") as fsync:
         assert link_file(source, known, tmp_path / "target", sync=True)
@@ -49,7 +49,7 @@ def test_its_bytes_are_made_durable(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_linked_is_left_as_it_is(source: Path, tmp_path: Path) -> None:
-    """On another file system, as of a job that saves to two: it can be written, and its disk is not waited for."""
+    """A file that cannot be linked keeps its permissions and is not synced."""
     refused = mock.patch("os.link", side_effect=OSError(errno.EXDEV, os.strerror(errno.EXDEV)))
     with refused, mock.patch("os.fsync") as fsync:
         assert not link_file(source, identity(source), tmp_path / "target", sync=True)
@@ -90,7 +90,7 @@ def _a_fifo(source: Path) -> None:
 def test_a_file_that_is_not_what_it_was_is_not_linked(
     source: Path, tmp_path: Path, change: Callable[[Path], object]
 ) -> None:
-    """Time, inode and size tell, each for itself; what is no file is not waited for."""
+    """A file with another time, inode or size is not linked, and neither is anything but a regular file."""
     known = identity(source)
     change(source)
     assert not link_file(source, known, tmp_path / "target", sync=True)
@@ -100,7 +100,7 @@ def test_a_file_that_is_not_what_it_was_is_not_linked(
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.EMLINK, errno.EPERM, errno.ENOENT, errno.ENOSPC])
 @pytest.mark.parametrize("call", ["os.link", "os.fchmod", "os.fsync", "os.open"])
 def test_what_the_system_refuses_is_not_linked(source: Path, tmp_path: Path, call: str, number: int) -> None:
-    """And nothing is raised: the file is written then."""
+    """An ordinary failure of a link returns False and raises nothing."""
     known = identity(source)
     with mock.patch(call, side_effect=OSError(number, os.strerror(number))):
         assert not link_file(source, known, tmp_path / "target", sync=True)
@@ -108,7 +108,7 @@ def test_what_the_system_refuses_is_not_linked(source: Path, tmp_path: Path, cal
 
 
 def test_a_link_that_was_made_although_the_system_denies_it_counts(source: Path, tmp_path: Path) -> None:
-    """A network mount's second request meets the result of the first."""
+    """A link succeeds if a network mount reports the failure of its own retry."""
     known = identity(source)
 
     def link(source: Path, target: Path, *, follow_symlinks: bool, link: Callable[..., None] = os.link) -> None:
@@ -121,14 +121,14 @@ def test_a_link_that_was_made_although_the_system_denies_it_counts(source: Path,
 
 
 def test_a_link_that_cannot_be_looked_at_is_taken_back(source: Path, tmp_path: Path) -> None:
-    """The file is written then, and its name must be free."""
+    """If the permission or the sync fails, the new name is removed."""
     with mock.patch("os.lstat", side_effect=OSError(errno.EIO, os.strerror(errno.EIO))):
         assert not link_file(source, identity_of(source.stat()) or (), tmp_path / "target", sync=True)
     assert os.listdir(tmp_path) == ["source"]
 
 
 def test_a_file_that_was_replaced_while_it_was_linked_is_released(source: Path, tmp_path: Path) -> None:
-    """The name may be of the other file: it is removed."""
+    """If the source was replaced in the meantime, the new name is removed."""
     known = identity(source)
 
     def link(source: Path, target: Path, *, follow_symlinks: bool, link: Callable[..., None] = os.link) -> None:
@@ -141,7 +141,7 @@ def test_a_file_that_was_replaced_while_it_was_linked_is_released(source: Path, 
 
 
 def test_a_listing_says_which_files_have_other_names(source: Path, tmp_path: Path) -> None:
-    """By device and inode, and how many names there are."""
+    """A listing shows files with several names by device, inode and number of names."""
     os.link(source, tmp_path / "other")
     (tmp_path / "single").touch()
     state = source.stat()

@@ -43,7 +43,7 @@ def put_parts(sink: LocalSink, content: bytes, order: list[int]) -> None:
 def test_parts_make_the_file_they_should(
     tmp_path: Path, parts: int, rest: int, data: st.DataObject, sync: bool
 ) -> None:
-    """The file has exactly the bytes of its parts, of any size, in any order, synced or not."""
+    """A file has exactly the bytes of its parts, of any size, in any order, synced or not."""
     content = PATTERN[: parts * PART + rest]
     order = data.draw(st.permutations(range(parts + bool(rest))))
     path = tmp_path / "file"
@@ -59,7 +59,7 @@ def test_parts_make_the_file_they_should(
 
 
 def test_several_threads_write_parts(tmp_path: Path) -> None:
-    """Every part is in its place, and all bytes are counted."""
+    """Threads write parts at the same time: each part is at its offset, and all bytes are counted."""
     content = PATTERN * 3
     sink = LocalSink(tmp_path / "file", len(content), sync=True)
     with ThreadPoolExecutor(4) as pool:
@@ -72,7 +72,7 @@ def test_several_threads_write_parts(tmp_path: Path) -> None:
 
 
 def cached_pages(path: Path) -> int:
-    """How many of a file's pages are in the page cache."""
+    """Returns the number of a file's pages in the page cache."""
     with open(path, "rb") as file:
         residency = Residency(file.fileno())
         count = sum(map(residency.holds_page, range(0, path.stat().st_size, mmap.PAGESIZE)))
@@ -81,7 +81,7 @@ def cached_pages(path: Path) -> int:
 
 
 def test_a_save_leaves_the_page_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A written file does not stay in the cache, with O_DIRECT or without it."""
+    """A written file does not stay in the page cache, with O_DIRECT or without it."""
     for name in ("direct", "buffered"):
         sink = LocalSink(tmp_path / name, len(PATTERN), sync=True)
         put_parts(sink, PATTERN, [0, 1, 2])
@@ -93,7 +93,7 @@ def test_a_save_leaves_the_page_cache_alone(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_complete_file_stays(tmp_path: Path) -> None:
-    """Another `complete` and a late `abort` do nothing."""
+    """After `complete`, further calls of `complete` and `abort` do nothing."""
     sink = LocalSink(tmp_path / "file", 3, sync=True)
     sink.put_part(0, on_a_page(b"abc"))
     sink.complete()
@@ -103,7 +103,7 @@ def test_a_complete_file_stays(tmp_path: Path) -> None:
 
 
 def test_an_existing_file_is_not_touched(tmp_path: Path) -> None:
-    """Names are unique, so an existing file means that something is wrong."""
+    """Creating a file that exists is an error, because names are unique to a save."""
     path = tmp_path / "file"
     path.write_bytes(b"old")
     with pytest.raises(FileExistsError):
@@ -112,7 +112,7 @@ def test_an_existing_file_is_not_touched(tmp_path: Path) -> None:
 
 
 def test_abort_removes_the_file_and_its_descriptors(tmp_path: Path) -> None:
-    """Nothing is left, and another `abort` does nothing."""
+    """`abort` leaves no file, and a second call does nothing."""
     before = open_descriptors()
     sink = LocalSink(tmp_path / "file", 4 * MIB, sync=True)
     put_parts(sink, PATTERN[: 4 * MIB], [0])
@@ -123,7 +123,7 @@ def test_abort_removes_the_file_and_its_descriptors(tmp_path: Path) -> None:
 
 
 def test_a_failed_close_closes_each_descriptor_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full quota may show only then: `complete` raises it, `abort` removes the file, and no other one is closed."""
+    """If closing fails (full quota), `complete` raises, `abort` removes the file, and no descriptor is closed twice."""
     before, real, closed = open_descriptors(), os.close, list[int]()
 
     def failing(fd: int) -> None:
@@ -145,12 +145,12 @@ def test_a_failed_close_closes_each_descriptor_once(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("nbytes", [5000, 2 * MIB], ids=["buffered", "direct"])
 def test_a_failed_write_raises(tmp_path: Path, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The operating system's own error comes out, and the file can be aborted."""
+    """A write raises the system's error, and the file can be aborted."""
     monkeypatch.delattr(os, "posix_fallocate")  # it would fail before the write
     sink = LocalSink(tmp_path / "file", nbytes, sync=True)
     with (
         file_size_limit(1000),
-        pytest.raises(OSError, match=r"File too large: .* more than 1,000 bytes.*ulimit -f") as caught,
+        pytest.raises(OSError, match=r"File too large. Raise the file size limit .*ulimit -f") as caught,
     ):
         put_parts(sink, PATTERN[:nbytes], [0])
     assert caught.value.errno == errno.EFBIG
@@ -159,7 +159,7 @@ def test_a_failed_write_raises(tmp_path: Path, nbytes: int, monkeypatch: pytest.
 
 
 def test_a_full_disk_is_an_error_before_the_work_begins(tmp_path: Path) -> None:
-    """The space cannot be reserved, and nothing is left of the file."""
+    """If the space cannot be reserved, the error is raised and no file is left."""
     before = open_descriptors()
     with file_size_limit(MIB), pytest.raises(OSError, match="File too large"):
         LocalSink(tmp_path / "file", 2 * MIB, sync=False)
@@ -168,7 +168,7 @@ def test_a_full_disk_is_an_error_before_the_work_begins(tmp_path: Path) -> None:
 
 
 def test_without_direct_io_the_file_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without O_DIRECT, or if the first write refuses it, everything goes through the page cache."""
+    """Without O_DIRECT, or if the first write refuses it, all parts go through the page cache."""
     real = os.pwrite
     direct = set()
 

@@ -13,7 +13,7 @@ LINE = b"%d 27 0:%d / %s rw,relatime shared:1 - %s server:/export rw\n"
 
 
 def listed(tmp_path: Path, *mounts: tuple[bytes, bytes]) -> Path:
-    """A list of mounts and their types, as the kernel writes it."""
+    """Writes a list of mounts and their types, as the kernel does."""
     path = tmp_path / "mountinfo"
     path.write_bytes(b"".join(LINE % (n, n, mount, kind) for n, (mount, kind) in enumerate(mounts, 30)))
     return path
@@ -31,7 +31,7 @@ def listed(tmp_path: Path, *mounts: tuple[bytes, bytes]) -> Path:
     ],
 )
 def test_a_mount_is_found_by_its_name(tmp_path: Path, name: str, escaped: bytes) -> None:
-    """In any alphabet and encoding; white space and backslashes are escaped in the list."""
+    """Mount points have any encoding. The list escapes white space and backslashes."""
     at = b"/mnt/" + escaped
     mounts = listed(tmp_path, (b"/", b"ext4"), (b"/mnt", b"xfs"), (at, b"nfs4"), (b"/\xff", b"fuse"))
     inside, beside = Path("/mnt", name, "run", "step"), Path("/mnt", f"{name}2")
@@ -40,10 +40,10 @@ def test_a_mount_is_found_by_its_name(tmp_path: Path, name: str, escaped: bytes)
 
 
 def test_the_last_mount_at_a_place_counts(tmp_path: Path) -> None:
-    """It hides those below it."""
+    """A later mount hides those below its path."""
     assert file_system(Path("/a/b"), listed(tmp_path, (b"/a", b"ext4"), (b"/a", b"nfs"))) == "nfs"
 
 
 def test_without_a_list_nothing_is_known(tmp_path: Path) -> None:
-    """As on systems other than Linux."""
+    """Without a list of mounts, as on systems other than Linux, the type is unknown."""
     assert file_system(Path("/a"), tmp_path / "missing") == ""

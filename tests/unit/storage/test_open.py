@@ -29,7 +29,7 @@ from dcp_tensorizer._tiers.target import FlushTarget
 
 @pytest.mark.parametrize("path", ["a*b", "[1]", "a b", "\N{SNOWMAN}", "%41", "~", "#x?y", "a:b", "memory:", "-"])
 def test_local_paths_are_literal(tmp_path: Path, path: str) -> None:
-    """A string, a path and a file URL name the same directory, of exactly that name."""
+    """A string, a path and a file URL open the same directory, of exactly that name."""
     for given_path in (f"{tmp_path}/{path}", tmp_path / path, f"file://{tmp_path}/{path}"):
         storage = open_storage(given_path)
         assert storage.path == storage.location == f"{tmp_path}/{path}"
@@ -39,12 +39,12 @@ def test_local_paths_are_literal(tmp_path: Path, path: str) -> None:
 
 
 def test_a_path_like_with_a_colon_pair_is_local(tmp_path: Path) -> None:
-    """A string with ``::`` is a chain of URLs, but a path object never is."""
+    """A string with ``::`` is a chain of URLs, and a path object never is."""
     assert open_storage(tmp_path / "a::b").path == f"{tmp_path}/a::b"
 
 
 def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The writer process sees the same directory, and so does this one after it changes its own."""
+    """A relative path names the same directory in the writer process, and after a change of the working directory."""
     monkeypatch.chdir(tmp_path)
     storage = open_storage("checkpoints/last")
     assert storage.location == f"{tmp_path}/checkpoints/last"
@@ -70,7 +70,7 @@ def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.Monk
 def test_paths_are_relative_to_a_directory_that_is_given(
     given: str | Path, path: str | Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As to the one in which a save was staged. ``~`` is the user's home, as in a shell. A URL stays one."""
+    """A path is relative to the directory in which the save was staged, ``~`` is the home, and a URL stays as it is."""
     monkeypatch.setenv("HOME", "/home/me")
     assert absolute_path(given, "/there") == path
 
@@ -79,7 +79,7 @@ def test_paths_are_relative_to_a_directory_that_is_given(
     "taker", [TensorizerStorageWriter, SafetensorsStorageWriter, Export, Publish, TensorizerStorageReader, open_reader]
 )
 def test_a_url_is_checked_where_it_is_given(taker: Callable[..., object], register: Callable[..., None]) -> None:
-    """Without a connection: its protocol and its storage."""
+    """A URL's protocol and library are checked without a connection."""
     is_model = taker in (SafetensorsStorageWriter, Export)
     refused = "several processes cannot write one file there" if is_model else "ValueError: Protocol not known: abc"
     for url in ("abc://x", "simplecache::abc://x"):
@@ -96,7 +96,7 @@ def test_a_url_is_checked_where_it_is_given(taker: Callable[..., object], regist
 
 @pytest.mark.parametrize("url", ["s3://bucket/x", "sftp://127.0.0.1/x"])
 def test_an_option_that_the_library_does_not_know(url: str) -> None:
-    """Its error names the option, and shows no value."""
+    """The error of an unknown option names the option and shows no value."""
     with pytest.raises(CheckpointError, match=r"unexpected keyword argument 'pasword'") as caught:
         open_storage(url, {"pasword": "hunter2-hunter2"}).read(".metadata")
     assert "hunter2" not in str(caught.value)
@@ -104,13 +104,13 @@ def test_an_option_that_the_library_does_not_know(url: str) -> None:
 
 @pytest.mark.parametrize("path", ["a\0b", "/\ud800"])
 def test_what_cannot_be_a_files_name(path: str) -> None:
-    """The system takes neither; the error is ours, and shows it."""
+    """An empty path and one with a NUL byte are errors that show the path."""
     with pytest.raises(WriteError, match="is not a valid path: "):
         open_storage(path)
 
 
 def test_a_relative_path_without_a_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It leads nowhere; an absolute one does."""
+    """Without a working directory, a relative path is an error and an absolute path is not."""
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -121,7 +121,7 @@ def test_a_relative_path_without_a_working_directory(tmp_path: Path, monkeypatch
 
 
 def test_a_location_has_the_credentials_that_a_path_leaves_out() -> None:
-    """Another process opens the location, and people see the path."""
+    """Another process can open the location, and the path shows no credentials."""
     storage = open_storage("memory://user:hunter2@bucket/checkpoint")
     assert storage.location == "memory://user:hunter2@bucket/checkpoint"
     assert storage.path == "memory://bucket/checkpoint"
@@ -132,7 +132,7 @@ def test_a_location_has_the_credentials_that_a_path_leaves_out() -> None:
     [("s3://b/run/", "s3://b/run"), ("s3://b/", "s3://b"), ("memory://", "memory://"), ("memory://x//", "memory://x")],
 )
 def test_trailing_slashes_are_dropped(url: str, path: str) -> None:
-    """A child's name follows one slash, and the root of a filesystem stays as it is."""
+    """Trailing slashes are removed, except for the root of a filesystem."""
     storage = open_storage(url)
     assert (storage.path, storage.location) == (path, path)
     assert open_storage(url).child("step-1").path == f"{path}/step-1"
@@ -150,7 +150,7 @@ def test_trailing_slashes_are_dropped(url: str, path: str) -> None:
     ],
 )
 def test_what_a_checkpoint_may_be_called(path: Any, valid: bool) -> None:
-    """What torch's writers for paths and for URLs take; nothing is connected to, and no library is needed."""
+    """Paths and URLs of known protocols are locations. The check connects to nothing and needs no library."""
     for kind in (TensorizerStorageWriter, TensorizerStorageReader):
         assert kind.validate_checkpoint_id(path) is valid
     if not isinstance(path, str) or path.startswith(("gs:", "az:", "sftp:", "simplecache:")):
@@ -162,7 +162,7 @@ def test_what_a_checkpoint_may_be_called(path: Any, valid: bool) -> None:
 
 
 def test_the_parent_of_what_a_link_leads_to(tmp_path: Path) -> None:
-    """As the system has it: not the folder that the link lies in. Where it makes no difference the path stays."""
+    """``link/..`` is the parent of the link's target. Other paths stay as they are."""
     (tmp_path / "run" / "sub").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "run" / "sub")
     assert open_storage(f"{tmp_path}/link/../step").path == os.path.realpath(tmp_path / "run" / "step")
@@ -174,7 +174,7 @@ def test_the_parent_of_what_a_link_leads_to(tmp_path: Path) -> None:
 
 
 class Shelf(LocalStorage):
-    """A storage that remembers what it was opened with."""
+    """A storage that records the arguments of its opener."""
 
     in_process = True
 
@@ -193,7 +193,7 @@ def forgets(url: str, options: Mapping[str, Any], timeout: float) -> None:
 
 @pytest.fixture
 def register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Installs a package that registers openers by the names of protocols."""
+    """Installs a package that registers openers for protocols."""
 
     def register(package: str, **openers: str) -> None:
         info = tmp_path / package / f"{package}-1.dist-info"
@@ -208,7 +208,7 @@ def register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
 
 @pytest.mark.parametrize("protocol", ["shelf", "s3", "memory"])
 def test_a_registered_storage_goes_before_all_others(protocol: str, register: Callable[..., None]) -> None:
-    """It is given the URL without trailing slashes, the options and the timeout; the URL names a checkpoint."""
+    """The opener gets the URL without trailing slashes, the options and the timeout."""
     assert is_location(f"{protocol}://a/b") is (protocol != "shelf")
     register("shelves", **{protocol: f"{__name__}:Shelf"})
     storage = open_storage(f"{protocol}://a/b//", {"key": 1}, 7.0)
@@ -219,7 +219,7 @@ def test_a_registered_storage_goes_before_all_others(protocol: str, register: Ca
 
 
 def test_files_and_chains_are_not_for_other_packages(tmp_path: Path, register: Callable[..., None]) -> None:
-    """A package cannot come between a path, or a chain of filesystems, and what it names."""
+    """A package cannot register an opener for local paths or for chains of URLs."""
     register("shelves", file=f"{__name__}:Shelf", local=f"{__name__}:Shelf", simplecache=f"{__name__}:Shelf")
     assert open_storage(f"file://{tmp_path}").path == open_storage(f"local://{tmp_path}").path == str(tmp_path)
     assert not isinstance(open_storage("simplecache::memory://x"), Shelf)
@@ -234,14 +234,14 @@ def test_files_and_chains_are_not_for_other_packages(tmp_path: Path, register: C
     ],
 )
 def test_a_registered_storage_that_cannot_be_opened(opener: str, message: str, register: Callable[..., None]) -> None:
-    """The error names the URL and who opens it, without what stands in the options."""
+    """The error of an opener names the URL and the opener, and shows no option."""
     register("shelves", shelf=f"{__name__}:{opener}")
     with pytest.raises(WriteError, match=message):
         open_storage("shelf://a", {"password": "swordfish"})
 
 
 def test_two_packages_for_one_protocol(register: Callable[..., None]) -> None:
-    """Nothing says which one is meant: the error names both. What is installed twice is one."""
+    """Two packages that register one protocol are an error that names both. One package installed twice is not."""
     register("shelves", shelf=f"{__name__}:Shelf")
     register("same", shelf=f"{__name__}:Shelf")
     assert isinstance(open_storage("shelf://a"), Shelf)
@@ -252,7 +252,7 @@ def test_two_packages_for_one_protocol(register: Callable[..., None]) -> None:
 
 
 def test_a_folder_is_not_flushed_to_the_memory_of_one_process(register: Callable[..., None]) -> None:
-    """The writer process, which flushes, has a memory of its own: what it put there would be lost."""
+    """A flush to this process's memory is refused, because the writer process cannot reach that memory."""
     register("shelves", shelf=f"{__name__}:Shelf")
     with pytest.raises(WriteError, match="shelf://a is in the memory of one process, but another process flushes"):
         FlushTarget("/local", "shelf://a", {}).open("step-1")

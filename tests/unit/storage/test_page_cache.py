@@ -39,7 +39,7 @@ def holds(descriptor: int, offset: int) -> bool:
 
 @pytest.mark.parametrize("offset", [0, 1, 4095, 2 * MIB + 5, 3 * MIB + 99])
 def test_what_has_been_read_is_held_and_what_was_dropped_is_not(path: Path, descriptor: int, offset: int) -> None:
-    """This is so at any byte of the file, and a second question gets the same answer."""
+    """A page that was read is cached, a dropped one is not, and the query does not change that."""
     path.read_bytes()
     assert [holds(descriptor, offset) for _ in range(2)] == [True, True]
     assert cached(path, offset)
@@ -50,7 +50,7 @@ def test_what_has_been_read_is_held_and_what_was_dropped_is_not(path: Path, desc
 
 @pytest.mark.parametrize(("nbytes", "held"), [(100, False), (MIB, False), (2 * MIB, True)])
 def test_the_larger_part_counts(path: Path, descriptor: int, nbytes: int, held: bool) -> None:
-    """A byte is read together with those around it, so the answer is the same for all of them."""
+    """The larger part of a run decides for all of its bytes."""
     forget(path)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead
     os.pread(descriptor, nbytes, MIB)
@@ -59,7 +59,7 @@ def test_the_larger_part_counts(path: Path, descriptor: int, nbytes: int, held: 
 
 
 def test_a_few_missing_pages_do_not_count(path: Path, descriptor: int) -> None:
-    """They are read through the cache, since past it every load would read all around them from the disk."""
+    """A file whose pages cannot be queried is read through the page cache."""
     forget(path)
     path.read_bytes()
     os.posix_fadvise(descriptor, MIB, MIB, os.POSIX_FADV_DONTNEED)
@@ -68,7 +68,7 @@ def test_a_few_missing_pages_do_not_count(path: Path, descriptor: int) -> None:
 
 
 def test_an_answer_is_kept(path: Path, descriptor: int) -> None:
-    """Pages come and go in long runs, so each run of a file is looked up once."""
+    """Each run of a file is queried once."""
     path.read_bytes()
     residency = Residency(descriptor)
     assert residency.holds(0)
@@ -79,14 +79,14 @@ def test_an_answer_is_kept(path: Path, descriptor: int) -> None:
 
 
 def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
-    """There is nothing that the cache could hold."""
+    """An empty file has no cached pages."""
     (tmp_path / "empty").touch()
     with open(tmp_path / "empty", "rb") as file, pytest.raises(ValueError, match="empty"):
         Residency(file.fileno())
 
 
 def test_closing_unmaps_the_file(path: Path, descriptor: int) -> None:
-    """Nothing of the file stays in the address space."""
+    """`close` unmaps the file."""
     residency = Residency(descriptor)
     assert str(path) in Path("/proc/self/maps").read_text()
     residency.close()

@@ -31,7 +31,7 @@ from dcp_tensorizer._storage.redact import Scrubber, redact
     ],
 )
 def test_credentials_in_urls_are_removed(text: str, clean: str) -> None:
-    """User and password are removed, even a password with an ``@``, and nothing else is."""
+    """User and password are removed, even with an ``@`` in the password, and nothing else is."""
     assert redact(text) == clean
 
 
@@ -52,7 +52,7 @@ def test_credentials_in_urls_are_removed(text: str, clean: str) -> None:
     ],
 )
 def test_signatures_of_urls_are_removed(text: str, clean: str) -> None:
-    """Values of a query that give access to whoever has them are removed, and no other values are."""
+    """Values of a query that grant access to the URL are removed, and no other values are."""
     assert redact(text) == clean
 
 
@@ -79,7 +79,7 @@ OPTIONS = {
 
 
 def test_options_are_removed() -> None:
-    """Every longer string is removed, however deep it is, except endpoints and regions."""
+    """Every longer string among the options is removed, at any depth, except endpoints and regions."""
     text = "key AKIA-123456 at http://minio.local:9000 in eu-central-1: Bearer t0ken-region sup3r-s3cret abc"
     clean = "key *** at http://minio.local:9000 in eu-central-1: *** *** abc"
     assert Scrubber(OPTIONS)(text) == clean
@@ -97,7 +97,7 @@ def test_options_are_removed() -> None:
     ],
 )
 def test_parts_of_options_are_removed(options: dict[str, Any], text: str, clean: str) -> None:
-    """Signed URLs and connection strings are removed, and so is each part of them; numbers may be passwords."""
+    """Signed URLs and connection strings are removed, and so is each part of them, and numbers."""
     scrub = Scrubber(options)
     for secret in options.values():
         assert not isinstance(secret, str) or scrub(f"at {secret}") == "at ***"
@@ -105,5 +105,5 @@ def test_parts_of_options_are_removed(options: dict[str, Any], text: str, clean:
 
 
 def test_a_secret_within_another_is_removed_whole() -> None:
-    """The longer one is removed first, so that no rest of it is left."""
+    """If one secret contains another, the longer one is removed as a whole."""
     assert Scrubber({"a": "abcdef", "b": "abcdef-ghijkl"})("abcdef-ghijkl abcdef") == "*** ***"

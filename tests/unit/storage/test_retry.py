@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from dcp_tensorizer._storage.remote import Retries, is_transient, patience_of
+from dcp_tensorizer._storage.remote import Retries, is_transient, silence_timeout
 
 
 class Status(Exception):
-    """An error like those of HTTP libraries."""
+    """An error with a status, as HTTP libraries raise."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"the server says {status}")
@@ -19,7 +19,7 @@ class Status(Exception):
 
 
 class Clock:
-    """A clock that only a sleep or a test moves."""
+    """A clock that only `sleep` and the tests move."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -36,7 +36,7 @@ LASTING = [Status(403), Status(404), Status(400), PermissionError("403"), FileNo
 
 
 def failing(times: int, error: Exception) -> tuple[Callable[[], str], list[int]]:
-    """An operation that fails a number of times, and the list of its attempts."""
+    """Returns an operation that fails a number of times, and the list of its attempts."""
     attempts: list[int] = []
 
     def operation() -> str:
@@ -50,7 +50,7 @@ def failing(times: int, error: Exception) -> tuple[Callable[[], str], list[int]]
 
 @pytest.mark.parametrize("error", TRANSIENT, ids=repr)
 def test_transient_failures_are_repeated(error: Exception) -> None:
-    """Overload, resets, timeouts and expired tokens: there is another attempt, each after a recovery."""
+    """Overload, resets, timeouts and expired tokens are retried, each after `recover`."""
     operation, attempts = failing(2, error)
     recoveries: list[int] = []
     retries = Retries(600.0, first_wait=0.0)
@@ -60,7 +60,7 @@ def test_transient_failures_are_repeated(error: Exception) -> None:
 
 @pytest.mark.parametrize("error", LASTING, ids=repr)
 def test_lasting_failures_are_not_repeated(error: Exception) -> None:
-    """Permissions, missing objects and wrong arguments: there is one attempt, and its error."""
+    """Denials, missing objects and invalid arguments are raised after one attempt."""
     operation, attempts = failing(2, error)
     with pytest.raises(type(error)):
         Retries(600.0).call(operation)
@@ -69,7 +69,7 @@ def test_lasting_failures_are_not_repeated(error: Exception) -> None:
 
 
 def test_attempts_are_bounded() -> None:
-    """The sixth failure is the last."""
+    """The sixth failure is raised."""
     operation, attempts = failing(100, ConnectionResetError("reset by peer"))
     with pytest.raises(ConnectionResetError, match="reset by peer"):
         Retries(600.0, first_wait=0.0).call(operation)
@@ -77,7 +77,7 @@ def test_attempts_are_bounded() -> None:
 
 
 def test_attempts_that_only_the_timeout_ends() -> None:
-    """They go on every five to ten seconds, however many there are."""
+    """Without a limit of attempts, retries continue every five to ten seconds."""
     clock = Clock()
     operation, attempts = failing(10_000, ConnectionResetError("reset by peer"))
     with pytest.raises(ConnectionResetError, match="reset by peer"):
@@ -87,7 +87,7 @@ def test_attempts_that_only_the_timeout_ends() -> None:
 
 
 def test_waits_grow_and_are_bounded() -> None:
-    """They double from a fifth of a second on, up to ten seconds, less a random share."""
+    """Waits double from 0.2 s to 10 s, less a random share."""
     waits = list(Retries(600.0).waits())
     assert len(waits) == 5
     for number, wait in enumerate(waits):
@@ -96,13 +96,13 @@ def test_waits_grow_and_are_bounded() -> None:
 
 
 def test_attempts_end_in_time() -> None:
-    """No attempt begins that could end after the timeout, if the server stays silent."""
+    """No attempt begins that could end after the timeout at a silent server."""
     clock = Clock()
     begun: list[float] = []
 
     def silent() -> None:
         begun.append(clock.now)
-        clock.now += patience_of(1.0)
+        clock.now += silence_timeout(1.0)
         raise TimeoutError
 
     with pytest.raises(TimeoutError):

@@ -25,7 +25,7 @@ class IgnoresRanges:
         self.retries = Retries(1.0)
         self.body = Body()
 
-    def patiently(self, request: Any) -> Any:
+    def call_until_timeout(self, request: Any) -> Any:
         return request()
 
     def once(self, operation: str, name: str, **arguments: Any) -> Any:
@@ -33,7 +33,7 @@ class IgnoresRanges:
 
 
 def test_a_server_that_ignores_ranges_is_an_error() -> None:
-    """The reader does not return the wrong bytes, and closes the body."""
+    """If the server ignores the range, the reader raises an error and closes the body."""
     storage: Any = IgnoresRanges()
     with pytest.raises(OSError, match="the whole object instead of the requested range"):
         S3Reader(storage, "x").read_into([memoryview(bytearray(10))], 5)
@@ -53,12 +53,12 @@ def test_a_server_that_ignores_ranges_is_an_error() -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_connections_that_may_come_back(error: Exception, transient: bool) -> None:
-    """A server that refuses connections while it restarts is waited for, and a wrong certificate is not."""
+    """A refused connection is retried, and an invalid certificate is not."""
     as_ours = translated(error)
     assert is_transient(as_ours) == transient
     assert str(as_ours).startswith(type(error).__name__)
 
 
 def test_the_end_of_a_file_is_final() -> None:
-    """To ask again would take as long as the timeout."""
+    """A range beyond the end is not requested again, which would take as long as the timeout."""
     assert not is_transient(PastEnd("the file ends before that"))

@@ -23,7 +23,7 @@ NAME = f"__0_0_{'a' * 32}.tensors"
 
 @pytest.fixture
 def variables(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The environment, as the storage sees it: pytest changes the real one all the time."""
+    """Returns the environment that the storage sees, because pytest changes the real one all the time."""
     variables = {"KEY": "old"}
     monkeypatch.setattr(fsspec_module, "environment", variables.copy)
     return variables
@@ -82,7 +82,7 @@ def script(storage: Any, method: str, *errors: Exception, works_before: bool = F
     ids=["make_directory", "put", "read", "head", "listing"],
 )
 def test_errors_of_a_backend_are_translated(method: str, call: Callable[[Any], object], error: type[Exception]) -> None:
-    """They become ours, with the path and the backend's text, but without secrets."""
+    """Errors of a filesystem become those of this package, with path and text, and without secrets."""
     storage: Any = open_storage("memory://translated", {"token": "correct-horse"})
     script(storage, method, PermissionError("403 Forbidden: token correct-horse for s3://k:hunter2@bucket"))
     with pytest.raises(error, match=r"memory://translated.*PermissionError: 403") as caught:
@@ -95,7 +95,7 @@ def test_errors_of_a_backend_are_translated(method: str, call: Callable[[Any], o
 
 
 def test_a_completed_stream_stays(memory: Any) -> None:
-    """Whatever is called after `complete` does nothing."""
+    """After `complete`, further calls do nothing."""
     sink = memory.create(NAME, 3, sync=True)
     sink.put_part(0, memoryview(b"abc"))
     assert sink.bytes_written == 3
@@ -106,7 +106,7 @@ def test_a_completed_stream_stays(memory: Any) -> None:
 
 
 def test_an_aborted_stream_is_not_completed_when_it_is_collected(tmp_path: Path) -> None:
-    """fsspec completes a stream that it collects, but an aborted file must not appear after all."""
+    """An aborted file does not appear when fsspec's stream is garbage-collected."""
     storage = open_storage(f"simplecache::memory://{tmp_path.name}", {"simplecache": {"cache_storage": str(tmp_path)}})
     sink = storage.create(NAME, 0, sync=True)
     sink.put_part(0, memoryview(b"abc"))
@@ -120,7 +120,7 @@ def test_an_aborted_stream_is_not_completed_when_it_is_collected(tmp_path: Path)
 
 
 def test_nothing_is_spooled(memory: Any, temporary_directory: Path) -> None:
-    """A file on its way takes no space on the local disk."""
+    """An upload takes no space on the local disk."""
     before = open_descriptors()
     sink = memory.create(NAME, 3, sync=True)
     sink.put_part(0, memoryview(b"abc"))
@@ -133,7 +133,7 @@ def test_nothing_is_spooled(memory: Any, temporary_directory: Path) -> None:
 
 
 def test_each_attempt_has_a_new_filesystem(memory: Any) -> None:
-    """So it has new connections, and credentials as they are then."""
+    """A retry uses a new filesystem, with new connections and the current credentials."""
     memory.put("f", b"x", sync=True)
     filesystems = script(memory, "cat_file", ConnectionResetError(), ConnectionResetError())
     assert memory.read("f") == b"x"
@@ -141,7 +141,7 @@ def test_each_attempt_has_a_new_filesystem(memory: Any) -> None:
 
 
 def test_what_will_not_pass_is_not_repeated(memory: Any) -> None:
-    """There is one request, and its error."""
+    """A permanent error is raised after one request."""
     filesystems = script(memory, "pipe_file", ValueError("wrong"))
     with pytest.raises(WriteError, match="ValueError: wrong"):
         memory.put("f", b"x", sync=True)
@@ -149,7 +149,7 @@ def test_what_will_not_pass_is_not_repeated(memory: Any) -> None:
 
 
 def test_attempts_are_bounded(memory: Any) -> None:
-    """After six attempts the failure is an error, which names the file."""
+    """After six attempts the failure is raised with the name of the file."""
     filesystems = script(memory, "info", *[ConnectionResetError("reset by peer")] * 10)
     with pytest.raises(ReadError, match=r"memory://streamed/f: ConnectionResetError: reset by peer"):
         memory.head("f")
@@ -160,7 +160,7 @@ def test_attempts_are_bounded(memory: Any) -> None:
 
 
 def test_a_check_that_fails_is_not_an_answer(memory: Any) -> None:
-    """With replace=False nothing is written if nobody knows whether there is a file."""
+    """With replace=False nothing is written if the check for an existing file fails."""
     memory.put("f", b"first", sync=True)
     script(memory, "info", PermissionError("403"))
     with pytest.raises(Refused, match="403"):
@@ -169,7 +169,7 @@ def test_a_check_that_fails_is_not_an_answer(memory: Any) -> None:
 
 
 def test_a_file_that_another_job_has_just_written_is_not_replaced(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The filesystem is told not to replace it, because the check before is not enough."""
+    """With replace=False the filesystem is called in the mode that does not replace a file."""
     memory.put("f", b"theirs", sync=True)
     monkeypatch.setattr(memory, "head", lambda name: None)
     with pytest.raises(Refused, match="must not be replaced"):
@@ -183,7 +183,7 @@ def test_a_file_that_another_job_has_just_written_is_not_replaced(memory: Any, m
     ids=["denied", "unknown", "denied after a reset"],
 )
 def test_a_file_may_appear_after_all(memory: Any, errors: list[Exception]) -> None:
-    """Also after a denial: filesystems repeat requests by themselves, and an answer that was lost may be behind it."""
+    """The outcome is unknown even after a denial, because filesystems retry requests themselves."""
     filesystems = script(memory, "pipe_file", *errors)
     with pytest.raises(WriteError, match="cannot write memory://streamed/f: ") as caught:
         memory.put("f", b"x", sync=True)
@@ -192,7 +192,7 @@ def test_a_file_may_appear_after_all(memory: Any, errors: list[Exception]) -> No
 
 
 def test_a_put_whose_answer_is_lost(memory: Any) -> None:
-    """The second attempt meets the file of the first, and recognises it."""
+    """After a lost answer the second attempt recognises the file of the first."""
     filesystems = script(memory, "pipe_file", ConnectionResetError("reset by peer"), works_before=True)
     memory.put("f", b"ours", sync=True, replace=False)
     assert (len(filesystems), memory.read("f")) == (2, b"ours")
@@ -202,7 +202,7 @@ def test_a_put_whose_answer_is_lost(memory: Any) -> None:
 
 
 def test_a_denial_after_the_environment_has_changed(memory: Any, variables: dict[str, str]) -> None:
-    """A filesystem that is kept has the keys of its first moment: once more with those of now, and not again."""
+    """A denial is retried once if the environment has changed since the filesystem was created."""
     memory.put("f", b"x", sync=True)
     variables["KEY"] = "new"
     filesystems = script(memory, "cat_file", PermissionError())

@@ -23,7 +23,7 @@ from dcp_tensorizer._storage.urls import check_writable, is_in_process, protocol
     ],
 )
 def test_protocols(url: str, protocols: list[str]) -> None:
-    """Each of a chain counts, and paths have none."""
+    """Each part of a chain has a protocol, and paths have none."""
     assert protocols_of(url) == protocols
 
 
@@ -38,7 +38,7 @@ def test_protocols(url: str, protocols: list[str]) -> None:
     ],
 )
 def test_what_is_in_process(url: str, expected: bool) -> None:
-    """A cache in front of one process's memory makes it no other process's."""
+    """A cache in front of this process's memory is in this process as well."""
     assert is_in_process(url) == expected
     if "s3" not in url:
         assert open_storage(url).in_process == expected
@@ -46,13 +46,13 @@ def test_what_is_in_process(url: str, expected: bool) -> None:
 
 @pytest.mark.parametrize("url", ["/http://run", "s3://http/run", "memory://run", "sftp://h/https"])
 def test_what_can_be_written(url: str) -> None:
-    """Only the protocol counts."""
+    """Only the protocol decides whether a URL can be written."""
     check_writable(url)
 
 
 @pytest.mark.parametrize("url", ["http://u:hunter2@h/run", "simplecache::https://h/run?sig=hunter2"])
 def test_what_is_only_read(url: str) -> None:
-    """The error names the URL without credentials, and says what to do; the storage raises it as well."""
+    """The error of a read-only URL names it without credentials. The storage raises the same error."""
     storage = open_storage(url)
     calls = [lambda: check_writable(url), storage.make_directory, lambda: storage.create("x", 1, sync=True)]
     for call in calls:

@@ -1,4 +1,4 @@
-"""Whether chunks cover a tensor: against counting, and at what cost if sharding makes them."""
+"""Tests whether chunks cover a tensor, against counting, and of the cost for chunks of real shardings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PINWHEEL = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1
 
 
 def rows(count: int) -> tuple[tuple[int, ...], list[Region]]:
-    """The last one is shorter, as with an uneven division."""
+    """Returns chunks of rows, of which the last is shorter."""
     return (3 * count - 2, 8), [Region((3 * i, 0), (3 if i < count - 1 else 1, 8)) for i in range(count)]
 
 
@@ -37,7 +37,7 @@ def grid(count: int) -> tuple[tuple[int, ...], list[Region]]:
 
 
 def ragged(count: int) -> tuple[tuple[int, ...], list[Region]]:
-    """Flat pieces of a tensor of three dimensions, each cut into regions."""
+    """Returns flat pieces of a tensor of three dimensions, each cut into regions."""
     shape = (40, 30, 700)
     step = math.prod(shape) // (count // 4) + 11
     pieces = range(0, math.prod(shape), step)
@@ -45,7 +45,7 @@ def ragged(count: int) -> tuple[tuple[int, ...], list[Region]]:
 
 
 def bricks(count: int) -> tuple[tuple[int, ...], list[Region]]:
-    """Every other row is cut elsewhere: no grid."""
+    """Returns chunks of which every other row is cut at other columns: not a grid."""
     side, chunks = math.isqrt(count), []
     for row in range(side):
         lines = [0, *range(2 + row % 2, 2 * side, 2), 2 * side + 1]
@@ -54,7 +54,7 @@ def bricks(count: int) -> tuple[tuple[int, ...], list[Region]]:
 
 
 def pinwheels(count: int) -> tuple[tuple[int, ...], list[Region]]:
-    """No cut divides one."""
+    """Returns chunks that no straight cut separates."""
     side = math.isqrt(count // 5)
     places = [(3 * i, 3 * j) for i in range(side) for j in range(side)]
     chunks = [Region((x + start[0], y + start[1]), size) for x, y in places for start, size in PINWHEEL]
@@ -62,7 +62,7 @@ def pinwheels(count: int) -> tuple[tuple[int, ...], list[Region]]:
 
 
 def nested_pinwheels(count: int) -> tuple[tuple[int, ...], list[Region]]:
-    """One in the middle of another: no cut divides any of it."""
+    """Returns pinwheels inside each other, which no straight cut separates."""
     rings = count // 4
     side, chunks = 2 * rings + 1, [Region((rings, rings), (1, 1))]
     for i in range(rings):
@@ -80,7 +80,7 @@ TILINGS = [rows, columns, grid, ragged, bricks, pinwheels, nested_pinwheels]
 def test_a_check_takes_n_log_n_comparisons(
     tiling: Callable[[int], tuple[Any, list[Region]]], order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of chunks that sharding makes: they are sorted, and none is compared with all others."""
+    """Chunks of real shardings are sorted, and are not compared in pairs."""
     for count in (COUNT, 2 * COUNT):
         shape, chunks = tiling(count)
         if order == "shuffled":
@@ -109,7 +109,7 @@ class Counted:
 
 
 def test_chunks_of_no_sharding_are_refused_before_they_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny index may describe millions of chunks of which each must be compared with most others."""
+    """A tiny index may describe millions of chunks that must all be compared with each other."""
     shape, chunks = nested_pinwheels(256)
     assert covers(shape, chunks)
     monkeypatch.setattr(module, "_MOST_SIDE_BY_SIDE", 50)
@@ -119,7 +119,7 @@ def test_chunks_of_no_sharding_are_refused_before_they_take_long(monkeypatch: py
 
 @pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: tiling.__name__)
 def test_one_wrong_chunk_among_many_is_noticed(tiling: Callable[[int], tuple[Any, list[Region]]]) -> None:
-    """A gap, an overlap of as many elements, and a chunk beyond the tensor."""
+    """A gap, an overlap of as many elements, and a chunk beyond the tensor are found."""
     shape, chunks = tiling(64)
     random.Random(0).shuffle(chunks)
     assert covers(shape, chunks)
@@ -133,7 +133,7 @@ def test_one_wrong_chunk_among_many_is_noticed(tiling: Callable[[int], tuple[Any
 
 @st.composite
 def boxes(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and stops of chunks that may overlap and be empty."""
+    """Returns the starts and stops of chunks that may overlap and be empty."""
     dims, count = draw(st.integers(1, 4)), draw(st.integers(0, 12))
     limit = draw(st.sampled_from([3, 8, 20]))
     bounds = st.tuples(st.integers(0, limit), st.integers(0, limit)).map(sorted)
@@ -143,13 +143,13 @@ def boxes(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 
 def overlap(starts: np.ndarray, stops: np.ndarray, one: int, other: int) -> bool:
-    """As DCP says: no dimension in which one ends where the other begins, or before."""
+    """Returns whether two chunks overlap by DCP's rule: no dimension separates them."""
     return bool(((starts[one] < stops[other]) & (starts[other] < stops[one])).all())
 
 
 @given(boxes())
 def test_a_pair_overlaps_if_any_does(made: tuple[np.ndarray, np.ndarray]) -> None:
-    """Compared with a look at all pairs; empty chunks too."""
+    """The result is the same as that of comparing all pairs, also with empty chunks."""
     starts, stops = made
     pairs = [(i, j) for i in range(len(starts)) for j in range(i) if overlap(starts, stops, i, j)]
     found = overlapping_pair(starts, stops)
@@ -158,7 +158,7 @@ def test_a_pair_overlaps_if_any_does(made: tuple[np.ndarray, np.ndarray]) -> Non
 
 
 def extruded(shape: tuple[int, ...], chunks: list[Region], depth: int) -> tuple[tuple[int, ...], list[Region]]:
-    """The same in several layers of one dimension more, each turned by a quarter."""
+    """Returns chunks in layers of one more dimension, each turned by a quarter."""
     layers = []
     for layer in range(depth):
         for start, size in chunks:
@@ -169,7 +169,7 @@ def extruded(shape: tuple[int, ...], chunks: list[Region], depth: int) -> tuple[
 
 
 def test_what_cannot_be_cut_apart_in_three_dimensions() -> None:
-    """Bars of three directions around a middle: the third dimension tells some pairs apart."""
+    """The result for bars in three directions around a centre is that of counting elements."""
     bars = [((0, 0, 1), (1, 2, 2)), ((1, 0, 0), (2, 1, 2)), ((0, 1, 0), (2, 2, 1))]
     corners = [((0, 0, 0), (1, 1, 1)), ((2, 2, 2), (1, 1, 1)), ((1, 1, 1), (1, 1, 1))]
     others = [((0, 2, 1), (2, 1, 2)), ((1, 0, 2), (2, 2, 1)), ((2, 1, 0), (1, 2, 2))]
@@ -185,7 +185,7 @@ def test_what_cannot_be_cut_apart_in_three_dimensions() -> None:
 
 
 def test_tensors_without_dimensions() -> None:
-    """Any two chunks of one overlap: it has one element."""
+    """Any two chunks overlap: the tensor has one element."""
     nothing = np.zeros((2, 0), dtype=np.int64)
     assert overlapping_pair(nothing, nothing) == (0, 1)
     assert overlapping_pair(nothing[:1], nothing[:1]) is None

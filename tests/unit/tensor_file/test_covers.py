@@ -1,4 +1,4 @@
-"""Regions of tensors against numpy and plain counting."""
+"""Tests of regions of tensors against numpy and plain counting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...lab.checkpoints import regions
 
 @st.composite
 def partitions(draw: st.DrawFn, whole: Region, depth: int = 4) -> list[Region]:
-    """Regions that fill one: it is cut in two again and again, along one dimension or another; a part may be empty."""
+    """Returns regions that fill a region, which is repeatedly cut in two; parts may be empty."""
     if not depth or not whole.size or draw(st.booleans()):
         return [whole]
     dim = draw(st.integers(0, len(whole.size) - 1))
@@ -30,7 +30,7 @@ def partitions(draw: st.DrawFn, whole: Region, depth: int = 4) -> list[Region]:
 
 @given(data=st.data(), shape=st.lists(st.integers(1, 6), max_size=3).map(tuple))
 def test_a_partition_covers_and_nothing_else_does(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    """Compared with counting how often each element is there: for partitions, and for what is damaged in them."""
+    """The result equals that of counting each element, for partitions and for changed ones."""
     chunks = data.draw(partitions(Region((0,) * len(shape), shape)))
     assert covers(shape, chunks)
     number = data.draw(st.integers(0, len(chunks) - 1))
@@ -42,13 +42,13 @@ def test_a_partition_covers_and_nothing_else_does(data: st.DataObject, shape: tu
 
 
 def test_chunks_outside_their_tensor_do_not_cover() -> None:
-    """However many elements they hold."""
+    """Their number of elements does not matter."""
     assert not covers((4,), [Region((0,), (2,)), Region((4,), (2,))])
     assert not covers((2, 2), [Region((-1, 0), (2, 2))])
 
 
 def test_nothing_is_covered_by_nothing() -> None:
-    """A tensor without elements needs no chunks, and may have some without elements."""
+    """A tensor without elements needs no chunks, and may have empty ones."""
     assert covers((0, 3), [])
     assert covers((0, 3), [Region((0, 0), (0, 3))])
     assert not covers((1, 3), [])
@@ -56,7 +56,7 @@ def test_nothing_is_covered_by_nothing() -> None:
 
 @given(st.data())
 def test_regions_of_a_range_cover_it_exactly_and_in_order(data: st.DataObject) -> None:
-    """The regions' elements, one after the other, are the elements of the range; regions are few."""
+    """The elements of the regions in order are those of the range, and there are few regions."""
     shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=4)))
     count = math.prod(shape)
     start, stop = sorted(data.draw(st.tuples(st.integers(0, count), st.integers(0, count))))
@@ -69,7 +69,7 @@ def test_regions_of_a_range_cover_it_exactly_and_in_order(data: st.DataObject) -
 
 @given(st.data())
 def test_intersections_are_those_of_sets(data: st.DataObject) -> None:
-    """The intersection of two regions holds exactly the elements that both hold; None if there are none."""
+    """The intersection has the elements of both regions, and is None if there are none."""
     shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=3)))
     a, b = data.draw(regions(shape)), data.draw(regions(shape))
     elements = np.arange(math.prod(shape)).reshape(shape)

@@ -1,4 +1,4 @@
-"""Digests find every damage, in whole items and in parts, and name the block."""
+"""Tests that digests detect all damage, in whole items and in parts, and name the block."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def item_of(content: bytes | bytearray) -> StoredItem:
 
 
 def test_digests_are_those_of_the_blocks() -> None:
-    """8 bytes for each block, XXH3-64, big-endian, in order; of more than one, then of all."""
+    """Each block has an XXH3-64 in 8 bytes, big-endian; several blocks have another one of the whole."""
     data = bytes(range(256)) * 1000
     step = block_size(len(data))
     expected = [xxhash.xxh3_64_intdigest(data[start : start + step]) for start in range(0, len(data), step)]
@@ -42,26 +42,26 @@ def test_digests_are_those_of_the_blocks() -> None:
 
 @pytest.mark.parametrize("nbytes", [1, 65_536, 65_537, 200_000])
 def test_digests_of_data_that_comes_at_once_are_those_of_pieces(nbytes: int) -> None:
-    """Of one block, and of several with a shorter last one; of bytes, and of a view."""
+    """One block, several blocks with a shorter last one, bytes and views have equal digests."""
     content = filled(torch.uint8, (nbytes,)).numpy().tobytes()
     assert checksums.digests_of(content) == checksums.digests_of(memoryview(content)) == digests_of(content)
 
 
 class SmallBlocks(StoredItem):
-    """An item with blocks of 16 bytes, so that a few bytes have several."""
+    """An item with blocks of 16 bytes, so that few bytes make several."""
 
     block = 16  # type: ignore[assignment]
 
 
 def some_blocks(content: bytes, data: st.DataObject) -> tuple[StoredItem, int]:
-    """An item, and where some block of it begins, from which on a test reads it."""
+    """Returns an item, and the start of one of its blocks."""
     item = SmallBlocks(*stored_item(len(content), digests=digests_of(content, SmallBlocks.block)))
     return item, item.block * data.draw(st.integers(0, (len(content) - 1) // item.block))
 
 
 @given(st.binary(min_size=1, max_size=300), st.lists(st.integers(1, 100), max_size=10))
 def test_digests_do_not_depend_on_the_pieces(content: bytes, sizes: list[int]) -> None:
-    """However the bytes arrive, the blocks are the same."""
+    """Pieces of any size give the same blocks."""
     digester = Digester(16)
     rest = memoryview(content)
     for size in [*sizes, len(content)]:
@@ -72,7 +72,7 @@ def test_digests_do_not_depend_on_the_pieces(content: bytes, sizes: list[int]) -
 
 @given(st.binary(min_size=1, max_size=200), st.data())
 def test_every_flipped_bit_is_found_in_its_block(content: bytes, data: st.DataObject) -> None:
-    """The first damaged block is named by its bytes in the tensor, also when only some blocks are checked."""
+    """The error names the bytes of the first damaged block, also if only some blocks are checked."""
     item, first = some_blocks(content, data)
     check_digests(item, first, memoryview(content)[first:])
     bit = data.draw(st.integers(8 * first, 8 * len(content) - 1))
@@ -85,7 +85,7 @@ def test_every_flipped_bit_is_found_in_its_block(content: bytes, data: st.DataOb
 
 @given(st.binary(min_size=1, max_size=200), st.data())
 def test_pieces_are_checked_like_the_whole(content: bytes, data: st.DataObject) -> None:
-    """However many blocks arrive at once, all of them or some, they match unless a bit is flipped."""
+    """Any number of blocks at once matches, unless a bit is flipped."""
     item, first = some_blocks(content, data)
     arriving = bytearray(content[first:])
     bit = data.draw(st.none() | st.integers(0, 8 * len(arriving) - 1))
@@ -118,7 +118,7 @@ def test_missing_digests_are_a_mismatch() -> None:
 
 
 def test_a_whole_item_is_checked_by_one_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And by those of its blocks where that one does not match, to name the damaged block; never by one alone."""
+    """The digests of the blocks are compared only to name the damaged block."""
     content = bytearray(filled(torch.uint8, (1_000_000,)).numpy().tobytes())
     item = item_of(content)
     step = block_size(len(content))
@@ -140,7 +140,7 @@ def test_a_whole_item_is_checked_by_one_digest(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_several_items_are_checked_by_one_comparison() -> None:
-    """One changed byte is found in any of them, also in items of several blocks; parts and lost digests never match."""
+    """A changed byte of any item is found; parts and missing digests never match."""
     contents = [bytearray(b"some"), bytearray(b"other"), bytearray(100), bytearray(70_000)]
     items = [item_of(content) for content in contents]
     views = list(map(memoryview, contents))

@@ -1,4 +1,4 @@
-"""The bytes of tensors."""
+"""Tests of the bytes of tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...lab.states import ALL_DTYPES, dtype_name, filled, raw
 
 
 class Opaque(torch.Tensor):
-    """A tensor without elements of its own, as `torch.Tensor._make_wrapper_subclass` makes it."""
+    """A tensor without its own elements, as `torch.Tensor._make_wrapper_subclass` makes it."""
 
     @staticmethod
     def __new__(cls) -> Opaque:
@@ -59,14 +59,14 @@ class Opaque(torch.Tensor):
     ],
 )
 def test_a_tensor_that_cannot_be_saved_is_named_with_what_to_do(make: Callable[[], torch.Tensor], message: str) -> None:
-    """In sentences: the key, why, and what to save instead."""
+    """The error names the key, the reason, and what to save instead."""
     with pytest.raises(StagingError) as caught:
         check_supported("a.b", make())
     assert str(caught.value) == f"'a.b' is a tensor {message}, or leave it out of the state dict."
 
 
 def test_host_bytes_of_a_contiguous_tensor_are_its_memory() -> None:
-    """No copy is made: what is written to the bytes shows in the tensor."""
+    """Writing to the bytes changes the tensor."""
     tensor = torch.zeros(2, 3, dtype=torch.int16)
     data = host_bytes(tensor)
     assert (data.nbytes, data.itemsize) == (12, 1)
@@ -76,7 +76,7 @@ def test_host_bytes_of_a_contiguous_tensor_are_its_memory() -> None:
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
 def test_the_memory_of_a_tensor(dtype: torch.dtype) -> None:
-    """What is put there is in the tensor; of one without elements it is empty."""
+    """Writing to the memory changes the tensor; a tensor without elements has empty memory."""
     tensor, content = torch.zeros(3, 4, dtype=torch.uint8), bytes(range(12))
     memory_of(tensor)[:] = content
     assert raw(tensor) == content
@@ -88,7 +88,7 @@ def test_the_memory_of_a_tensor(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
 def test_host_bytes_are_in_c_order(dtype: torch.dtype) -> None:
-    """For every dtype, of 0-dim, transposed and empty tensors."""
+    """Every dtype works, with 0-dim, transposed and empty tensors."""
     tensor = filled(dtype, (40, 24))
     assert bytes(host_bytes(tensor)) == raw(tensor)
     assert bytes(host_bytes(tensor[1, 2])) == raw(tensor[1, 2])
@@ -110,7 +110,7 @@ def test_host_bytes_are_in_c_order(dtype: torch.dtype) -> None:
     ],
 )
 def test_host_bytes_where_a_dimension_has_one_element(size: tuple[int, ...], stride: tuple[int, ...]) -> None:
-    """Its stride may be any, as after a transpose: the tensor is contiguous, and its bytes are its memory."""
+    """The dimension may have any stride: the tensor is contiguous, and its bytes are its memory."""
     memory = torch.arange(10, dtype=torch.float32)
     tensor = memory.as_strided(size, stride, 4)
     assert tensor.is_contiguous()
@@ -121,7 +121,7 @@ def test_host_bytes_where_a_dimension_has_one_element(size: tuple[int, ...], str
 
 
 def test_the_memory_of_several_tensors() -> None:
-    """Each has its own part, in the order of the tensors, also if they have the same; also of empty and no tensors."""
+    """Each tensor has its part in order, also tied and empty tensors, and an empty list."""
     first, second = filled(torch.float32, (3,)), filled(torch.int64, (2, 5))
     for tensors in ([first, second], [second, first[1:], first], [first[:0], second], []):
         assert list(map(bytes, memories_of(tensors))) == list(map(raw, tensors))

@@ -1,4 +1,4 @@
-"""Every file is the one that stock tensorizer would have written, and its digests are right."""
+"""Tests that each file equals that of stock tensorizer, with valid digests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Tensors = list[tuple[str, torch.Tensor]]
 
 
 def bytes_of(tensors: Tensors) -> Callable[[TensorSource], memoryview]:
-    """What `encode` asks for a tensor's bytes."""
+    """Returns the bytes of a tensor for `encode`."""
     by_name = dict(tensors)
     return lambda source: host_bytes(by_name[source.name])
 
@@ -45,7 +45,7 @@ def encoded(
     sha256: bool = True,
     **options: Any,
 ) -> bytes:
-    """A whole file, with its items checked; not aligned and with SHA-256, because stock tensorizer's are so."""
+    """Returns a whole file, after checking its items. Not aligned and with SHA-256, as stock tensorizer writes it."""
     sink = sink or BufferSink(1 << 20)
     layout = lay_out(sources(tensors), alignment=alignment, sha256=sha256)
     items = encode(layout, bytes_of(tensors), sink, threads, file="f", **options)
@@ -62,7 +62,7 @@ def encoded(
 
 
 class Kept(io.BytesIO):
-    """Gives its contents when it is closed, as tensorizer closes it."""
+    """A stream that keeps its contents when tensorizer closes it."""
 
     content = b""
 
@@ -73,7 +73,7 @@ class Kept(io.BytesIO):
 
 
 def stock(tensors: Tensors) -> bytes:
-    """What tensorizer itself makes of tensors."""
+    """Returns the file that tensorizer itself makes."""
     file = Kept()
     serializer = TensorSerializer(file)
     for name, tensor in tensors:  # one at a time, so that names that it would nest stay as they are
@@ -84,7 +84,7 @@ def stock(tensors: Tensors) -> bytes:
 
 
 def check_file(tensors: Tensors, folder: Path, threads: int = 1) -> None:
-    """Compares a file with stock tensorizer's, and has stock tensorizer verify and read the one with aligned data."""
+    """Compares a file with stock tensorizer's, which also verifies and reads the file with aligned data."""
     assert encoded(tensors, threads) == stock(tensors)
     path = folder / "file.tensors"
     path.write_bytes(encoded(tensors, threads, alignment=ALIGNMENT))
@@ -94,7 +94,7 @@ def check_file(tensors: Tensors, folder: Path, threads: int = 1) -> None:
 
 
 def test_tensors_that_are_hashed_at_once_are_as_those_in_pieces(tmp_path: Path) -> None:
-    """On both sides of a block's size, and of the size from which on tensors are hashed piece by piece."""
+    """Sizes around a block and around the limit for hashing in pieces give equal files."""
     sizes = [1, (64 << 10) - 1, 64 << 10, (64 << 10) + 1, (512 << 10) - 1, 512 << 10, (512 << 10) + 1]
     tensors = [(f"{size}", filled(torch.uint8, (size,), seed=size)) for size in sizes]
     path = tmp_path / "file"
@@ -105,7 +105,7 @@ def test_tensors_that_are_hashed_at_once_are_as_those_in_pieces(tmp_path: Path) 
 
 
 def test_small_tensors_are_encoded_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More would only take turns for the interpreter. Each larger tensor may have a thread."""
+    """Several threads would wait for the GIL; each larger tensor may have a thread."""
     began: list[int] = []
     work = _Encoding._work
 
@@ -124,7 +124,7 @@ def test_small_tensors_are_encoded_by_one_thread(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("sha256", [False, True])
 def test_stock_tensorizer_finds_a_flipped_bit(tmp_path: Path, sha256: bool) -> None:
-    """By the CRC-32 alone, and with the SHA-256 too: in the header, and in the data."""
+    """Both CRC-32 and SHA-256 find it, in the header and in the data."""
     path = tmp_path / "file"
     tensors = [("a", filled(torch.bfloat16, (7, 5))), ("b", filled(torch.float32, (3,)))]
     content = encoded(tensors, sha256=sha256)
@@ -143,7 +143,7 @@ def test_stock_tensorizer_finds_a_flipped_bit(tmp_path: Path, sha256: bool) -> N
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
 def test_stock_tensorizer_reads_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Bit-exact, with tensorizer's own hashes verified: 0-dim, one element, several dimensions."""
+    """tensorizer verifies its hashes; tensors are 0-dim, of one element, and of several dimensions."""
     check_file(
         [("scalar", filled(dtype, ())), ("one", filled(dtype, (1,))), ("many", filled(dtype, (3, 4, 5)))], tmp_path
     )
@@ -170,18 +170,18 @@ NAMES = [
 
 
 def test_stock_tensorizer_reads_odd_names(tmp_path: Path) -> None:
-    """Whatever is stored under its own name comes back under it."""
+    """Tensors are read under the names under which they were stored."""
     check_file([(name, torch.tensor([number])) for number, name in enumerate(NAMES)], tmp_path, threads=2)
 
 
 def test_tied_and_overlapping_tensors_are_stored_each(tmp_path: Path) -> None:
-    """Two names for one memory are two entries with the same bytes."""
+    """Two names of one memory are two entries with equal bytes."""
     base = torch.arange(100.0)
     check_file([("a", base), ("b", base), ("tail", base[50:])], tmp_path)
 
 
 def test_tensors_that_are_not_contiguous_are_stored_in_c_order(tmp_path: Path) -> None:
-    """Strides, conjugation and negation are carried out; the tensors themselves are not changed."""
+    """Strides, conjugation and negation are resolved in a copy, and the tensors do not change."""
     base = torch.randn(6, 8, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
     before = base.clone()
     tensors = [("t", base.t()), ("conj", base.conj()), ("imag", base.conj().imag), ("step", base[::2, 1::3])]
@@ -190,13 +190,13 @@ def test_tensors_that_are_not_contiguous_are_stored_in_c_order(tmp_path: Path) -
 
 
 def test_single_elements_of_larger_tensors_are_stored(tmp_path: Path) -> None:
-    """One element is contiguous whatever its strides are; its bytes are found all the same."""
+    """A tensor of one element is contiguous whatever its strides are."""
     base = torch.arange(15.0).view(5, 3)
     check_file([("one", base[1:2, 1]), ("two", base[1:2, 1:2].t()), ("bf16", base.bfloat16()[3:4, 2])], tmp_path)
 
 
 def test_a_file_without_tensors_is_a_file() -> None:
-    """Nothing to write makes an empty index."""
+    """The file has an empty index."""
     assert encoded([]) == stock([])
 
 
@@ -214,20 +214,20 @@ shapes = st.lists(st.integers(1, 40), max_size=3).map(tuple)
 def test_threads_parts_and_pieces_change_nothing(
     tensors: list[tuple[torch.dtype, tuple[int, ...]]], threads: int, part_bytes: int, piece: int, in_order: bool
 ) -> None:
-    """Whatever the number of threads, the sizes of parts and pieces and the order of parts, the file is the same."""
+    """The file does not depend on the number of threads, the sizes of parts and pieces, or the order of parts."""
     named = [(f"t{n}", filled(dtype, shape, seed=n)) for n, (dtype, shape) in enumerate(tensors)]
     assert encoded(named, threads, BufferSink(part_bytes, in_order=in_order), piece_bytes=piece) == stock(named)
 
 
 def test_a_large_tensor_is_hashed_by_two_threads() -> None:
-    """With fewer tensors than threads, and with more."""
+    """SHA-256 runs in another thread if there are fewer tensors than threads."""
     large = [("large", filled(torch.float32, (1 << 20,)))]
     assert encoded(large, 1) == encoded(large, 2) == encoded(large, 4) == stock(large)
     assert encoded(large, 2, BufferSink(1 << 20, in_order=True)) == stock(large)
 
 
 class FailingSink(BufferSink):
-    """Takes a number of bytes, then fails."""
+    """A sink that takes a number of bytes, then fails."""
 
     def __init__(self, limit: int, *, in_order: bool) -> None:
         super().__init__(1 << 16, in_order=in_order)
@@ -243,7 +243,7 @@ class FailingSink(BufferSink):
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("in_order", [False, True])
 def test_a_failing_sink_fails_the_encoding_and_is_aborted(limit: int, threads: int, in_order: bool) -> None:
-    """The sink's own error comes out, no thread is left, and the file is never completed."""
+    """The sink's error is raised, no thread is left, and the file is never completed."""
     before = set(threading.enumerate())
     sink = FailingSink(limit, in_order=in_order)
     tensors = [(f"{n}", torch.zeros(100_000)) for n in range(10)]
@@ -257,7 +257,7 @@ def test_a_failing_sink_fails_the_encoding_and_is_aborted(limit: int, threads: i
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("in_order", [False, True])
 def test_a_tensor_that_cannot_be_had_fails_the_encoding(threads: int, in_order: bool) -> None:
-    """Its error comes out, also while other threads wait for memory."""
+    """The error is raised, also while other threads wait for memory."""
     sink = BufferSink(4096, in_order=in_order)
     tensors = [(f"{n}", torch.zeros(10_000)) for n in range(20)]
     described = sources(tensors)
@@ -269,7 +269,7 @@ def test_a_tensor_that_cannot_be_had_fails_the_encoding(threads: int, in_order: 
 
 
 class AddressSink(BufferSink):
-    """Keeps where the parts were in memory: every buffer that is made is kept to the end, and holds some part."""
+    """A sink that records the addresses of parts, and holds the parts, so that no address is reused."""
 
     def __init__(self, part_bytes: int, *, in_order: bool = False) -> None:
         super().__init__(part_bytes, in_order=in_order)
@@ -282,7 +282,7 @@ class AddressSink(BufferSink):
 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_the_memory_for_parts_is_bounded(in_order: bool) -> None:
-    """However slow the sink is, and however many parts a file has."""
+    """The bound holds for slow sinks and for many parts."""
     sink = AddressSink(4096, in_order=in_order)
     tensors = [(f"{n}", filled(torch.uint8, (n * 997 % 50_000 + 1,))) for n in range(200)]
     assert encoded(tensors, 3, sink) == stock(tensors)
@@ -292,7 +292,7 @@ def test_the_memory_for_parts_is_bounded(in_order: bool) -> None:
 
 @pytest.mark.parametrize(("parts", "most"), [(1, 1), (9, 4), (1000, 32)])
 def test_parts_in_flight_are_as_many_as_the_memory_allows(parts: int, most: int) -> None:
-    """With memory for few parts few are written at once, but never none; with much, as many as the sink wants."""
+    """Little memory allows few writes at once, but at least one; much allows as many as the sink does."""
 
     class Counting(BufferSink):
         concurrency = 32
@@ -315,7 +315,7 @@ def test_parts_in_flight_are_as_many_as_the_memory_allows(parts: int, most: int)
 
 @pytest.mark.parametrize(("threads", "parts"), [(1, 6), (4, 7), (16, 32), (16, 60)])
 def test_no_more_parts_are_made_than_fit(threads: int, parts: int) -> None:
-    """With many threads and little memory, fewer hash; six parts are the least."""
+    """With little memory fewer threads hash; the minimum is six parts."""
     tensors = [(f"{n}", filled(torch.uint8, (40_000,))) for n in range(100)]
     sink = AddressSink(4096)
     assert encoded(tensors, threads, sink, buffer_bytes=parts * 4096) == stock(tensors)
@@ -323,7 +323,7 @@ def test_no_more_parts_are_made_than_fit(threads: int, parts: int) -> None:
 
 
 def test_nothing_more_is_sent_when_a_part_has_failed() -> None:
-    """What is queued behind it would take minutes to fail by itself."""
+    """Queued parts are dropped, because each could take minutes to fail."""
 
     class Failing(BufferSink):
         concurrency = 1
@@ -342,7 +342,7 @@ def test_nothing_more_is_sent_when_a_part_has_failed() -> None:
 
 @pytest.mark.parametrize("part_bytes", [1 << 12, 1 << 16])
 def test_the_next_file_is_written_while_the_last_parts_of_one_are_on_their_way(part_bytes: int) -> None:
-    """Also where its parts are of another size. All files of a save together have memory as one has it."""
+    """Files with parts of different sizes share the memory of one file."""
     tensors = [(f"{n}", filled(torch.uint8, (20_000,))) for n in range(10)]
     layout, memory, may_put = lay_out(sources(tensors)), PartMemory(), threading.Event()
     last = layout.nbytes // 4096
@@ -364,7 +364,7 @@ def test_the_next_file_is_written_while_the_last_parts_of_one_are_on_their_way(p
 
 
 def test_memory_that_fewer_parts_need_is_dropped() -> None:
-    """Whether it is free when they are said to be fewer, or comes back later."""
+    """Free parts are freed at once, and others when they are released."""
     memory = PartMemory()
     memory.allow(4096, 5)
     first = [memory.take() for _ in range(5)]
@@ -379,7 +379,7 @@ def test_memory_that_fewer_parts_need_is_dropped() -> None:
 
 
 def test_memory_that_there_is_not_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that fails for want of memory leaves as much for the next one as there was."""
+    """After a failed allocation, the next file has as much memory as before."""
     memory = PartMemory()
     memory.allow(4096, 1)
     with monkeypatch.context() as patch:
@@ -398,7 +398,7 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 
 def test_some_memory_is_kept_for_the_next_file() -> None:
-    """As many whole parts as the bound has room for; those of another size are dropped when they are not wanted."""
+    """Whole parts up to the bound are retained; parts of another size are freed."""
     memory = PartMemory(kept_bytes=3 * 4096 + 100)
     memory.allow(4096, 5)
     taken = [buffer for _ in range(5) if (buffer := memory.take()) is not None]
@@ -414,7 +414,7 @@ def test_some_memory_is_kept_for_the_next_file() -> None:
 
 
 def test_threads_that_write_parts_end_with_the_last_part() -> None:
-    """Also while nobody has finished the file: many files may wait for that."""
+    """The threads end before `finish`, because many files may wait for it."""
     tensors = [("t", filled(torch.uint8, (100_000,)))]
     threads: set[threading.Thread] = set()
 
@@ -431,7 +431,7 @@ def test_threads_that_write_parts_end_with_the_last_part() -> None:
 
 
 def test_a_file_that_is_given_up_gets_no_more_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C comes while this thread waits and others write: none may write when the file is dropped."""
+    """After Ctrl-C, running writes end before the sink is aborted."""
     is_putting, may_put, seen = threading.Event(), threading.Event(), []
 
     class Slow(BufferSink):
@@ -454,7 +454,7 @@ def test_a_file_that_is_given_up_gets_no_more_parts(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("part_bytes", [1 << 12, 1 << 16])
 def test_a_file_that_fails_leaves_its_memory_to_the_next(part_bytes: int) -> None:
-    """Also where the next one's parts are of another size; else that would wait for ever."""
+    """The next file gets the memory, also for parts of another size."""
     memory = PartMemory()
     tensors = [(f"{n}", filled(torch.uint8, (20_000,))) for n in range(10)]
     layout = lay_out(sources(tensors))

@@ -1,4 +1,4 @@
-"""Keys and ciphers are tensorizer's, files of ours open in stock tensorizer, and only copies are ever encrypted."""
+"""Tests of keys and ciphers against tensorizer's, and that only copies are encrypted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NONCES = st.binary(min_size=24, max_size=24)
 @settings(max_examples=30)
 @given(data=st.binary(min_size=1, max_size=5000), nonce=NONCES, key=st.binary(min_size=32, max_size=32))
 def test_blocks_are_encrypted_as_tensorizer_encrypts_chunks(data: bytes, nonce: bytes, key: bytes) -> None:
-    """Bytes, MACs and the count of nonces are those of its own cipher, and each opens what the other closed."""
+    """Bytes, MACs and nonces equal tensorizer's, and each decrypts the other's blocks."""
     step = 1024
     theirs = bytearray(data)
     count = -(-len(data) // step)
@@ -61,7 +61,7 @@ def test_blocks_are_encrypted_as_tensorizer_encrypts_chunks(data: bytes, nonce: 
 
 
 def test_what_is_not_what_was_encrypted_stays_as_it_is() -> None:
-    """A changed bit of data, nonce or MAC, another key, another block's number: nothing is decrypted."""
+    """Changed data, nonces, MACs, keys or block numbers decrypt nothing, and leave the data unchanged."""
     block = bytearray(1000)
     nonce = Cipher.new_nonce()
     nonce_and_macs = nonce + CIPHER.encrypt(memoryview(bytes(1000)), memoryview(block), nonce, 0)
@@ -82,7 +82,7 @@ def test_what_is_not_what_was_encrypted_stays_as_it_is() -> None:
 
 
 def test_a_check_value_tells_keys_apart_and_says_nothing_else() -> None:
-    """It opens with its own key only, and no two are the same; what is cut or foreign opens with none."""
+    """Only the same key opens a check value, and no two values are equal."""
     check = CIPHER.check_value()
     assert CIPHER.opens(check)
     assert not Cipher(KEY[::-1]).opens(check)
@@ -92,7 +92,7 @@ def test_a_check_value_tells_keys_apart_and_says_nothing_else() -> None:
 
 
 def test_ranks_with_other_keys_are_found() -> None:
-    """The first whose key is another one, or missing, or superfluous."""
+    """The first rank whose key differs, is missing, or is not needed is returned."""
     ours, other = CIPHER.check_value(), Cipher(bytes(32)).check_value()
     assert find_other_key(CIPHER, [(0, ours), (2, CIPHER.check_value())]) is None
     assert find_other_key(CIPHER, [(0, ours), (2, other), (3, b"")]) == 2
@@ -102,7 +102,7 @@ def test_ranks_with_other_keys_are_found() -> None:
 
 
 def test_a_key_is_in_no_repr() -> None:
-    """Neither the key nor what holds it shows it; a copy that was pickled has it."""
+    """No repr shows the key, and a pickled copy has it."""
     cipher = encryption_cipher(EncryptionParams.from_string("passphrase", **WEAK))
     assert repr(cipher.key) not in repr(cipher)
     assert cipher.key.hex() not in repr(cipher)
@@ -114,12 +114,13 @@ def test_a_key_is_in_no_repr() -> None:
 
 
 def record_of(cipher: Cipher, fingerprint: bytes = b"f" * 32) -> dict[str, Any]:
-    """What the reader of an index says of its key."""
-    return cipher.record() | {"seal": Seal(fingerprint, cipher.sign(fingerprint))}
+    """Returns the description of a key as a reader of an index has it."""
+    seal = Seal(fingerprint, cipher.sign(fingerprint))
+    return {"derivation": cipher.derivation, "check": cipher.check_value(), "seal": seal}
 
 
 def test_an_index_that_was_made_without_the_key() -> None:
-    """Another fingerprint than was signed, or signed with another key: a `DecryptionError`, also for a known key."""
+    """Another fingerprint, or another key's signature, raises `DecryptionError`, also for a known key."""
     unsigned = record_of(CIPHER) | {"seal": Seal(b"g" * 32, CIPHER.sign(b"f" * 32))}
     foreign = record_of(CIPHER) | {"seal": Seal(b"f" * 32, Cipher(bytes(32)).sign(b"f" * 32))}
     for record in (unsigned, foreign):
@@ -132,7 +133,7 @@ def test_an_index_that_was_made_without_the_key() -> None:
 
 
 def test_keys_of_all_kinds(tmp_path: Path) -> None:
-    """Random, given as bytes, read from a file, or from a passphrase: the same key on both sides."""
+    """Random keys, keys from bytes and files, and derived keys are equal in writers and readers."""
     random = EncryptionParams.random()
     assert encryption_cipher(random) == Cipher(random.key)
     assert unlock(DecryptionParams.from_key(random.key), record_of(Cipher(random.key)), "/c") == Cipher(random.key)
@@ -149,13 +150,13 @@ def test_keys_of_all_kinds(tmp_path: Path) -> None:
 
 
 def test_a_passphrase_for_what_was_encrypted_with_a_key() -> None:
-    """The error says which of tensorizer's constructors to use."""
+    """The error names the constructor of tensorizer to use."""
     with pytest.raises(DecryptionError, match="from_key"):
         unlock(DecryptionParams.from_string("passphrase"), record_of(Cipher(KEY)), "/c")
 
 
 def test_a_derivation_that_cannot_be_carried_out() -> None:
-    """More memory than there is: an error that says how much, and not the passphrase."""
+    """The error names the memory that the derivation needs, and not the passphrase."""
     with pytest.raises(DecryptionError, match=r"1,000,000,000,000,000 bytes") as caught:
         unlock(
             DecryptionParams.from_string("passphrase"),
@@ -175,7 +176,7 @@ def open_stock(path: Path, decryption: Any = None) -> TensorDeserializer:
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
 def test_stock_tensorizer_decrypts_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Bit-exact: 0-dim, one element, several dimensions, several blocks of which the last is shorter."""
+    """tensorizer decrypts 0-dim tensors, single elements, and several blocks with a shorter last one."""
     many = filled(dtype, (200_001,))
     tensors = {
         "scalar": filled(dtype, ()),
@@ -190,7 +191,7 @@ def test_stock_tensorizer_decrypts_every_dtype(tmp_path: Path, dtype: torch.dtyp
 
 
 def test_stock_tensorizer_derives_the_key_from_a_passphrase(tmp_path: Path) -> None:
-    """Costs and salt are in each header, as it writes them."""
+    """Each header has the costs and the salt."""
     cipher = encryption_cipher(EncryptionParams.from_string("correct horse", **WEAK))
     tensors = {"a": filled(torch.float32, (70_000,)), "b": filled(torch.bfloat16, (7,))}
     (tmp_path / "f").write_bytes(encrypted_file(tensors, cipher)[0])
@@ -201,7 +202,7 @@ def test_stock_tensorizer_derives_the_key_from_a_passphrase(tmp_path: Path) -> N
 @pytest.mark.parametrize("derivation", [None, Derivation(1, 8192, 2, b"sixteen of salt.")], ids=["key", "passphrase"])
 @pytest.mark.parametrize("shape", [(3,), (300_000,)])
 def test_headers_say_what_tensorizers_own_say(derivation: Derivation | None, shape: tuple[int, ...]) -> None:
-    """Its own code makes the same bytes of the same values; and there is no hash of what was encrypted."""
+    """tensorizer's code makes equal bytes from the same values, and no hash of the plain data is stored."""
     tensor = filled(torch.float32, shape)
     content, items = encrypted_file({"t": tensor}, Cipher(KEY, derivation))
     (item,) = items.values()
@@ -221,7 +222,7 @@ def test_headers_say_what_tensorizers_own_say(derivation: Derivation | None, sha
 
 
 def test_heads_are_tensorizers_own(tmp_path: Path) -> None:
-    """Version and flags are those that it writes into encrypted files, whatever dtypes they hold."""
+    """Version and flags equal those of tensorizer's encrypted files, for all dtypes."""
     for dtype in (torch.float32, torch.bfloat16):
         tensors = {"t": filled(dtype, (10,))}
         serializer = TensorSerializer(tmp_path / "stock", encryption=EncryptionParams(KEY))
@@ -241,7 +242,7 @@ def test_heads_are_tensorizers_own(tmp_path: Path) -> None:
     in_order=st.booleans(),
 )
 def test_any_number_of_threads_and_parts(lengths: list[int], threads: int, part_bytes: int, in_order: bool) -> None:
-    """Every block decrypts to what it was, is digested as it is stored, and no two have one nonce."""
+    """Each block decrypts, its digest is of the stored bytes, and no two have the same nonce."""
     tensors = {f"{n}": filled(torch.uint8, (length,), n) for n, length in enumerate(lengths)}
     content, items = encrypted_file(tensors, CIPHER, threads, part_bytes, in_order=in_order)
     nonces = set()
@@ -259,7 +260,7 @@ def test_any_number_of_threads_and_parts(lengths: list[int], threads: int, part_
 
 
 def test_blocks_fit_into_a_small_buffer() -> None:
-    """Encrypted or not, there are at most 64 up to 128 MiB; encrypted they are 2 MiB at most, of tensorizer's grain."""
+    """Items up to 128 MiB have at most 64 blocks; encrypted blocks have at most 2 MiB."""
     for nbytes in (1, 1000, 1 << 20, (5 << 20) + 1, 100_000_001, 128 << 20, 10 << 30):
         step = block_size(nbytes, encrypted=True)
         assert step % 64 == 0
@@ -272,7 +273,7 @@ def test_blocks_fit_into_a_small_buffer() -> None:
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("in_order", [False, True])
 def test_what_is_encrypted_is_only_read(tmp_path: Path, threads: int, in_order: bool) -> None:
-    """Tensors in memory that nobody may write to are encrypted: a write there would end this process."""
+    """Tensors in read-only memory are encrypted; a write would kill this process."""
     tensor = filled(torch.int32, (1_000_000,))
     (tmp_path / "memory").write_bytes(raw(tensor))
     with open(tmp_path / "memory", "rb") as file:
@@ -286,7 +287,7 @@ def test_what_is_encrypted_is_only_read(tmp_path: Path, threads: int, in_order: 
 
 
 def test_the_memory_for_copies_is_bounded() -> None:
-    """One block a thread, however large the tensor is."""
+    """Each thread has memory for one block, whatever the tensor's size."""
     tensor = torch.zeros(64 << 20, dtype=torch.uint8)
     layout = lay_out(sources([("t", tensor)]), CIPHER)
     sink = _Discarding(1 << 20)
@@ -308,7 +309,7 @@ class _Discarding(BufferSink):
 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_an_error_in_one_thread_ends_the_file(in_order: bool) -> None:
-    """A cipher that fails in the middle of one tensor that several threads encrypt: the error comes out."""
+    """The error of a cipher is raised, also if several threads encrypt one tensor."""
 
     class Failing(Cipher):
         def encrypt(self, source: memoryview, target: memoryview, nonce: bytes, number: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Layouts are those of stock tensorizer; `test_encoder` compares whole files with it, byte for byte."""
+"""Tests of layouts against stock tensorizer's; `test_encode` compares whole files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dcp_tensorizer._writer_process.protocol import TensorSource
 
 
 def test_dimensions_of_over_32_bits_are_laid_out_as_tensorizer_does() -> None:
-    """The index is versioned from then on; a tensor of 4 GiB that takes no memory shows it."""
+    """The index is versioned, for an expanded tensor of 4 GiB that takes no memory."""
     huge = torch.zeros(1, dtype=torch.uint8).expand(1 << 32)
     tensors = {"before": torch.zeros(2, 3), "bfloat": torch.zeros(3, dtype=torch.bfloat16)}
     serializer = TensorSerializer(io.BytesIO())
@@ -38,6 +38,6 @@ def test_dimensions_of_over_32_bits_are_laid_out_as_tensorizer_does() -> None:
 
 
 def test_too_many_names_are_refused() -> None:
-    """An index that overflows is an error here and never a damaged file."""
+    """An index that exceeds its capacity is an error, not a damaged file."""
     with pytest.raises(ValueError, match="3,000 tensors"):
         lay_out([TensorSource(f"{'x' * 80}{number}", "uint8", (1,), 1) for number in range(3000)])

@@ -1,4 +1,4 @@
-"""Names, block sizes and index entries of the stored format."""
+"""Tests of names, block sizes and index entries of the stored format."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROLOGUE = 5 + 4 + 32 + 8 + 8 + 8 + 8
 
 @given(st.integers(1, 1 << 44))
 def test_a_tensor_has_at_most_64_blocks_of_64_kib_to_8_mib(nbytes: int) -> None:
-    """And more of 8 MiB where it is larger; no element straddles two blocks."""
+    """Larger tensors have more blocks of 8 MiB, and no element is in two blocks."""
     step = block_size(nbytes)
     assert 64 * 1024 <= step <= 8 << 20
     assert step % 16 == 0
@@ -49,13 +49,13 @@ def test_a_tensor_has_at_most_64_blocks_of_64_kib_to_8_mib(nbytes: int) -> None:
     ],
 )
 def test_block_sizes_are_part_of_the_format(nbytes: int, step: int) -> None:
-    """Checkpoints that exist are read with these; changing one takes a new format version."""
+    """Existing checkpoints are read with these sizes; a change needs a new format version."""
     assert block_size(nbytes) == step
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.uuids().map(lambda uuid: uuid.hex))
 def test_data_file_names_are_recognised(rank: int, number: int, save_id: str) -> None:
-    """What this package names it takes for its own."""
+    """The names that this package makes are recognised."""
     name = data_file_name(rank, number, save_id)
     assert name == f"__{rank}_{number}_{save_id}.tensors"
     assert is_data_file_name(name)
@@ -78,12 +78,12 @@ def test_data_file_names_are_recognised(rank: int, number: int, save_id: str) ->
     ],
 )
 def test_other_names_are_not(name: str) -> None:
-    """Nothing that leads out of the checkpoint's directory, or that another program wrote, is taken for ours."""
+    """Names that lead out of the directory, and other programs' names, are not recognised."""
     assert not is_data_file_name(name)
 
 
 def test_metadata_names_are_those_of_torch() -> None:
-    """DCP's tools look for ``.metadata``, and for a rank's own beside it."""
+    """DCP's tools look for ``.metadata``, and for a rank's own metadata beside it."""
     assert [metadata_file_name(), metadata_file_name(0), metadata_file_name(17)] == [
         ".metadata",
         "__0.metadata",
@@ -92,13 +92,13 @@ def test_metadata_names_are_those_of_torch() -> None:
 
 
 def test_an_item_without_bytes_is_in_no_file() -> None:
-    """Its dtype and kind are kept all the same."""
+    """The item still has its dtype and kind."""
     assert StoredItem.empty("int8", "object") == ("", "", 0, 0, "int8", "object", b"", b"")
     assert StoredItem.empty("int8").kind == "tensor"
 
 
 def index_length(name: str, tensor: torch.Tensor) -> int:
-    """Bytes of the index of a tensorizer file of one tensor: it ends with the place of the data."""
+    """Returns the size of the index of a tensorizer file of one tensor."""
     layout = lay_out(sources([(name, tensor)]))
     (entry,) = layout.entries
     return layout.head.index(struct.pack("<QQ", entry.offset, entry.length)) + 16 - PROLOGUE
@@ -107,7 +107,7 @@ def index_length(name: str, tensor: torch.Tensor) -> int:
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("name", ["x", "\N{SNOWMAN}" * 50, "n" * 1024], ids=["short", "unicode", "long"])
 def test_index_entries_are_never_larger_than_planned(dtype: torch.dtype, name: str) -> None:
-    """The bound holds for every dtype, and is not so loose that files are left half empty."""
+    """The bound holds for every dtype, and is close enough to fill files."""
     for shape in ((), (3,), (1,) * 20):
         real, bound = index_length(name, filled(dtype, shape)), index_entry_size(name, len(shape))
         assert bound - 60 - 4 * len(shape) <= real <= bound

@@ -1,4 +1,4 @@
-"""The parts of a file, where a signal's handler interrupts who fills them."""
+"""Tests of the parts of a file, also when a signal handler interrupts the thread that fills them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PART = 4096
 
 
 class _Sink:
-    """Takes parts, and says when it has one."""
+    """A sink that sets an event when it has a part."""
 
     part_bytes, concurrency, in_order = PART, 1, False
 
@@ -29,15 +29,15 @@ class _Sink:
         self.has_part.set()
 
     def complete(self) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def abort(self) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
 
 @pytest.mark.parametrize("is_taken", [True, False], ids=["a thread has the part", "no thread has it"])
 def test_an_interruption_while_a_part_is_handed_over(monkeypatch: pytest.MonkeyPatch, is_taken: bool) -> None:
-    """It comes out, waits for nothing for ever, and leaves all memory to the next file."""
+    """The exception is raised without a deadlock, and the next file gets all memory."""
     sink, memory = _Sink(), PartMemory(kept_bytes=2 * PART)
     submit = ThreadPoolExecutor.submit
 
@@ -59,7 +59,7 @@ def test_an_interruption_while_a_part_is_handed_over(monkeypatch: pytest.MonkeyP
 
 
 class _Kept(_Sink):
-    """Keeps the bytes of the parts."""
+    """A sink that keeps the bytes of the parts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class _Kept(_Sink):
 
 
 def test_pairs_of_runs_fill_parts_with_little_memory() -> None:
-    """Some lie across the border of two parts. Each part is handed over before another one is waited for."""
+    """Pairs may cross the border of two parts; each part is sent before another one is waited for."""
     content = bytes(np.random.default_rng(0).integers(0, 256, 5 * PART + 100, dtype=np.uint8))
     bounds = [
         0,

@@ -1,4 +1,4 @@
-"""The bytes of a region are runs of the whole tensor's bytes."""
+"""Tests of the runs of bytes of a region."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def regions(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
 
 @given(regions())
 def test_runs_put_the_region_together(region: tuple[list[int], list[int], list[int]]) -> None:
-    """Taken one after the other they are the region's own bytes, in ascending order, and as few as can be."""
+    """The runs in order are the region's bytes, ascending, and as few as possible."""
     shape, start, size = region
     whole = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
     part = np.ascontiguousarray(whole[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))])

@@ -14,7 +14,7 @@ from dcp_tensorizer.testing import StorageTests
 
 
 class Wrong(LocalStorage):
-    """A storage with one fault in each subclass."""
+    """A storage of which each subclass has one fault."""
 
 
 class ReplacesAlways(Wrong):
@@ -70,7 +70,7 @@ class ListsAll(Wrong):
     ids=lambda value: value.__name__,
 )
 def test_a_fault_fails_a_test(kind: type[Storage], test: Callable[..., None], tmp_path: Path) -> None:
-    """Each fault fails the test that looks for it, which a right storage passes."""
+    """Each fault fails its test, which a correct storage passes."""
     right, wrong = LocalStorage(tmp_path / "right"), kind(tmp_path / "wrong")
     right.make_directory()
     wrong.make_directory()
@@ -80,7 +80,7 @@ def test_a_fault_fails_a_test(kind: type[Storage], test: Callable[..., None], tm
 
 
 def test_a_listing_of_all_that_is_below_fails(tmp_path: Path) -> None:
-    """A listing is of one directory: of an object store's prefix it would hold every checkpoint of a job."""
+    """A listing that also contains the files of subdirectories fails its test."""
     storage = ListsAll(tmp_path)
     with pytest.raises(AssertionError):
         StorageTests().test_listing(storage, str(tmp_path), {})

@@ -1,4 +1,4 @@
-"""New keys: without a prefix, under new names, behind another prefix."""
+"""New keys of a conversion: without a prefix, renamed, with another prefix."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def renamed(**options: Any) -> list[Path]:
     ids=["nothing", "strip", "strip a part", "add", "add a part", "all three", "first that matches", "no star"],
 )
 def test_new_places(options: dict[str, Any], expected: list[Path]) -> None:
-    """Prefixes take or add dicts; a new name stays in the dicts whose keys it begins with."""
+    """Prefixes remove or add dicts, and a renamed key stays in the dicts whose keys it begins with."""
     assert renamed(**options) == expected
 
 
@@ -63,6 +63,6 @@ def test_new_places(options: dict[str, Any], expected: list[Path]) -> None:
     ],
 )
 def test_what_cannot_be_named_so(options: dict[str, Any], words: str) -> None:
-    """The message names the key or the pattern."""
+    """An invalid rule is an error that names the key or the pattern."""
     with pytest.raises(ConversionError, match=re.escape(words)):
         renamed(**options)

@@ -1,4 +1,4 @@
-"""Traces: the spans of all processes on one clock, in rows in which they only nest."""
+"""Traces: the spans of all processes on one clock, in rows in which spans nest."""
 
 from __future__ import annotations
 
@@ -29,22 +29,20 @@ SAVE = [
 
 
 def write(file: Path, *records: dict[str, Any], end: str = "\n") -> None:
-    """Writes a trace file; fields that a record leaves out are those of a save of rank 0."""
+    """Writes a trace file; fields that a record lacks are those of a save of rank 0."""
     common = {"kind": "save", "id": "s", "path": "/c", "rank": 0, "host": "h", "boot": "1", "pid": 1, "spans": SAVE}
     file.write_text("\n".join(json.dumps(common | {"clock_offset": 0.0} | record) for record in records) + end)
 
 
 def events(output: Path, rank: int = 0) -> dict[tuple[str, str], dict[str, Any]]:
-    """The spans of a rank, by name and file."""
+    """Returns the spans of a rank, by name and file."""
     content = json.loads(output.read_text())
     found = [event for event in content["traceEvents"] if event["ph"] == "X" and event["pid"] == rank]
     return {(event["name"], event["args"].get("file", "")): event for event in found}
 
 
 def test_a_save_in_rows(tmp_path: Path) -> None:
-    """Times begin at the first span, in microseconds. Files that overlap have rows of their own; a free row is used
-    again.
-    """
+    """Times begin at the first span, and files that overlap have separate rows, which later files reuse."""
     write(tmp_path / "h-1.spans.jsonl", {})
     traced = trace([tmp_path], tmp_path / "trace.json")
     assert traced == Traced(
@@ -72,7 +70,7 @@ def test_a_save_in_rows(tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_host_share_its_clock(tmp_path: Path) -> None:
-    """Even if the time of day was set between their reports; other hosts are moved by their time of day."""
+    """Ranks of a host share its clock even if the time was set; other hosts are aligned by wall-clock time."""
     first = {"rank": 0, "clock_offset": 1000.0}
     beside = {"rank": 1, "clock_offset": 5000.0}
     other = {"rank": 2, "host": "i", "boot": "2", "clock_offset": 1002.5}
@@ -86,7 +84,7 @@ def test_ranks_of_a_host_share_its_clock(tmp_path: Path) -> None:
 
 
 def test_a_flush_is_added_to_its_save(tmp_path: Path) -> None:
-    """Its report repeats the spans of the save, which are drawn once."""
+    """The report of a flush repeats the spans of the save, which are drawn once."""
     write(tmp_path / "h.spans.jsonl", {}, {"kind": "flush", "spans": [*SAVE, ["flush", 20.0, 25.0]]})
     traced = trace([tmp_path], tmp_path / "trace.json")
     assert (traced.saves, traced.spans, traced.seconds) == (1, len(SAVE) + 1, 16.0)
@@ -94,7 +92,7 @@ def test_a_flush_is_added_to_its_save(tmp_path: Path) -> None:
 
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
-    """Its process was killed. Damage anywhere else is an error, which names file and line."""
+    """A truncated last line is skipped; damage elsewhere is an error with file and line."""
     file = tmp_path / "h.spans.jsonl"
     write(file, {}, end='\n{"kind": "sa')
     assert trace([tmp_path], tmp_path / "trace.json").saves == 1
@@ -104,7 +102,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
 
 
 def test_there_must_be_something_to_trace(tmp_path: Path) -> None:
-    """No sources, no files, or files without a report."""
+    """No sources, no files and files without a report are errors."""
     with pytest.raises(ValueError, match="sources is empty"):
         trace([])
     with pytest.raises(NotCommitted, match="has no trace file"):
@@ -124,7 +122,7 @@ NAMES = {
 
 
 def test_each_event_is_of_the_trace_event_format(tmp_path: Path) -> None:
-    """Complete events with their times, and metadata events; an event lies in the one around it, or after it."""
+    """All events have the Trace Event Format, and spans of a row nest or follow each other."""
     other = {"rank": 1, "host": "g", "boot": "2", "clock_offset": 5.0}
     write(tmp_path / "h-1.spans.jsonl", {}, {"kind": "flush", "spans": [*SAVE, ["flush", 20.0, 30.0]]}, other)
     trace([tmp_path], tmp_path / "trace.json")

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint are cut into blocks that are runs of their elements."""
+"""Blocks of a tensor are runs of its elements in C order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...lab.states import filled, same
 
 @pytest.mark.parametrize("nbytes", [1, 14, 20, 40, 64, 1000])
 def test_blocks_make_up_a_tensor(nbytes: int) -> None:
-    """However small the blocks are."""
+    """Blocks of any size make up the whole tensor."""
     tensor = filled(torch.int16, (3, 4, 5))
 
     def read(region: Region) -> torch.Tensor:

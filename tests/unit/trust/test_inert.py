@@ -1,4 +1,4 @@
-"""Pickles reach nothing in this process, and take no more time than they have bytes."""
+"""Tests that reading a pickle uses no class of this process, and takes time in proportion to its bytes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Victim:
 
 
 def doubled(levels: int, wrap: bytes) -> bytes:
-    """A pickle of a tuple of two of the tuple before it, ``levels`` deep, that is put into something."""
+    """Returns a pickle of a tuple that holds the tuple before it twice, ``levels`` deep, put into ``wrap``."""
     return b"\x80\x02" + wrap.replace(b"PAIRS", b"K\x01" + b"2\x86" * levels) + b"."
 
 
 def test_values_of_builtin_types_are_themselves() -> None:
-    """Of every protocol that has them as they are."""
+    """Builtin values are read as equal values, from every protocol that has opcodes for them."""
     value = {"a": [1, 2.5, None, True, ("x", "y")], (1, ("b",)): {}, "n": 2**100}
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         assert Inert(pickle.dumps(value, protocol)).read() == value
@@ -33,7 +33,7 @@ def test_values_of_builtin_types_are_themselves() -> None:
 
 
 def test_objects_stay_names_and_arguments() -> None:
-    """Nothing is called; what would be added to them is a list."""
+    """A call becomes a record of its name, arguments and members, and a class becomes its name."""
     made = Inert(pickle.dumps(collections.OrderedDict(a=1), 2)).read()
     assert (made.what, made.arguments, made.members) == ("collections.OrderedDict", (), [("a", 1)])
     size = Inert(pickle.dumps(torch.Size([2, 3]))).read()
@@ -43,7 +43,7 @@ def test_objects_stay_names_and_arguments() -> None:
 
 
 def test_a_tuple_that_holds_itself_is_read() -> None:
-    """The pickler writes it by dropping what it began to write (POP)."""
+    """The pickler begins a recursive tuple, discards it (POP), and gets it from the memo."""
     value: tuple[list[Any], ...] = ([],)
     value[0].append(value)
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
@@ -53,14 +53,14 @@ def test_a_tuple_that_holds_itself_is_read() -> None:
 
 
 def test_names_of_python_2_are_mapped() -> None:
-    """As Python maps them before protocol 3, and a class has one stand-in, however often it is named."""
+    """Before protocol 3, Python 2's names become Python 3's, and a class has one stand-in."""
     names = Inert(b"\x80\x02c__builtin__\nset\nc__builtin__\nset\n\x86.").read()
     assert names[0].name == "builtins.set"
     assert names[0] is names[1]
 
 
 def test_no_class_of_this_process_is_changed() -> None:
-    """BUILD with a state of slots sets attributes on whatever is there: here there are only names."""
+    """BUILD with a state of slots sets attributes of any object: the reader has only stand-ins for names."""
     module = Victim.__module__.encode()
     attack = b"\x80\x02c" + module + b"\nVictim\nN}\x8c\x06colourX\x05\x00\x00\x00greens\x86b."
     pickle.loads(attack)
@@ -84,7 +84,7 @@ def test_no_class_of_this_process_is_changed() -> None:
     ids=["setitem", "setitems", "set", "frozenset", "set of a list", "set of Python 2"],
 )
 def test_nested_keys_end(wrap: bytes) -> None:
-    """A key that holds the one before it twice, 60 deep, would be hashed for ever; it is refused at once."""
+    """A key of tuples that each hold the last one twice, 60 deep, is refused before it is hashed."""
     assert Inert(doubled(3, wrap)).read() is not None
     started = time.monotonic()
     with pytest.raises(Malformed, match="too much time or memory"):
@@ -93,7 +93,7 @@ def test_nested_keys_end(wrap: bytes) -> None:
 
 
 def test_a_key_that_is_used_often_has_an_end_too() -> None:
-    """A long tuple as the key of one item after the other costs its length each time."""
+    """A long tuple that is the key of many items counts with its length each time."""
     long = b"(" + b"K\x01" * 5000 + b"tq\x00"
     with pytest.raises(Malformed, match="too much time or memory"):
         Inert(b"\x80\x02}" + long + b"0" + b"h\x00K\x01s" * 5000 + b".").read()
@@ -119,7 +119,7 @@ def test_a_key_that_is_used_often_has_an_end_too() -> None:
     ids=repr,
 )
 def test_hostile_pickles(attack: bytes) -> None:
-    """An error, or a name that nobody has called."""
+    """The reader raises an error, or returns the name of a function that it did not call."""
     value: Any = None
     try:
         value = Inert(attack).read()

@@ -1,4 +1,4 @@
-"""Digests of tensors, in the order in which they were asked for."""
+"""Digests of tensors, in the order of the request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dcp_tensorizer._writer_process.protocol import TensorSource
 
 
 def test_digests_are_those_of_the_whole_tensors() -> None:
-    """Whatever their sizes are, and whichever thread takes which."""
+    """The digests are those of the whole tensors, for any sizes and number of threads."""
     chance = random.Random(0)
     contents = {str(n): chance.randbytes(size) for n, size in enumerate([0, 5, 40 << 20, 100_000, 16 << 20])}
     sources = [TensorSource(name, "uint8", (len(content),), len(content)) for name, content in contents.items()]

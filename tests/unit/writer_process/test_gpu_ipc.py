@@ -1,4 +1,4 @@
-"""Handles to GPU memory, with handles simulated: what crosses, what is kept, and what arrives in the buffer.
+"""Simulated handles to GPU memory: their contents, their lifetime, and the copies in the buffer.
 
 Torch's own two functions, which need a GPU, are replaced: a handle is the alias itself. tests/gpu has the real ones.
 """
@@ -38,7 +38,7 @@ def streams() -> dict[Any, SimulatedStream]:
 
 
 def test_tensors_arrive_as_they_are() -> None:
-    """Every dtype, views of one storage, strides, lazy views: each at its place in a buffer that is registered once."""
+    """Tensors of all dtypes, strides and lazy views are copied to their offsets in a buffer that is registered once."""
     sources = [filled(dtype, (9, 14), seed=n) for n, dtype in enumerate(ALL_DTYPES)]
     base = torch.arange(400.0)
     values = torch.view_as_complex(base.view(200, 2))
@@ -55,9 +55,9 @@ def test_tensors_arrive_as_they_are() -> None:
             snapshots.take(dataclasses.replace(request, device=0), memory)
         gc.collect()
         assert [nbytes for _, nbytes in device.pinned] == [buffer.nbytes]
-        snapshots.keep({buffer.id})
+        snapshots.retain({buffer.id})
         assert len(device.pinned) == 1
-        snapshots.keep(set())
+        snapshots.retain(set())
         assert device.pinned == []
     assert [n for n, (a, b) in enumerate(zip(copies, sources, strict=True)) if not same(a, b)] == []
     del copies
@@ -65,7 +65,7 @@ def test_tensors_arrive_as_they_are() -> None:
 
 
 def test_what_is_sent_is_not_what_training_has() -> None:
-    """Torch changes the storage that it is given: that is an alias, which keeps the memory for as long as it lives."""
+    """torch changes the storage that it exports, so an alias is exported, which holds the memory while it lives."""
     source = torch.arange(1000)
     copy = torch.empty_like(source)
     _, (alias,) = export([(copy, source)], [0], 1, streams())
@@ -77,7 +77,7 @@ def test_what_is_sent_is_not_what_training_has() -> None:
 
 
 def test_storages_that_begin_together_are_two(handles: None) -> None:
-    """A short one and the whole: tensors of the whole are opened in the whole."""
+    """Two storages at one address, of different sizes, are exported separately."""
     whole = torch.arange(100.0)
     short = torch.empty(0).set_(torch.frombuffer(memoryview(whole.numpy())[:10], dtype=torch.float32).untyped_storage())
     assert short.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
@@ -87,7 +87,7 @@ def test_storages_that_begin_together_are_two(handles: None) -> None:
 
 
 def test_memory_that_cannot_be_handed_over_is_an_error_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's own words, and the way out."""
+    """The error contains torch's message and the alternative."""
 
     def refuse(alias: torch.Tensor) -> Any:
         raise RuntimeError("invalid device pointer")
@@ -98,7 +98,7 @@ def test_memory_that_cannot_be_handed_over_is_an_error_with_advice(monkeypatch: 
 
 
 def test_handles_made_before_one_that_is_refused_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else torch would keep their memory for a receiver that there will never be."""
+    """If a handle is refused, earlier handles are released, because torch would never free their memory."""
     given_back = []
 
     class Storage:

@@ -1,4 +1,4 @@
-"""One request's files: all of them or none, with digests."""
+"""The job of one request: its files are written completely with digests, or removed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NAMES = [data_file_name(0, number, "a" * 32) for number in range(3)]
 
 
 class Foreign:
-    """An object whose class could run code."""
+    """A class that could run code."""
 
 
 def saved(value: object) -> torch.Tensor:
@@ -58,7 +58,7 @@ def job(
     memory: PartMemory | None = None,
     **options: Any,
 ) -> FileJob:
-    """A job for the given tensors, by file."""
+    """Returns a job for the given tensors, by file."""
     tensors = {name: tensor for file in files.values() for name, tensor in file.items()}
     requests = [FileRequest(file, sources(content.items(), kind)) for file, content in files.items()]
     given = SaveOptions(**{"thread_count": 2} | options)
@@ -77,7 +77,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]
 def test_jobs_may_share_what_they_keep_of_the_memory_for_parts(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second one takes no fresh memory. One that fails gives back what it had. Without a bound nothing is kept."""
+    """A second job reuses the memory for parts, also after a failure. Without a limit, no memory is cached."""
     tensor = filled(torch.uint8, (100_000,))
     made: list[int] = []
 
@@ -107,7 +107,7 @@ def _gone(source: TensorSource) -> memoryview:
 
 
 def test_a_slow_disk_holds_few_files_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each that waits for the disk has a descriptor: the next ones are begun when some are done."""
+    """The number of files that wait for the disk is limited, because each holds a descriptor."""
     names = [data_file_name(0, number, "a" * 32) for number in range(40)]
     storage, begun, ended, most = LocalStorage(tmp_path), 0, 0, 0
     has_begun = threading.Condition()
@@ -137,7 +137,7 @@ def test_a_slow_disk_holds_few_files_open(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("sync", [True, False])
 def test_all_files_are_written_and_described(storage: Storage, tmp_path: Path, sync: bool) -> None:
-    """Sizes, places and digests are those of the files; stock tensorizer opens each."""
+    """Sizes, locations and digests match the files, and stock tensorizer opens each file."""
     files = {
         NAMES[0]: {"a": filled(torch.float32, (300, 7)), "b": filled(torch.bfloat16, (1,))},
         NAMES[1]: {"c": filled(torch.uint8, (200_000,), seed=1)},
@@ -163,7 +163,7 @@ def test_all_files_are_written_and_described(storage: Storage, tmp_path: Path, s
 
 
 def test_a_failure_in_a_later_file_removes_the_earlier_ones(tmp_path: Path) -> None:
-    """Half a rank is no rank: nothing is left, and the error has file and cause."""
+    """If a later file fails, all files are removed, and the error names the file and the cause."""
     files = {NAMES[0]: {"a": torch.zeros(10)}, NAMES[1]: {"b": torch.zeros(1_000_000)}}
     with file_size_limit(1 << 20), pytest.raises(WriteError, match="File too large") as caught:
         job(open_storage(tmp_path), files).run()
@@ -174,7 +174,7 @@ def test_a_failure_in_a_later_file_removes_the_earlier_ones(tmp_path: Path) -> N
 @pytest.mark.parametrize("point", ["put_part", "complete", "sync_directory"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
 def test_a_disks_error_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str, number: int) -> None:
-    """An I/O error or a full quota, whenever it comes, is the error of the file, and nothing is left."""
+    """After an I/O error or a full quota in any step, the error names the file, and no file is left."""
 
     def fail(*args: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -186,7 +186,7 @@ def test_a_disks_error_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_missing_tensor_fails_the_job(tmp_path: Path) -> None:
-    """An error before anything is written is told in the same way."""
+    """An error before the first write also names the file."""
     source = TensorSource("gone", "float32", (1,), 4)
 
     def gone(source: TensorSource) -> memoryview:
@@ -199,20 +199,20 @@ def test_a_missing_tensor_fails_the_job(tmp_path: Path) -> None:
 
 
 def test_no_directory_is_an_error(tmp_path: Path) -> None:
-    """The directory is made by the trainer; without it the path is named."""
+    """If the directory does not exist, the error names the path."""
     with pytest.raises(WriteError, match="nowhere") as caught:
         job(open_storage(tmp_path / "nowhere"), {NAMES[0]: {"a": torch.zeros(1)}}).run()
     assert "No such file" in str(caught.value)
 
 
 def test_no_files_is_no_work(storage: Storage) -> None:
-    """A rank whose items are all empty has nothing to write."""
+    """A job without files succeeds."""
     done = job(storage, {}).run()
     assert done.files == ()
 
 
 def test_secrets_do_not_get_into_the_error(tmp_path: Path) -> None:
-    """A backend's message is cleaned of the options that it was given."""
+    """The values of storage options are removed from a backend's message."""
     storage = open_storage(f"memory://{tmp_path.name}", {"key": "correct-horse"})
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -227,7 +227,7 @@ def test_secrets_do_not_get_into_the_error(tmp_path: Path) -> None:
 
 
 def test_the_next_file_is_begun_while_one_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk or a server takes its time to say that a file is there."""
+    """The next file is begun while the previous one waits for its completion."""
     storage = open_storage(tmp_path)
     begun, complete, create = threading.Event(), LocalSink.complete, LocalStorage.create
 
@@ -247,7 +247,7 @@ def test_the_next_file_is_begun_while_one_is_completed(tmp_path: Path, monkeypat
 
 
 def test_a_file_that_cannot_be_completed_fails_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named, and nothing is left, although the file behind it may be whole."""
+    """If a file cannot be completed, the error names it, and no file is left."""
     storage = open_storage(tmp_path)
     complete = LocalSink.complete
     completed: list[LocalSink] = []
@@ -265,7 +265,7 @@ def test_a_file_that_cannot_be_completed_fails_all(tmp_path: Path, monkeypatch: 
 
 
 def at_once(operation: Callable[..., None], *arguments: object) -> Future[None]:
-    """In place of a thread: what is submitted is done at once."""
+    """A replacement of `Workers` that runs each call at once."""
     future = Future[None]()
     try:
         future.set_result(operation(*arguments))
@@ -275,7 +275,7 @@ def at_once(operation: Callable[..., None], *arguments: object) -> Future[None]:
 
 
 def test_nothing_is_written_behind_a_file_that_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All files of the job are lost then: who waits for it learns of it soon."""
+    """After a failed completion, no further file is written."""
     begun, create = [], LocalStorage.create
 
     def fail(sink: LocalSink) -> None:
@@ -295,7 +295,7 @@ def test_nothing_is_written_behind_a_file_that_has_failed(tmp_path: Path, monkey
 
 
 def test_no_file_is_completed_once_the_job_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that is just being completed is waited for and removed; the next one is refused."""
+    """`abandon` waits for the file that is being completed and removes it. Later completions are refused."""
     work = job(open_storage(tmp_path), {name: {name: filled(torch.float32, (5,))} for name in NAMES[:2]})
     removing = threading.Thread(target=work.abandon)
     complete = LocalSink.complete
@@ -318,7 +318,7 @@ def test_no_file_is_completed_once_the_job_is_abandoned(tmp_path: Path, monkeypa
 
 
 def _saved_before(folder: Path, content: dict[str, torch.Tensor]) -> FileResult:
-    """A file that an earlier save has written."""
+    """Returns the location of a file that an earlier save has written."""
     folder.mkdir()
     (result,) = job(open_storage(folder), {NAMES[2]: content}, reuse_unchanged=True).run().files
     assert result.identity is not None
@@ -333,7 +333,7 @@ def _adopting(folder: Path, content: dict[str, torch.Tensor], earlier: tuple[Ear
 
 
 def test_a_file_is_adopted_from_the_first_place_where_that_is_possible(tmp_path: Path) -> None:
-    """Nothing of it is written. If it is possible nowhere, the same bytes are written under the same name."""
+    """A file is adopted from the first possible location. If there is none, the same bytes are written."""
     content = {"a": filled(torch.float32, (1000,))}
     before = _saved_before(tmp_path / "old", content)
     right = EarlierFile(str(tmp_path / "old"), before.name, before.identity or ())
@@ -347,7 +347,7 @@ def test_a_file_is_adopted_from_the_first_place_where_that_is_possible(tmp_path:
 
 
 def test_what_cannot_be_adopted_in_time_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that does not answer is asked for one copy, and not for one of each file from each place."""
+    """A server that does not respond is asked for one copy only, and then all files are written."""
     content = {name: filled(torch.float32, (5,)) for name in NAMES}
     moments, asked = [0.0], []
 
@@ -371,7 +371,7 @@ def test_what_cannot_be_adopted_in_time_is_written(tmp_path: Path, monkeypatch: 
 
 
 def test_an_abandoned_job_adopts_nothing(tmp_path: Path) -> None:
-    """And leaves nothing; what it would have adopted stays."""
+    """An abandoned job adopts no file and leaves none, and the earlier file stays."""
     content = {"a": filled(torch.float32, (1000,))}
     before = _saved_before(tmp_path / "old", content)
     (tmp_path / "new").mkdir()
@@ -385,7 +385,7 @@ def test_an_abandoned_job_adopts_nothing(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_job_leaves_nothing(tmp_path: Path) -> None:
-    """A Ctrl-C in a synchronous save goes on as what it is, and no file stays."""
+    """A KeyboardInterrupt in a synchronous save propagates, and no file is left."""
     tensors = {"a": torch.zeros(3_000_000), "b": torch.zeros(3_000_000)}
 
     def interrupted(source: TensorSource) -> memoryview:

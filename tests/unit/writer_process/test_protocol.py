@@ -1,4 +1,4 @@
-"""What crosses between a trainer and its writer process: small, unchangeable, the same on both sides."""
+"""The messages between a trainer and its writer process: small, frozen, and equal on both sides."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ SNAPSHOT = SnapshotRequest(7, 0, (("a handle",),), (DeviceTensor(0, "float32", (
     ids=lambda message: type(message).__name__,
 )
 def test_messages_survive_pickling(message: object) -> None:
-    """The other process sees the same values, of the same types."""
+    """The other process gets equal values of the same types."""
     copy = pickle.loads(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
     assert copy == message
     assert type(copy) is type(message)
 
 
 def test_where_a_tensor_is_keeps_its_type() -> None:
-    """A number is a buffer of ours, a `MappedFile` is the trainer's; the file crosses once for all tensors."""
+    """A number stands for a shared buffer, and a `MappedFile` for a file, which is pickled once for all tensors."""
     many = tuple(SOURCES[1]._replace(offset=n) for n in range(100))
     copy = pickle.loads(pickle.dumps(WriteRequest("/p", OPTIONS, (FileRequest("f", (*SOURCES, *many)),))))
     assert [type(source.memory) for source in copy.files[0].tensors[:2]] == [int, MappedFile]
@@ -77,7 +77,7 @@ def test_where_a_tensor_is_keeps_its_type() -> None:
 
 
 def test_messages_cannot_be_changed() -> None:
-    """A request that is sent twice, after a crash, is the same request."""
+    """Messages are frozen, because a request may be sent again after a crash."""
     with pytest.raises(AttributeError):
         SOURCES[0].offset = 0  # type: ignore[misc]
     with pytest.raises(AttributeError):
@@ -85,12 +85,12 @@ def test_messages_cannot_be_changed() -> None:
 
 
 def test_a_request_shows_no_secrets() -> None:
-    """Neither the storage options nor the key are in its ``repr``, which may get into a log."""
+    """The ``repr`` of a request, which may be logged, contains neither storage options nor the key."""
     for shown in (repr(REQUEST), repr(Call(REQUEST, ()))):
         assert "a-secret" not in shown
         assert repr(bytes(range(32))) not in shown
 
 
 def test_results_are_found_by_name() -> None:
-    """Each tensor with the size of the file that it is in."""
-    assert DONE.places() == {"layer.0": (STORED[0], 300_000), "step": (STORED[1], 300_000)}
+    """The items of a result are the locations of its tensors, by name."""
+    assert DONE.items() == {"layer.0": STORED[0], "step": STORED[1]}

@@ -1,4 +1,4 @@
-"""What the writer process sees of the machine it shares with training."""
+"""The measurement of spare cores, and the memory that the writer process caches."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from dcp_tensorizer._runtime.direct_memory import direct_memory
 from dcp_tensorizer._tensor_file import encode as encoder
 from dcp_tensorizer._tensor_file.names import data_file_name
 from dcp_tensorizer._writer_process.options import SaveOptions
-from dcp_tensorizer._writer_process.protocol import FileRequest, WriteRequest
+from dcp_tensorizer._writer_process.protocol import Call, FileRequest, WriteRequest
 from dcp_tensorizer._writer_process.worker import MIN_SPARE_CORES, NICENESS_BUSY, SpareCores, Worker
 
+from ...lab.processes import open_descriptors
+
 SECOND = os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)
-"""Ticks in a second, of all cores together."""
+"""Ticks in a second, summed over all cores."""
 
 
 def stat(busy: float, idle: float) -> str:
@@ -26,7 +28,7 @@ def stat(busy: float, idle: float) -> str:
 
 
 def test_spare_cores_are_those_that_no_other_process_uses() -> None:
-    """Idle ones, and what this process has had of the busy ones; only what was added since the last look counts."""
+    """Spare cores are the idle ones and those that this process has used since the last call."""
     cores = os.cpu_count() or 1
     lines = [stat(0, 7 * SECOND), stat(SECOND / 2, 7.5 * SECOND), stat(1.5 * SECOND, 7.5 * SECOND)]
     own = [5.0, 5.25, 5.5]
@@ -36,7 +38,7 @@ def test_spare_cores_are_those_that_no_other_process_uses() -> None:
 
 
 def test_busy_cores_are_not_taken_for_spare_ones() -> None:
-    """The most threads that a save has by default get less of them than what counts as spare.
+    """If all cores are busy, four threads get less than ``MIN_SPARE_CORES``.
 
     A thread's share beside one of training follows from the kernel's weights, which differ by 1.25 for each niceness.
     """
@@ -45,7 +47,7 @@ def test_busy_cores_are_not_taken_for_spare_ones() -> None:
 
 
 def test_the_memory_of_a_save_that_failed_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of it may never have come back, and each later save would have less. That of others is kept."""
+    """The memory for parts is cached after a successful request, and dropped after a failed one."""
     made: list[int] = []
 
     def noted(nbytes: int) -> object:
@@ -71,6 +73,17 @@ def test_the_memory_of_a_save_that_failed_is_not_kept(tmp_path: Path, monkeypatc
         assert (made_for("c"), made_for("d")) == (1, 0)
 
 
+def test_a_buffer_that_cannot_be_mapped_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    """If the mapping of one buffer fails, the process closes the descriptors of all buffers that came with it."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        served, before = Worker(Channel(ours), None), open_descriptors()
+        fds = [os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in "ab"]
+        with pytest.raises(ValueError, match="greater than file size"):
+            served._attach(Call(None, (), ((1, 4096), (2, 4096))), fds)
+        assert open_descriptors().items() <= before.items()  # a thread of another test may have closed its own
+
+
 def test_no_time_has_passed() -> None:
-    """Two looks in one tick tell nothing: then there is no core to spare."""
+    """Two samples in one tick count as no spare core."""
     assert SpareCores(lambda: stat(1, 2), lambda: 0.0).since_last() == 0.0

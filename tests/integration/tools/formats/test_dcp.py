@@ -1,4 +1,4 @@
-"""torch's own checkpoints: damaged and hostile ones."""
+"""Damaged and hostile checkpoints of torch's DCP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ....lab.checkpoints import tensors_of
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "..", ""])
 def test_metadata_that_leads_out_of_its_directory(tmp_path: Path, name: str) -> None:
-    """A checkpoint from elsewhere does not get other files into what is made of it."""
+    """A file name that leads out of the checkpoint's directory is refused."""
     dcp.save({"x": torch.ones(3), "o": 5}, checkpoint_id=tmp_path / "a", no_dist=True)
     metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
     for info in metadata.storage_data.values():
@@ -33,7 +33,7 @@ def test_metadata_that_leads_out_of_its_directory(tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize("to", ["safetensors", "dcp_tensorizer"])
 @pytest.mark.parametrize("kept", [0, 100])
 def test_a_torch_checkpoint_that_is_cut_off(tmp_path: Path, kept: int, to: str) -> None:
-    """The error names key and file, and that the file ends too early: the command line reports damage."""
+    """A truncated data file is a ReadError with key, file and an EOFError as its cause."""
     dcp.save({"x": torch.ones(3000)}, checkpoint_id=tmp_path / "a")
     (path,) = (tmp_path / "a").glob("*.distcp")
     os.truncate(path, kept)
@@ -45,7 +45,7 @@ def test_a_torch_checkpoint_that_is_cut_off(tmp_path: Path, kept: int, to: str) 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("length", [1 << 60, -1, "x"])
 def test_lengths_that_no_file_has(tmp_path: Path, length: Any) -> None:
-    """Damaged metadata does not allocate that much memory."""
+    """An impossible length in the metadata is refused without allocating memory."""
     dcp.save({"o": 5}, checkpoint_id=tmp_path / "a", no_dist=True)
     metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
     for info in metadata.storage_data.values():
@@ -57,7 +57,7 @@ def test_lengths_that_no_file_has(tmp_path: Path, length: Any) -> None:
 
 @pytest.mark.parametrize("name", ["bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"])
 def test_dtypes_that_torch_cannot_plan(tmp_path: Path, name: str) -> None:
-    """The error names the key before anything is written or made; without it, the rest is converted."""
+    """A dtype that DCP cannot plan is refused by key before anything is written."""
     bits = torch.arange(8, dtype=torch.int16 if name == "bits16" else torch.uint8).view(getattr(torch, name))
     torch.save({"bad": bits, "w": torch.arange(3.0)}, tmp_path / "a.pt")
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Conversions into this package's own format."""
+"""Conversions to this package's own format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ....lab.states import same
 
 
 def test_a_conversion_in_progress_is_not_collected(tmp_path: Path) -> None:
-    """Its directory is locked, as a save's is, until it has its name."""
+    """`collect` removes nothing of a conversion in progress, whose directory is locked."""
     make_checkpoint(tmp_path / "a", {"x": torch.ones(3), "y": torch.ones(3)})
     kept = []
 

@@ -1,4 +1,4 @@
-"""What ``torch.save`` wrote, looked at without the elements of its tensors."""
+"""``torch.save`` files, read without the elements of their tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNREADABLE: dict[str, Callable[[], object]] = {
 @pytest.mark.parametrize("kind", UNREADABLE)
 @pytest.mark.parametrize("to", ["dcp_tensorizer", "dcp", "torch"])
 def test_what_cannot_be_read_can_be_left_out(tmp_path: Path, kind: str, to: str) -> None:
-    """The error names the key before anything is written; without the key, the rest is converted."""
+    """An unreadable value is refused by key before anything is written, and can be excluded."""
     torch.save({"w": torch.arange(3.0), "bad": UNREADABLE[kind](), "n": 5}, tmp_path / "a.pt")
     for options in (ConvertOptions(), ConvertOptions(add_prefix="new.")):  # it is named as it is in the file
         with pytest.raises(ConversionError, match=r"a\.pt: 'bad(\.0)?' is .*, and cannot be converted. Leave it out."):
@@ -43,7 +43,7 @@ def test_what_cannot_be_read_can_be_left_out(tmp_path: Path, kind: str, to: str)
 
 @pytest.mark.parametrize("how", ["compressed", "big-endian", "repacked"])
 def test_torch_files_that_do_not_hold_the_elements_as_they_are(tmp_path: Path, how: str) -> None:
-    """An archive that was compressed or packed again, or that is of the other byte order, is no source."""
+    """Compressed, repacked and big-endian archives are refused."""
     torch.save({"x": filled(torch.float32, (1000,))}, tmp_path / "stock.pt")
     form = zipfile.ZIP_DEFLATED if how == "compressed" else zipfile.ZIP_STORED
     with zipfile.ZipFile(tmp_path / "stock.pt") as stock, zipfile.ZipFile(tmp_path / "a.pt", "w", form) as out:

@@ -1,4 +1,4 @@
-"""Files that were made to do harm: each is refused by name, in the time and the memory that its own bytes take."""
+"""Hostile files are refused by name, in time and memory in proportion to their size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ....unit.trust.test_inert import doubled
 
 
 def archive(pickled: bytes, **records: bytes) -> bytes:
-    """A file of `torch.save` with a pickle of one's own, and records beside it."""
+    """Returns a ``torch.save`` file with this pickle and these records."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as made:
         for name, content in {"data.pkl": pickled, "byteorder": b"little", "version": b"3\n", **records}.items():
@@ -36,7 +36,7 @@ def archive(pickled: bytes, **records: bytes) -> bytes:
 
 
 def repickled(change: Callable[[bytes], bytes]) -> bytes:
-    """A file of `torch.save` with a tensor of 4 bytes, whose pickle was changed."""
+    """Returns a ``torch.save`` file of a tensor of 4 bytes, with a changed pickle."""
     stream = io.BytesIO()
     torch.save({"x": torch.zeros(4, dtype=torch.uint8)}, stream)
     with zipfile.ZipFile(stream) as stock:
@@ -53,7 +53,7 @@ def bomb() -> bytes:
 
 
 def lists_of_lists(levels: int) -> bytes:
-    """A state dict with a list that holds twice the one before it, and so on."""
+    """Returns the pickle of a list that holds the previous list twice, at each level."""
     value: Any = [1]
     for _ in range(levels):
         value = [value, value]
@@ -85,7 +85,7 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_torch_files(tmp_path: Path, name: str) -> None:
-    """A bomb, keys and lists without end, memory that nothing fills, a tensor with more bytes than are stored."""
+    """Zip bombs, endless keys and lists, and impossible sizes are refused in little memory."""
     assert b"K\x05" in FILES["elements"]
     (tmp_path / "bad.pt").write_bytes(FILES[name])
     started = time.monotonic()
@@ -117,7 +117,7 @@ METADATA = {
 
 @pytest.mark.parametrize("name", METADATA)
 def test_torch_metadata(tmp_path: Path, name: str) -> None:
-    """Nothing in it reaches a class of this process, or takes long."""
+    """Hostile metadata is refused quickly, and changes no class of this process."""
     content, error = METADATA[name]
     (tmp_path / ".metadata").write_bytes(content)
     before = dict(vars(Metadata))
@@ -138,7 +138,7 @@ def test_torch_metadata(tmp_path: Path, name: str) -> None:
 )
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_paths_that_a_planner_has_not_recorded(tmp_path: Path, change: Callable[[Any], object]) -> None:
-    """They are not followed: a list of so many members is not made."""
+    """Invalid paths in the metadata are ignored: no list of that many members is made."""
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", no_dist=True)
     metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
     change(metadata)
@@ -148,7 +148,7 @@ def test_paths_that_a_planner_has_not_recorded(tmp_path: Path, change: Callable[
 
 
 def test_a_list_that_cannot_be_whole(tmp_path: Path) -> None:
-    """A member of a high number, alone: no list is made to hold it."""
+    """A list with one member of a high number is refused without allocating the list."""
     view = open_checkpoint(make_checkpoint(tmp_path / "a", {"w": torch.ones(2)}), {})
     far = dataclasses.replace(view.tensors["w"], path=("w", 10**15))
     with pytest.raises(ConversionError, match="'w' belongs to a list that is only partly selected"):

@@ -1,4 +1,4 @@
-"""Nested state dicts keep their nesting, or it is said why they cannot."""
+"""Nested state dicts stay nested, or are refused with the reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ....lab.checkpoints import tensors_of
 
 
 def test_nested_state_is_nested_again(tmp_path: Path) -> None:
-    """Dicts in dicts, and lists, through torch's formats and back."""
+    """Nested dicts and lists survive conversions through torch's formats and back."""
     state = {"model": {"a.b": torch.ones(2)}, "list": [torch.zeros(1), {"x": torch.ones(1)}], "n": {"m": 3}}
     torch.save(state, tmp_path / "a.pt")
     convert(tmp_path / "a.pt", tmp_path / "b", "dcp_tensorizer")
@@ -26,7 +26,7 @@ def test_nested_state_is_nested_again(tmp_path: Path) -> None:
 
 
 def test_keys_that_are_no_strings(tmp_path: Path) -> None:
-    """An optimizer's state is found again in a torch file; DCP's formats, which have only strings, refuse it."""
+    """Dict keys that are not strings survive in a torch file, and are refused by DCP's formats."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
@@ -53,7 +53,7 @@ def test_keys_that_are_no_strings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ["torch", "dcp", "dcp_tensorizer"])
 def test_a_key_that_would_hold_others(tmp_path: Path, to: str) -> None:
-    """After a prefix is gone, a tensor cannot replace a dict."""
+    """A renamed key that would be both a value and a container is refused."""
     torch.save({"model": {"x": torch.ones(2)}, "x": {"y": torch.ones(1)}}, tmp_path / "a.pt")
     with pytest.raises(ConversionError, match="'x' is a value, but other keys are below it"):
         convert(tmp_path / "a.pt", tmp_path / "b", to, options=ConvertOptions(strip_prefix="model."))
@@ -65,7 +65,7 @@ def test_a_key_that_would_hold_others(tmp_path: Path, to: str) -> None:
 
 @pytest.mark.parametrize("to", ["torch", "dcp"])
 def test_a_part_of_a_list(tmp_path: Path, to: str) -> None:
-    """Its other elements would be missing, or it would be taken for a list of another kind."""
+    """A partly selected list is refused, because its members would get other keys."""
     torch.save({"groups": [{"w": torch.ones(2)}, {"w": torch.ones(2)}], "l": [5, torch.ones(1)]}, tmp_path / "a.pt")
     for pattern in ("groups.1.*", "l.0"):
         with pytest.raises(ConversionError, match="belongs to a list that is only partly selected"):

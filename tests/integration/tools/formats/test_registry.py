@@ -1,4 +1,4 @@
-"""What is at a path: formats are recognised, and what is none of them is named."""
+"""The format of a path is recognised, and paths without a checkpoint are refused by name."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def header(described: Any) -> bytes:
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, content: bytes, error: type[Exception]) -> None:
-    """Whatever a file holds, the error is one of this package's, names it, and leaves nothing behind."""
+    """Any invalid file is a CheckpointError that names it, and nothing is written."""
     (tmp_path / "bad").write_bytes(content)
     with pytest.raises(error, match="bad"):
         convert(tmp_path / "bad", tmp_path / "out", "dcp_tensorizer")
@@ -58,7 +58,7 @@ def test_bad_files_are_named(tmp_path: Path, content: bytes, error: type[Excepti
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    """A path without anything, and one with a directory of something else."""
+    """A missing path, and a directory without a checkpoint, are NotCommitted."""
     (tmp_path / "folder").mkdir()
     for path in ("nowhere", "folder"):
         with pytest.raises(NotCommitted, match=path):
@@ -67,7 +67,7 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("slash", ["", "/"])
 def test_a_directory_above_checkpoints(tmp_path: Path, s3: S3Server, sftp: SftpServer, slash: str) -> None:
-    """Also on a server, the error names the checkpoints there, or the path to give."""
+    """For a directory above checkpoints, also on servers, the error names the checkpoints."""
     name = uuid.uuid4().hex
     places: dict[str, dict[str, Any]] = {f"memory://{name}": {}, f"s3://{s3.bucket}/{name}": s3.options()}
     for url, options in (places | {f"sftp://127.0.0.1/{name}": sftp.options()}).items():
@@ -86,7 +86,7 @@ def test_a_directory_above_checkpoints(tmp_path: Path, s3: S3Server, sftp: SftpS
 
 
 def test_what_ranks_have_saved_by_torch_for_themselves(tmp_path: Path) -> None:
-    """It is not read, and the advice is not to do what has just failed."""
+    """A checkpoint of torch's whose ranks saved for themselves is refused with advice."""
     dcp.save({"w": torch.ones(2)}, storage_writer=FileSystemWriter(tmp_path / "a"), no_dist=True)
     (tmp_path / "a" / ".metadata").rename(tmp_path / "a" / "__0.metadata")
     with pytest.raises(ConversionError, match=r"a is of torch's own format, and each rank has saved for itself"):

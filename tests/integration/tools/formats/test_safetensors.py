@@ -1,4 +1,4 @@
-"""Directories of safetensors files, whose index has the file of each tensor."""
+"""Directories of safetensors files with an index."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safete
 
 
 def make_directory(path: Path, files: Mapping[str, Mapping[str, float]], index: Mapping[str, str]) -> Path:
-    """Tensors of one value each, by file and key."""
+    """Writes tensors of one value each, by file and key."""
     path.mkdir()
     for name, values in files.items():
         save_file({key: torch.full((2,), value) for key, value in values.items()}, path / name)
@@ -32,7 +32,7 @@ def make_directory(path: Path, files: Mapping[str, Mapping[str, float]], index: 
 
 
 def test_a_tensor_that_the_index_names_is_missed(tmp_path: Path) -> None:
-    """Its file is there, and holds others: the error names both, and nothing is written."""
+    """A file that lacks a tensor of the index is an error that names both."""
     index = {"a": FIRST, "b": SECOND, "lost": SECOND}
     directory = make_directory(tmp_path / "hf", {FIRST: {"a": 1.0}, SECOND: {"b": 2.0}}, index)
     with pytest.raises(MetadataError, match=f"{SECOND} lacks 'lost', which the index locates there"):
@@ -41,7 +41,7 @@ def test_a_tensor_that_the_index_names_is_missed(tmp_path: Path) -> None:
 
 
 def test_a_file_that_the_index_names_is_missed(tmp_path: Path) -> None:
-    """The error names it."""
+    """A missing file of the index is an error that names it."""
     directory = make_directory(tmp_path / "hf", {FIRST: {"a": 1.0}}, {"a": FIRST, "b": SECOND})
     with pytest.raises(ReadError, match=SECOND):
         convert(directory, tmp_path / "out", "torch")
@@ -49,7 +49,7 @@ def test_a_file_that_the_index_names_is_missed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("right", [FIRST, SECOND])
 def test_a_tensor_in_two_files_is_that_of_the_index(tmp_path: Path, right: str) -> None:
-    """Whatever the order of the files; a tensor that the index does not name is taken as well."""
+    """Of a tensor in two files, that of the index is read; tensors that the index lacks are read, too."""
     files = {FIRST: {"a": 1.0, "b": 1.0}, SECOND: {"b": 2.0, "c": 3.0, "more": 4.0}}
     directory = make_directory(tmp_path / "hf", files, {"a": FIRST, "b": right, "c": SECOND})
     found = {key: tensor.tolist() for key, tensor in tensors_of(directory).items()}
@@ -58,7 +58,7 @@ def test_a_tensor_in_two_files_is_that_of_the_index(tmp_path: Path, right: str) 
 
 
 def save_parts(folder: Path, parts: Mapping[str, tuple[torch.Tensor, list[int]]]) -> None:
-    """Parts of one tensor by the name of their file, as torch saves those of several ranks."""
+    """Writes parts of one tensor by file name, as torch saves those of several ranks."""
     folder.mkdir()
     for name, (part, offsets) in parts.items():
         saved = json.dumps({"w": {"saved_offsets": offsets}})
@@ -66,7 +66,7 @@ def save_parts(folder: Path, parts: Mapping[str, tuple[torch.Tensor, list[int]]]
 
 
 def test_parts_of_several_ranks_are_put_together(tmp_path: Path) -> None:
-    """Those of a directory. One file alone would be taken for the whole: an error, as is a part that is missing."""
+    """Parts of a tensor in one directory are joined; one file alone, or a missing part, is an error."""
     whole = torch.arange(24.0).view(6, 4)
     names = [f"shard-{rank:05}-model-00001-of-00001.safetensors" for rank in (1, 2)]
     save_parts(tmp_path / "hf", {names[0]: (whole[:2], [0, 0]), names[1]: (whole[2:], [2, 0])})
@@ -81,7 +81,7 @@ def test_parts_of_several_ranks_are_put_together(tmp_path: Path) -> None:
 
 
 def test_parts_of_what_torch_itself_saves(tmp_path: Path) -> None:
-    """Of one rank, in a file of its own and as the whole model."""
+    """Files of torch's HuggingFaceStorageWriter are read, as parts and as a whole model."""
     state = {"w": torch.arange(6.0), "n": torch.tensor(3)}
     for name, is_distributed in (("whole", False), ("parts", True)):
         writer = HuggingFaceStorageWriter(str(tmp_path / name), save_distributed=is_distributed)
@@ -92,7 +92,7 @@ def test_parts_of_what_torch_itself_saves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float4_e2m1fn_x2], ids=str)
 def test_dtypes_of_less_than_a_byte_and_of_scales(tmp_path: Path, dtype: torch.dtype) -> None:
-    """The library reads what is written here, and what it writes is read: shape and bytes."""
+    """The safetensors library and this package read each other's files of small dtypes."""
     weight = filled(dtype, (3, 6))
     save_file({"weight": weight}, tmp_path / "theirs.safetensors")
     assert same(tensors_of(tmp_path / "theirs.safetensors")["weight"], weight)
@@ -103,7 +103,7 @@ def test_dtypes_of_less_than_a_byte_and_of_scales(tmp_path: Path, dtype: torch.d
 
 
 def test_pairs_of_elements_need_a_dimension_to_be_counted_in(tmp_path: Path) -> None:
-    """A scalar pair is not written, and an odd number of elements is not read: the error names the key."""
+    """A scalar of packed pairs, and an odd number of packed elements, are refused by key."""
     make_checkpoint(tmp_path / "a", {"pair": filled(torch.float4_e2m1fn_x2, ())})
     with pytest.raises(ConversionError, match="'pair' is a pair of elements without a dimension"):
         convert(tmp_path / "a", tmp_path / "b.safetensors", "safetensors")

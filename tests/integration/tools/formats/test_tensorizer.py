@@ -1,4 +1,4 @@
-"""tensorizer files: what stock tensorizer reads and writes, splits for ranks, and damage."""
+"""tensorizer files: those of stock tensorizer, files for ranks, and damage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ....lab.states import filled, raw, same
 
 
 def test_a_stock_module_comes_back_with_its_buffers(tmp_path: Path) -> None:
-    """Parameters and buffers are registered as what they are."""
+    """Stock tensorizer loads a converted module with its parameters and buffers."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -42,7 +42,7 @@ def test_a_stock_module_comes_back_with_its_buffers(tmp_path: Path) -> None:
 
 
 def test_more_names_than_tensorizer_writes(tmp_path: Path) -> None:
-    """An index of over 256 KiB, which stock tensorizer cannot write, but reads."""
+    """Stock tensorizer reads a converted file whose index is larger than the 256 KiB that it can write."""
     tensors = {f"{'n' * 900}.{number}": torch.tensor([number]) for number in range(300)}
     save_file(tensors, tmp_path / "a.safetensors")
     convert(tmp_path / "a.safetensors", tmp_path / "b", "tensorizer")
@@ -52,7 +52,7 @@ def test_more_names_than_tensorizer_writes(tmp_path: Path) -> None:
 
 
 def test_files_of_stock_tensorizer(tmp_path: Path) -> None:
-    """As stock tensorizer writes a module; an encrypted one is refused in so many words."""
+    """Files of stock tensorizer are read, and encrypted ones are refused."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).bfloat16()
     serializer = TensorSerializer(tmp_path / "a")
     serializer.write_module(model)
@@ -68,7 +68,7 @@ def test_files_of_stock_tensorizer(tmp_path: Path) -> None:
 
 
 def write_in_blocks(source: Path, target: Path, to: str) -> None:
-    """What `convert` does, in blocks that are smaller than the tensors."""
+    """Converts in blocks that are smaller than the tensors."""
     view = open_checkpoint(source, {})
     write = {"safetensors": safetensors.write, "torch": torch_file.write}[to]
     write(view, str(target), {}, ConvertOptions(), block_bytes=1000)
@@ -76,7 +76,7 @@ def write_in_blocks(source: Path, target: Path, to: str) -> None:
 
 @pytest.mark.parametrize("to", [*FORMATS, "safetensors in blocks", "torch in blocks"])
 def test_tensorizer_files_are_verified(tmp_path: Path, to: str) -> None:
-    """By the CRC-32 in each tensor's header, however it is read."""
+    """A conversion compares each tensor with the CRC-32 in its header, also if it reads blocks."""
     to, in_blocks, _ = to.partition(" in blocks")
     write = write_in_blocks if in_blocks else convert
     state = {"good": filled(torch.bfloat16, (50, 40)), "bad": filled(torch.float32, (50, 40)), "none": torch.ones(0)}
@@ -95,7 +95,7 @@ def test_tensorizer_files_are_verified(tmp_path: Path, to: str) -> None:
 
 
 def test_tensorizer_files_are_verified_in_any_order(tmp_path: Path) -> None:
-    """Columns, or blocks from the end: then all of the tensor is looked at first."""
+    """A read of any region of a damaged tensor fails, in any order of regions."""
     state = {"x": filled(torch.int32, (50, 40))}
     save_file(state, tmp_path / "a.safetensors")
     convert(tmp_path / "a.safetensors", tmp_path / "b", "tensorizer")
@@ -112,7 +112,7 @@ def test_tensorizer_files_are_verified_in_any_order(tmp_path: Path) -> None:
 
 
 def test_the_first_rule_for_a_split_counts(tmp_path: Path) -> None:
-    """Also for what can be split at all: a later one for the same key has no effect."""
+    """Of several rules that match a key, the first one decides the split dimension."""
     make_checkpoint(tmp_path / "a", {"l.weight": filled(torch.float32, (4, 3)), "l.bias": filled(torch.float32, (4,))})
     rules = {"*.bias": 0, "l.*": 0, "*": 1}
     convert(tmp_path / "a", tmp_path / "b", "tensorizer", options=ConvertOptions(tensor_parallel=2, split=rules))
@@ -128,7 +128,7 @@ def tensorizer_file(path: Path) -> Path:
 
 
 def test_an_index_that_is_longer_than_the_file(tmp_path: Path) -> None:
-    """A damaged length does not allocate that much memory."""
+    """An impossible length of the index is refused without allocating memory."""
     content = bytearray(tensorizer_file(tmp_path / "a").read_bytes())
     content[71] ^= 1  # in the length of the index
     (tmp_path / "a").write_bytes(content)
@@ -138,14 +138,14 @@ def test_an_index_that_is_longer_than_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [5, 60, 73, 100])
 def test_a_file_that_is_cut_off_in_its_index(tmp_path: Path, size: int) -> None:
-    """It is an error that names the file."""
+    """A file that ends within its index is an error that names the file."""
     os.truncate(tensorizer_file(tmp_path / "a"), size)
     with pytest.raises(ConversionError, match=r"/a cannot be read: "):
         convert(tmp_path / "a", tmp_path / "b", "torch")
 
 
 def test_a_damaged_header(tmp_path: Path) -> None:
-    """Whichever of its bytes it is: in its lengths, its hashes, or what only they cover."""
+    """Damage of any byte of a tensor's header is found."""
     stock = tensorizer_file(tmp_path / "a").read_bytes()
     header = 73 + (256 << 10)
     length = struct.unpack_from("<Q", stock, header)[0]
@@ -159,7 +159,7 @@ def test_a_damaged_header(tmp_path: Path) -> None:
 
 
 def test_nested_names(tmp_path: Path) -> None:
-    """A nested state dict that stock tensorizer wrote has its paths as keys."""
+    """The paths of a nested state dict of stock tensorizer become its keys."""
     serializer = TensorSerializer(tmp_path / "a")
     serializer.write_state_dict({"model": {"w": torch.ones(2)}, "list": [torch.zeros(1)]})
     serializer.close()
@@ -169,7 +169,7 @@ def test_nested_names(tmp_path: Path) -> None:
 
 
 def test_two_tensors_by_one_key(tmp_path: Path) -> None:
-    """Neither replaces the other."""
+    """A file with two tensors of one key is refused."""
     serializer = TensorSerializer(tmp_path / "a")
     serializer.write_state_dict({"model": {"w": torch.ones(2)}, "model.w": torch.zeros(1)})
     serializer.close()

@@ -1,4 +1,4 @@
-"""Files of ``torch.save``: views, objects and archives, as torch reads and writes them."""
+"""``torch.save`` files: views, objects and archives, as torch reads and writes them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from ....lab.states import ALL_DTYPES, filled, same
     ids=["transposed", "expanded", "strided", "part", "conjugated", "negated", "parameter", "channels last"],
 )
 def test_views_that_torch_saved(tmp_path: Path, tensor: torch.Tensor) -> None:
-    """torch.save keeps strides and lazy bits; here each tensor is its own elements in order."""
+    """Views, whose strides and lazy bits torch.save stores, become contiguous tensors."""
     torch.save({"x": tensor}, tmp_path / "a.pt")
     convert(tmp_path / "a.pt", tmp_path / "b", "dcp_tensorizer")
     expected = tensor.detach().clone().resolve_conj().resolve_neg()
@@ -48,7 +48,7 @@ def test_views_that_torch_saved(tmp_path: Path, tensor: torch.Tensor) -> None:
 
 
 def test_objects_that_hold_tensors_do_not_become_a_torch_file(tmp_path: Path) -> None:
-    """Their elements would be zeros there: the error names the key, and nothing is written."""
+    """An object with tensors in it is refused by key, because its elements would be lost."""
     pair = {"x": torch.ones(3), "pair": (1, [torch.ones(2)]), "plain": (1, 2)}
     with TensorizerStorageWriter(tmp_path / "a") as writer:
         dcp.save(pair, storage_writer=writer)
@@ -60,7 +60,7 @@ def test_objects_that_hold_tensors_do_not_become_a_torch_file(tmp_path: Path) ->
 
 
 def test_a_torch_file_that_holds_no_state_dict(tmp_path: Path) -> None:
-    """It is said what it holds."""
+    """A file without a state dict is refused with the type that it holds."""
     stream = io.BytesIO()
     torch.save([1, 2], stream)
     (tmp_path / "a.pt").write_bytes(stream.getvalue())
@@ -69,7 +69,7 @@ def test_a_torch_file_that_holds_no_state_dict(tmp_path: Path) -> None:
 
 
 def test_torch_files_have_right_checksums(tmp_path: Path) -> None:
-    """Whoever reads the archive with a zip library finds it whole, and nothing in it tells where it was made."""
+    """A written archive has correct CRC-32s and no path, and is the same each time."""
     state = {"x": filled(torch.float32, (50, 30)), "y": filled(torch.int64, (7,)), "none": torch.empty(0)}
     make_checkpoint(tmp_path / "a", state, {"n": 5})
     for name in ("b.pt", "c.pt"):
@@ -83,7 +83,7 @@ def test_torch_files_have_right_checksums(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mmap", [False, True])
 @pytest.mark.parametrize("calculated", [False, True], ids=["", "offsets calculated"])
 def test_torch_loads_what_was_converted(tmp_path: Path, mmap: bool, calculated: bool) -> None:
-    """Mapped as well, with each tensor at a multiple of 64 bytes, as torch itself writes it."""
+    """torch loads a written file, also mapped, with each tensor at a multiple of 64 bytes."""
     state = {f"t{n}": filled(dtype, (n + 1, 7), n) for n, dtype in enumerate(ALL_DTYPES)}
     make_checkpoint(tmp_path / "a", state, {"n": {"m": [5]}})
     convert(tmp_path / "a", tmp_path / "b.pt", "torch")
@@ -95,7 +95,7 @@ def test_torch_loads_what_was_converted(tmp_path: Path, mmap: bool, calculated: 
 
 
 def test_the_size_of_a_file_is_known_before_it_is_written(tmp_path: Path) -> None:
-    """Also beyond 4 GiB, where a zip file's directory has 64-bit sizes, and without reading a tensor."""
+    """`archive_size` is exact below and beyond 4 GiB, and reads no tensor."""
     make_checkpoint(tmp_path / "a", {"x": filled(torch.uint8, (1000,))})
     convert(tmp_path / "a", tmp_path / "b.pt", "torch")
     small = open_checkpoint(tmp_path / "a", {}).tensors["x"]
@@ -109,7 +109,7 @@ def test_the_size_of_a_file_is_known_before_it_is_written(tmp_path: Path) -> Non
 
 
 def test_a_full_temporary_directory_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The frame of the archive is made there first."""
+    """If the temporary directory is full, the error names it."""
     make_checkpoint(tmp_path / "a", {"w": torch.ones(2)})
 
     def full(*arguments: object) -> None:

@@ -1,4 +1,4 @@
-"""A report: what it shows of checkpoints, what it reads, and that it is one page that nothing can escape from."""
+"""The HTML report: its contents, its reads, and that names in checkpoints cannot escape from it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FIELDS = ("elements", "zeros", "nans", "infinities", "smallest", "largest", "mea
 
 
 class Page(HTMLParser):
-    """The elements of a page: tags with their attributes, and what is in scripts and styles."""
+    """A parsed page: its tags with their attributes, and the contents of scripts and styles."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -50,14 +50,14 @@ class Page(HTMLParser):
         return json.loads(content)
 
     def values(self, key: str) -> list[dict[str, Any] | None]:
-        """The statistics of a tensor, in each checkpoint."""
+        """Returns the statistics of a tensor in each checkpoint."""
         (rows,) = [tensor[4] for tensor in self.data["tensors"] if tensor[0] == key]
         return [row and dict(zip(FIELDS, row, strict=False)) for row in rows]
 
 
 @pytest.fixture
 def steps(tmp_path: Path) -> list[Path]:
-    """Three steps, in which one tensor moves, one does not, one changes its shape, and one comes later."""
+    """Makes three steps of a tensor that moves, one that stays, one that grows, and one that comes later."""
     made = []
     for number, step in enumerate((9, 10, 11)):
         tensors = {
@@ -72,7 +72,7 @@ def steps(tmp_path: Path) -> list[Path]:
 
 
 def test_what_it_says_of_several_steps(steps: list[Path], tmp_path: Path) -> None:
-    """In the order of the steps, with each tensor's norm and its distance from the step before."""
+    """The page has the steps in order, with each tensor's norm and its distance from the previous step."""
     done = tools.report([steps[1], steps[2], steps[0]], tmp_path / "report.html")
     assert (done.path, done.tensors, done.nbytes) == (
         str(tmp_path / "report.html"),
@@ -95,7 +95,7 @@ def test_what_it_says_of_several_steps(steps: list[Path], tmp_path: Path) -> Non
 
 
 def test_what_did_not_change_is_read_once(steps: list[Path], tmp_path: Path) -> None:
-    """By its digests; everything else once, whatever the number of checkpoints."""
+    """A tensor with unchanged digests is read once for all checkpoints."""
     totals: list[tuple[int, int]] = []
     tools.report(steps, tmp_path / "report.html", on_progress=lambda done, total: totals.append((done, total)))
     moves, stays, grows, later = 3 * 64, 400, 24 + 36, 12
@@ -104,7 +104,7 @@ def test_what_did_not_change_is_read_once(steps: list[Path], tmp_path: Path) -> 
 
 @pytest.mark.parametrize("block", [16, 1 << 20])
 def test_blocks_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    """A tensor in chunks, read in blocks of a few elements, together with that of another checkpoint."""
+    """Statistics do not depend on chunks or on the size of the blocks that are read."""
     monkeypatch.setattr(measure, "_BLOCK", block)
     values = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
     chunks = {"x": [Region((0, 0), (7, 2)), Region((0, 2), (7, 3))]}
@@ -119,7 +119,7 @@ def test_blocks_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: i
 
 
 def test_every_format_that_convert_reads(steps: list[Path], tmp_path: Path) -> None:
-    """Has the same statistics."""
+    """The statistics are the same for every format."""
     paths = [steps[2]]
     for to in ("torch", "dcp"):
         convert(steps[2], tmp_path / to, to)
@@ -134,7 +134,7 @@ def test_every_format_that_convert_reads(steps: list[Path], tmp_path: Path) -> N
 
 
 def test_names_cannot_escape(tmp_path: Path) -> None:
-    """Whatever keys and paths are called: the page has its own three scripts and styles, and the names are data."""
+    """Keys and paths with HTML in them are data: the page has only its own scripts and styles."""
     key = "</script><script>alert(1)</script><!--\u2028&amp;'\"{{DATA}}"
     make_checkpoint(tmp_path / "<img src=x>", {key: torch.ones(2)})
     tools.report([tmp_path / "<img src=x>"], tmp_path / "report.html")
@@ -146,7 +146,7 @@ def test_names_cannot_escape(tmp_path: Path) -> None:
 
 
 def test_the_page_asks_for_nothing(steps: list[Path], tmp_path: Path) -> None:
-    """It links to nothing, and its policy allows only its own style and script, by their digests."""
+    """The page makes no request, and its policy allows only its own style and script."""
     tools.report(steps, tmp_path / "report.html")
     page = Page(tmp_path / "report.html")
     assert [name for _, attributes in page.tags for name in attributes if name in ("src", "href", "style")] == []
@@ -161,7 +161,7 @@ def test_the_page_asks_for_nothing(steps: list[Path], tmp_path: Path) -> None:
 
 
 def test_what_has_no_values(tmp_path: Path) -> None:
-    """Tensors without elements or without arithmetic, and a checkpoint without tensors, are shown."""
+    """Tensors without elements or arithmetic, and checkpoints without tensors, are shown."""
     strange = filled(torch.float4_e2m1fn_x2, (4, 2))
     make_checkpoint(tmp_path / "a", {"none": torch.empty(0, 3), "strange": strange, "scalar": torch.tensor(2)})
     make_checkpoint(tmp_path / "b", {}, {"lr": 1})
@@ -189,7 +189,7 @@ def test_there_must_be_checkpoints(
     error: type[Exception],
     words: str,
 ) -> None:
-    """Else no page is written."""
+    """Without a checkpoint at each path, no page is written."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=words):
         tools.report(paths, "report.html")
@@ -197,7 +197,7 @@ def test_there_must_be_checkpoints(
 
 
 def test_damage_is_an_error_and_the_old_page_stays(steps: list[Path], tmp_path: Path) -> None:
-    """A page appears as a whole, and replaces the one before."""
+    """If a checkpoint is damaged, the old page stays."""
     (tmp_path / "report.html").write_text("old")
     (data,) = steps[0].glob("*.tensors")
     content = data.read_bytes()
@@ -210,7 +210,7 @@ def test_damage_is_an_error_and_the_old_page_stays(steps: list[Path], tmp_path: 
 
 
 def test_to_a_url(steps: list[Path]) -> None:
-    """Where fsspec writes."""
+    """The page may be written to a URL."""
     done = tools.report(steps[:1], "memory://reports/a.html")
     try:
         assert len(fsspec.filesystem("memory").cat("/reports/a.html")) == done.nbytes
@@ -219,7 +219,7 @@ def test_to_a_url(steps: list[Path]) -> None:
 
 
 def test_checkpoints_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    """By their paths; and without steps of their own they stay in the order that they were named in."""
+    """Checkpoints of equal names are shown by their paths, in the given order."""
     for run in ("b", "a"):
         make_checkpoint(tmp_path / run / "step-1", {"x": torch.ones(1)})
     tools.report([tmp_path / "b" / "step-1", tmp_path / "a" / "step-1"], tmp_path / "report.html")

@@ -1,4 +1,4 @@
-"""Statistics of elements, found block by block, are those of all elements together."""
+"""Statistics that are computed block by block equal those of all elements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_ARITHMETIC = {torch.float4_e2m1fn_x2}
 
 
 def of(values: torch.Tensor, before: torch.Tensor | None = None, cuts: int = 3) -> Statistics:
-    """Statistics of a tensor that comes in some blocks, of which each is seen by another `Running`."""
+    """Returns the statistics of a tensor in blocks, each measured by a separate `Running`."""
     running = Running()
     blocks = values.tensor_split(cuts)
     others = [None] * cuts if before is None else before.tensor_split(cuts)
@@ -29,7 +29,7 @@ def of(values: torch.Tensor, before: torch.Tensor | None = None, cuts: int = 3) 
 
 @pytest.mark.parametrize("count", [1000, 100_000], ids=["one piece", "several pieces"])
 def test_they_are_those_of_all_elements(count: int) -> None:
-    """Moments, extremes and the distance, whatever the blocks and pieces, also where the mean is far from 0."""
+    """Moments, extremes and the distance do not depend on the blocks, also if the mean is far from 0."""
     values = torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1e6
     before = values + torch.arange(count, dtype=torch.float64)
     found = of(values, before)
@@ -42,7 +42,7 @@ def test_they_are_those_of_all_elements(count: int) -> None:
 
 
 def test_what_is_not_finite_is_counted_and_left_out() -> None:
-    """NaNs and infinities spoil neither the moments nor the histogram; zeros of both signs are zeros."""
+    """NaNs and infinities are counted, and do not affect moments and the histogram."""
     values = torch.tensor([math.nan, 0.0, -0.0, 3.0, -math.inf, math.inf, -1.0])
     found = of(values, torch.zeros(7))
     assert (found.elements, found.zeros, found.nans, found.infinities) == (7, 2, 1, 2)
@@ -53,14 +53,14 @@ def test_what_is_not_finite_is_counted_and_left_out() -> None:
 
 @pytest.mark.parametrize("values", [torch.tensor([math.nan, math.inf]), torch.empty(0)], ids=["not finite", "none"])
 def test_where_nothing_is_finite(values: torch.Tensor) -> None:
-    """There are no numbers to show."""
+    """Without finite elements, the statistics have no numbers."""
     found = of(values, cuts=1)
     assert found == Statistics(len(values), 0, *([1, 1] if len(values) else [0, 0]), *[None] * 7, (), None)
 
 
 @pytest.mark.parametrize("value", [0.0, -2.5, 1e-30])
 def test_one_value(value: float) -> None:
-    """All in one bar, in the middle."""
+    """Equal elements are all in the middle bin."""
     found = of(torch.full((10,), value))
     assert (found.zeros, found.deviation) == (10 if value == 0 else 0, 0.0)
     assert [at for at, count in enumerate(found.histogram) if count] == [BINS // 2]
@@ -68,7 +68,7 @@ def test_one_value(value: float) -> None:
 
 
 def test_the_histogram_is_that_of_the_elements() -> None:
-    """Within the 3% of a fine bin, in each of its parts; outliers are in the first and the last."""
+    """Each bin is exact to the 3% of a fine bin, and outliers are in the first and last bin."""
     values = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
     values[:20] = 1000.0
     found = of(values)
@@ -80,14 +80,14 @@ def test_the_histogram_is_that_of_the_elements() -> None:
 
 
 def test_values_beyond_float32() -> None:
-    """Are counted at its ends."""
+    """Values beyond float32 are in the first and last bin."""
     found = of(torch.tensor([-1e300, 1e300, 0.0], dtype=torch.float64))
     assert (found.smallest, found.largest, sum(found.histogram)) == (-1e300, 1e300, 3)
 
 
 @pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
 def test_every_dtype(dtype: torch.dtype) -> None:
-    """Its elements are counted, or it is reported to have no arithmetic."""
+    """Elements of every dtype with arithmetic are counted."""
     values = filled(dtype, (6, 4))
     if dtype in NO_ARITHMETIC:
         with pytest.raises((RuntimeError, NotImplementedError, TypeError)):

@@ -1,4 +1,4 @@
-"""What saves do to the garbage collector of a trainer."""
+"""The effects of saves on the trainer's garbage collector."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLANNERS = [SavePlanner] if torch.__version__.startswith("2.11.") else [SavePlan
 
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_saves_bring_no_full_collection(planner: type[DefaultSavePlanner], tmp_path: Path) -> None:
-    """It would go through all of torch's objects, and keep training from the interpreter for a sixth of a second."""
+    """Saves of 5,000 tensors cause no full collection, which would visit all of torch's objects."""
     state = {f"layers.{number}.weight": torch.ones(2) for number in range(5000)}
     full = []
 
@@ -39,7 +39,7 @@ def test_saves_bring_no_full_collection(planner: type[DefaultSavePlanner], tmp_p
 
 
 def test_saves_leave_the_collector_as_it_was(tmp_path: Path) -> None:
-    """Switched on or off, and with the thresholds that the trainer has set."""
+    """After saves, the collector is enabled or disabled as before, with the trainer's thresholds."""
     before = gc.get_threshold()
     gc.set_threshold(900, 11, 12)
     gc.disable()

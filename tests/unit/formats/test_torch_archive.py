@@ -1,4 +1,4 @@
-"""What `torch.save` wrote is let through, and what torch would take for ever for is not."""
+"""Tests of the checks of ``torch.save`` files before torch reads them with its weights-only rules."""
 
 from __future__ import annotations
 
@@ -13,17 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_tensorizer._trust.objects import load_object
-from dcp_tensorizer._trust.torch_archive import check_archive, check_pickle
+from dcp_tensorizer._formats.torch_archive import check_archive, check_pickle, check_saved
 
-from .test_inert import doubled
-
-
-def saved(value: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
-
+from ...lab.saved_objects import saved
+from ..trust.test_inert import doubled
 
 VALUES = [
     5,
@@ -40,24 +33,21 @@ VALUES = [
     torch.float32,
     torch.device("cpu"),
     random.Random(0).getstate(),
+    {"w": torch.nn.Parameter(torch.arange(6.0).view(2, 3)), "v": torch.arange(10)[::2]},
 ]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_values_load_as_torch_loads_them(value: Any) -> None:
-    """Everything that the weights-only rules accept, after the look at its archive."""
-    assert load_object(saved(value)) == value
-
-
-def test_tensors_load_as_torch_loads_them() -> None:
-    """Parameters, views, and a module's state."""
-    value = {"w": torch.nn.Parameter(torch.arange(6.0).view(2, 3)), "v": torch.arange(10)[::2]}
-    loaded = load_object(saved(value))
-    assert all(torch.equal(loaded[key], tensor) for key, tensor in value.items())
+def test_files_that_torch_saves_are_accepted(value: Any) -> None:
+    """The check returns the offset and the size of each record, in file order."""
+    data = saved(value)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        expected = [(info.header_offset, info.file_size) for info in archive.infolist()]
+    assert check_saved(io.BytesIO(data), len(data)) == sorted(expected)
 
 
 def repacked(how: str) -> bytes:
-    """A saved file that somebody has packed again, in a way that hides its size or its contents."""
+    """Returns a saved file that was packed again in a way that hides its size or its contents."""
     stock = saved({"w": torch.zeros(100)})
     if how == "comment":
         return stock[:-2] + b"\5\0hello"
@@ -84,14 +74,14 @@ def repacked(how: str) -> bytes:
 
 @pytest.mark.parametrize("how", ["comment", "two ends", "prefix", "bomb", "twice", "sizes", "overlap"])
 def test_archives_that_two_readers_could_read_differently(how: str) -> None:
-    """Each is refused, without being inflated."""
+    """Each archive is refused, and none is decompressed."""
     data = repacked(how)
     with pytest.raises(ValueError, match=r".+"):
         check_archive(io.BytesIO(data), len(data))
 
 
-def test_every_cut_is_refused() -> None:
-    """An archive without its end is none."""
+def test_truncated_files_are_refused() -> None:
+    """Every prefix of a file lacks the end of the list of records."""
     data = saved([1, 2])
     for length in range(4, len(data)):
         with pytest.raises(ValueError, match=r".+"):
@@ -109,8 +99,8 @@ def test_every_cut_is_refused() -> None:
     ],
     ids=["keys", "memory", "size", "dimensions", "codec"],
 )
-def test_pickles_that_would_take_for_ever(attack: bytes) -> None:
-    """They pass torch's rules, and are refused before torch sees them."""
+def test_pickles_that_would_take_forever_are_refused(attack: bytes) -> None:
+    """torch's weights-only rules accept these pickles, and the check refuses them first."""
     started = time.monotonic()
     with pytest.raises(ValueError, match=r".+"):
         check_pickle(attack)

@@ -1,4 +1,4 @@
-"""The garbage collector is paused, never left so, and otherwise as the trainer has it."""
+"""`collector_paused`: no collections during a pause, and the trainer's settings afterwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dcp_tensorizer._runtime.gc_pause import age_objects, collector_paused
+from dcp_tensorizer._runtime.interpreter import age_objects, collector_paused
 
 from ...lab.waiting import WAIT, in_thread
 
@@ -17,7 +17,7 @@ THRESHOLDS = (500, 11, 12)
 
 
 class _Cycle:
-    """Something that only the collector frees."""
+    """An object that only the collector frees."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -25,7 +25,7 @@ class _Cycle:
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
-    """A collector that is on, with thresholds that nobody has by default."""
+    """Enables the collector, with unusual thresholds."""
     gc.collect()
     before = gc.get_threshold()
     gc.set_threshold(*THRESHOLDS)
@@ -35,23 +35,23 @@ def collector() -> Iterator[None]:
 
 
 def collections_while_objects_are_made() -> int:
-    """How often the collector begins of its own accord while a hundred thousand objects are made."""
+    """Counts the collections that start while a hundred thousand objects are made."""
     begun: list[str] = []
 
-    def note(phase: str, info: dict[str, int]) -> None:
+    def record(phase: str, info: dict[str, int]) -> None:
         begun.extend([phase] if phase == "start" else [])
 
-    gc.callbacks.append(note)
+    gc.callbacks.append(record)
     try:
         made = [[number] for number in range(100_000)]
     finally:
-        gc.callbacks.remove(note)
+        gc.callbacks.remove(record)
     assert len(made) == 100_000
     return len(begun)
 
 
-def test_no_collections_within() -> None:
-    """Nor within one in it; afterwards there are."""
+def test_no_collections_during_a_pause() -> None:
+    """Pauses nest. After the outer pause the collector runs again."""
     with collector_paused():
         assert collections_while_objects_are_made() == 0
         with collector_paused():
@@ -62,7 +62,7 @@ def test_no_collections_within() -> None:
 
 
 def test_the_pause_lasts_as_long_as_any_thread_needs_it() -> None:
-    """The first that is done does not end it for the others."""
+    """The end of one thread's pause does not end the pause of another thread."""
     inside, leave = threading.Event(), threading.Event()
 
     def first() -> None:
@@ -79,8 +79,8 @@ def test_the_pause_lasts_as_long_as_any_thread_needs_it() -> None:
     assert gc.get_threshold() == THRESHOLDS
 
 
-def test_who_has_no_collector_gets_none() -> None:
-    """A trainer that collects the young ones when it likes finds the collector as it left it, and its garbage young."""
+def test_a_disabled_collector_stays_disabled() -> None:
+    """If the trainer has called `gc.disable`, a pause changes nothing, and moves no objects."""
     gc.disable()
     with collector_paused():
         assert gc.get_threshold() == THRESHOLDS
@@ -92,8 +92,8 @@ def test_who_has_no_collector_gets_none() -> None:
     assert cycle() is None
 
 
-def test_a_threshold_of_zero_is_no_collector_either() -> None:
-    """The other way of switching it off."""
+def test_a_threshold_of_zero_stays() -> None:
+    """If the trainer has set the first threshold to 0, a pause changes nothing, and moves no objects."""
     gc.set_threshold(0)
     with collector_paused():
         cycle = weakref.ref(_Cycle())
@@ -102,8 +102,8 @@ def test_a_threshold_of_zero_is_no_collector_either() -> None:
     assert cycle() is None
 
 
-def test_a_trainer_that_switches_it_off_meanwhile_finds_it_off() -> None:
-    """On another thread, while a save is in progress; what has been made stays young then."""
+def test_a_collector_that_is_disabled_during_a_pause_stays_disabled() -> None:
+    """The end of the pause then moves no objects."""
     with collector_paused():
         in_thread(gc.disable).join(WAIT)
         cycle = weakref.ref(_Cycle())
@@ -113,8 +113,8 @@ def test_a_trainer_that_switches_it_off_meanwhile_finds_it_off() -> None:
     assert cycle() is None
 
 
-def test_thresholds_that_a_trainer_sets_meanwhile_stay() -> None:
-    """They hold at once, and are not replaced by those from before."""
+def test_thresholds_that_are_set_during_a_pause_stay() -> None:
+    """They apply at once, and the end of the pause does not replace them."""
     with collector_paused():
         in_thread(lambda: gc.set_threshold(1000, 5, 5)).join(WAIT)
         assert collections_while_objects_are_made() > 0
@@ -122,7 +122,7 @@ def test_thresholds_that_a_trainer_sets_meanwhile_stay() -> None:
 
 
 def test_an_error_ends_the_pause() -> None:
-    """As a decorator, too, call after call."""
+    """A decorated function that raises ends its pause, at each call."""
 
     @collector_paused()
     def fails() -> None:
@@ -137,7 +137,7 @@ def test_an_error_ends_the_pause() -> None:
 
 @pytest.mark.parametrize("during", ["collect", "get_freeze_count"])
 def test_an_interruption_ends_the_pause(during: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while it begins, or while it ends."""
+    """A KeyboardInterrupt at the beginning or at the end of a pause ends the pause."""
 
     def interrupt(*arguments: int) -> int:
         raise KeyboardInterrupt
@@ -152,16 +152,16 @@ def test_an_interruption_ends_the_pause(during: str, monkeypatch: pytest.MonkeyP
     assert gc.get_threshold() == THRESHOLDS
 
 
-def test_what_was_made_counts_as_old() -> None:
-    """So that no collection goes through it a moment later."""
+def test_new_objects_are_moved_to_the_oldest_generation() -> None:
+    """After a pause, no collection of young objects visits the new ones."""
     with collector_paused():
         made = [[number] for number in range(100_000)]
     assert gc.get_count()[0] < 1000
     assert any(old is made for old in gc.get_objects(generation=2))
 
 
-def test_what_failed_does_not_become_old() -> None:
-    """An exception and what it refers to are in a cycle, which would keep their memory until a full collection."""
+def test_objects_of_a_failed_call_stay_young() -> None:
+    """An exception and its objects are in a cycle. In the oldest generation they would hold their memory for long."""
     made: list[list[int]] = []
 
     @collector_paused()
@@ -174,15 +174,15 @@ def test_what_failed_does_not_become_old() -> None:
     assert not any(old is made[0] for old in gc.get_objects(generation=2))
 
 
-def test_garbage_does_not_become_old() -> None:
-    """A step's cycles may hold gigabytes of activations: a collection of old ones may be hours away."""
+def test_garbage_is_collected_before_objects_are_moved() -> None:
+    """A step's cycles may hold gigabytes of activations, and the next full collection may be hours away."""
     cycle = weakref.ref(_Cycle())
     age_objects()
     assert cycle() is None
 
 
-def test_what_dies_old_is_found() -> None:
-    """However often objects are made to count as old, while little else is made: full collections do come again."""
+def test_dead_cycles_in_the_oldest_generation_are_collected() -> None:
+    """Full collections happen again after a limited number of pauses, even if the program makes few objects."""
     dead = []
     for _ in range(300):
         cycle = _Cycle()
@@ -193,14 +193,14 @@ def test_what_dies_old_is_found() -> None:
     assert dead[0]() is None
 
 
-@pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_what_a_trainer_has_frozen_stays_frozen(when: str) -> None:
-    """As before it forks, to share memory with its children."""
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_frozen_objects_stay_frozen(when: str) -> None:
+    """A trainer may freeze objects before it forks, before a pause or during one."""
     if when == "before":
         gc.freeze()
     try:
         with collector_paused():
-            if when == "meanwhile":
+            if when == "during":
                 in_thread(gc.freeze).join(WAIT)
             frozen = gc.get_freeze_count()
         assert 0 < gc.get_freeze_count() <= frozen  # some may have been freed
@@ -209,7 +209,7 @@ def test_what_a_trainer_has_frozen_stays_frozen(when: str) -> None:
 
 
 def test_frozen_objects_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To count them visits all of them, and a load has thousands of pauses."""
+    """Counting visits all frozen objects, and a load has thousands of pauses."""
     counted: list[int] = []
     count = gc.get_freeze_count
 

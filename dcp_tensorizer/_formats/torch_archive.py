@@ -14,7 +14,8 @@ import zipfile
 from typing import IO, Any
 
 from .._runtime.torch_compat import tensor_makers
-from .inert import MAX_DIMENSIONS, Inert, Made, Named
+from .._tensor_file.names import MAX_DIMENSIONS
+from .._trust.inert import Inert, Made, Named
 
 _END = struct.Struct("<4s4HIIH")
 _END_64 = struct.Struct("<4sQ2H2I4Q")
@@ -24,9 +25,29 @@ _LOCAL = struct.Struct("<26xHH")
 _HAS_DESCRIPTOR = 0x8  # the flag of an entry whose CRC-32 and size follow its data
 
 
-def is_archive(data: bytes) -> bool:
-    """Returns whether bytes start as a zip archive does, which ``torch.save`` writes since torch 1.6."""
-    return data.startswith(b"PK\3\4")
+def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
+    """Checks a ``torch.save`` file before the weights-only rules of ``torch.load`` are applied.
+
+    The elements of tensors must be uncompressed, and at the offsets that torch computes. Returns the offset of each
+    record's header and the record's size, in file order. Raises `ValueError` for any other file, or if the archive
+    would take more time or memory than its size justifies.
+    """
+    file.seek(0)
+    if file.read(4) != b"PK\3\4":
+        raise ValueError("it is not a zip archive. Load files of torch < 1.6 with torch, and save them again.")
+    archive = check_archive(file, nbytes)
+    infos = archive.infolist()
+    for info in infos:
+        name = info.filename.lower()  # torch's lookup ignores case
+        if name.endswith("/data.pkl"):
+            check_pickle(_record(file, info))
+        if name.endswith("/byteorder") and _record(file, info) == b"big":
+            raise ValueError("it is from a big-endian machine. Load it with torch on this machine, and save it again.")
+    # With this record, torch does not look up offsets: it computes them as if a descriptor followed each record.
+    is_counted = any(info.filename.endswith("/.format_version") for info in infos)
+    if is_counted and any(info.file_size and not info.flag_bits & _HAS_DESCRIPTOR for info in infos):
+        raise ValueError("it was repacked, but not as torch.save packs. Load it with torch, and save it again.")
+    return sorted((info.header_offset, info.file_size) for info in infos)
 
 
 def check_archive(file: IO[bytes], nbytes: int) -> zipfile.ZipFile:
@@ -39,7 +60,7 @@ def check_archive(file: IO[bytes], nbytes: int) -> zipfile.ZipFile:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     infos = archive.infolist()
     if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
-        raise ValueError("it is compressed. Load it with torch, and save it again")
+        raise ValueError("it is compressed. Load it with torch, and save it again.")
     end = 0
     for info in sorted(infos, key=lambda info: info.header_offset):
         if info.file_size != info.compress_size or info.header_offset < end or info.flag_bits & 1:
@@ -72,42 +93,15 @@ def _directory(file: IO[bytes], nbytes: int) -> int:
     return int(offset)
 
 
-def record(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+def _record(file: IO[bytes], info: zipfile.ZipInfo) -> bytes:
     """Returns the bytes of a record. Does not check its CRC-32, because ``torch.save`` may omit it."""
-    assert archive.fp is not None
-    names, more = _LOCAL.unpack(_read(archive.fp, info.header_offset, _LOCAL.size))
-    return _read(archive.fp, info.header_offset + _LOCAL.size + names + more, info.file_size)
+    names, more = _LOCAL.unpack(_read(file, info.header_offset, _LOCAL.size))
+    return _read(file, info.header_offset + _LOCAL.size + names + more, info.file_size)
 
 
 def _read(file: IO[bytes], offset: int, nbytes: int) -> bytes:
     file.seek(offset)
     return file.read(nbytes)
-
-
-def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
-    """Checks a ``torch.save`` file before the weights-only rules of ``torch.load`` are applied.
-
-    The elements of tensors must be uncompressed, and at the offsets that torch computes. Returns the offset of each
-    record's header and the record's size, in file order. Raises `ValueError` for any other file, or if the archive
-    would take more time or memory than its size justifies.
-    """
-    is_zip = is_archive(file.read(4))
-    file.seek(0)
-    if not is_zip:
-        raise ValueError("it is not a zip archive. Load files of torch < 1.6 with torch, and save them again")
-    archive = check_archive(file, nbytes)
-    infos = archive.infolist()
-    for info in infos:
-        name = info.filename.lower()  # torch's lookup ignores case
-        if name.endswith("/data.pkl"):
-            check_pickle(record(archive, info))
-        if name.endswith("/byteorder") and record(archive, info) == b"big":
-            raise ValueError("it is from a big-endian machine. Load it with torch on this machine, and save it again")
-    # With this record, torch does not look up offsets: it computes them as if a descriptor followed each record.
-    is_counted = any(info.filename.endswith("/.format_version") for info in infos)
-    if is_counted and any(info.file_size and not info.flag_bits & _HAS_DESCRIPTOR for info in infos):
-        raise ValueError("it was repacked, but not as torch.save packs. Load it with torch, and save it again")
-    return sorted((info.header_offset, info.file_size) for info in infos)
 
 
 def check_pickle(pickled: bytes) -> None:
