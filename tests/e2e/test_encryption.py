@@ -10,6 +10,7 @@ import tempfile
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from tensorizer import CryptographyError, DecryptionParams, EncryptionParams, TensorDeserializer
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -149,7 +150,10 @@ def _load_with_wrong_keys(rank, folder, plain):
 
 
 def _disagree(rank, folder):
-    """Ranks with keys of their own, and one without; returns the failures, and then a save with one key."""
+    """Saves over a checkpoint by ranks with keys of their own, and one without; then with one key.
+
+    Returns the failures, and for each save whether it has left the files as they were.
+    """
     cases = {
         "each its own": EncryptionParams.random(),
         "each its own salt": EncryptionParams.from_string(PASSPHRASE, **WEAK),
@@ -157,12 +161,19 @@ def _disagree(rank, folder):
         "all but the coordinator": EncryptionParams(bytes(32)) if rank.index else None,
         "all the same": EncryptionParams(bytes(32)),
     }
-    failures = {}
+    failures, stays, one = {}, {}, EncryptionParams(bytes(32))
     for case, params in cases.items():
-        state = {f"rank{rank.index}": random_tensor(torch.uint8, (1000,), rank.index)}
-        with TensorizerStorageWriter(folder / case, encryption=params) as writer:
-            failures[case] = attempt(lambda s=state, w=writer: dcp.save(s, storage_writer=w, process_group=rank.saves))
-    return failures
+        state, names = {f"rank{rank.index}": random_tensor(torch.uint8, (1000,), rank.index)}, []
+        for key in (one, params):
+            with TensorizerStorageWriter(folder / case, encryption=key) as writer:
+                failures[case] = attempt(
+                    lambda s=state, w=writer: dcp.save(s, storage_writer=w, process_group=rank.saves)
+                )
+            dist.barrier()
+            names.append(sorted(file.name for file in (folder / case).iterdir()))
+            dist.barrier()
+        stays[case] = names[0] == names[1]
+    return failures, stays
 
 
 class WatchedWriter(TensorizerStorageWriter):
@@ -325,16 +336,16 @@ def test_keys_that_do_not_fit(saved, plain, by_two):
 
 @pytest.mark.promise("keys-differ")
 def test_ranks_must_have_one_key(by_two):
-    """Else the save fails on every rank, naming the one that differs, and nothing stays; with one key it succeeds."""
-    _, _, failed, folder = by_two
-    for failures in failed:
+    """Else the save fails on every rank, naming the one that differs, and the old checkpoint stays; one key works."""
+    _, _, failed, _ = by_two
+    for failures, stays in failed:
         assert failures.pop("all the same").causes == {}
+        assert not stays.pop("all the same")
+        assert stays == dict.fromkeys(failures, True)
         for failure in failures.values():
             (cause,) = failure.causes.values()
             assert type(cause) is WriteError
             assert "rank 1 has another encryption key than the coordinator" in str(cause)
-    left = {path.relative_to(folder).parts[0] for path in _files(folder)}
-    assert left == {"all the same"}
 
 
 def test_encrypting_leaves_memory_alone_and_can_be_repeated(tmp_path):

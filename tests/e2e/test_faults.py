@@ -1,5 +1,7 @@
 """Processes that are killed: the writer's, and the trainer itself."""
 
+import logging
+import logging.handlers
 import os
 import signal
 
@@ -49,8 +51,15 @@ def _stop_in_mid_write(folder, index, future, files=1, but=None):
 def _kill_writers(rank, folder):
     """Saves while the victim's writer process is signalled, killed when idle, killed when writing, and killed twice."""
     victim = rank.index == VICTIM
-    pids = []
+    pids, told, warnings = [], {}, logging.handlers.BufferingHandler(1000)
+    logging.getLogger("dcp_tensorizer").addHandler(warnings)
+    warnings.setLevel(logging.WARNING)
     with TensorizerStorageWriter(limits=SaveLimits(max_consecutive_failures=None), thread_count=1) as writer:
+
+        def tell(name):
+            """What the trainer sees of a save that is over."""
+            told[name] = writer.last_report.attempts, [record.getMessage() for record in warnings.buffer]
+            warnings.flush()
 
         def save(name, seed, size=100):
             return dcp.async_save(
@@ -72,13 +81,16 @@ def _kill_writers(rank, folder):
         if victim:
             worker.kill()
             assert eventually(lambda: worker.status() == psutil.STATUS_ZOMBIE)
+        warnings.flush()
         save("idle", 3).result()
+        tell("idle")
         (worker,) = workers()
         pids.append(worker.pid)
         future = save("writing", 4, BIG)
         if victim:
             _stop_in_mid_write(folder / "writing", rank.index, future).kill()
         future.result()
+        tell("writing")
         pids.append(workers()[0].pid)
         future = save("undisturbed", 5, BIG)
         if victim:
@@ -89,7 +101,7 @@ def _kill_writers(rank, folder):
         dist.barrier()
         kept = _loaded(folder / "undisturbed", rank.index)
         save("undisturbed", 6).result()
-    return pids, failure, kept
+    return pids, failure, kept, told
 
 
 class DoomedWriter(TensorizerStorageWriter):
@@ -167,12 +179,12 @@ def _save_in_competition(rank, path, rounds):
     with TensorizerStorageWriter(path) as writer:
         for number in range(rounds):
             value = rank.index * rounds + number
-            dcp.async_save({key: torch.full((999,), value) for key in "abc"}, storage_writer=writer)
+            dcp.async_save({key: torch.full((999,), value) for key in "abc"}, storage_writer=writer).result()
 
 
 @pytest.fixture(scope="module")
 def killed_writers(tmp_path_factory):
-    """The folder, and by rank: the writers' pids, how the save failed whose writer was killed twice, what it left."""
+    """The folder, and by rank: the writers' pids, how a save failed and what it left, and warnings of others."""
     folder = tmp_path_factory.mktemp("writers")
     return folder, run_ranks(WORLD, _kill_writers, folder)
 
@@ -233,11 +245,33 @@ def test_a_writer_process_outlives_signals_but_not_a_kill(killed_writers):
     assert len(set(outcomes[0][0])) == 1
 
 
+@pytest.mark.promise("killed-while-idle")
+def test_a_writer_process_that_is_killed_while_idle_is_replaced(killed_writers):
+    """The next save starts another one: it succeeds at the first attempt, without a warning."""
+    folder, outcomes = killed_writers
+    pids, _, _, told = outcomes[VICTIM]
+    assert told["idle"] == (1, [])
+    assert pids[2] != pids[1]
+    assert_same(_loaded(folder / "idle", VICTIM), _state(VICTIM, 3))
+
+
+@pytest.mark.promise("killed-in-a-write")
+def test_a_writer_process_that_is_killed_in_mid_write_is_a_warning(killed_writers):
+    """Of its rank alone, which has written twice; the checkpoint is whole, and the next save is as any other."""
+    folder, outcomes = killed_writers
+    attempts, (warning,) = outcomes[VICTIM][3]["writing"]
+    assert attempts == 2
+    for words in (f"rank {VICTIM}: ", "SIGKILL", "writing once more with a fresh process"):
+        assert words in warning
+    assert outcomes[0][3]["writing"] == (1, [])
+    assert_same(_loaded(folder / "writing", VICTIM, BIG), _state(VICTIM, 4, BIG))
+
+
 @pytest.mark.promise("killed-twice")
 def test_a_writer_process_killed_twice_fails_the_save_on_every_rank(killed_writers):
     """The error names rank, path and signal, every rank has it, and the checkpoint before it loads."""
     folder, outcomes = killed_writers
-    for index, (_, failure, kept) in enumerate(outcomes):
+    for index, (_, failure, kept, _) in enumerate(outcomes):
         assert_same(kept, _state(index, 1))
         assert failure.causes.keys() == {VICTIM}
         assert failure.seconds < SECONDS
@@ -249,9 +283,10 @@ def test_a_writer_process_killed_twice_fails_the_save_on_every_rank(killed_write
 
 @pytest.mark.promise("trainer-dies")
 def test_no_writer_process_outlives_its_trainer(killed_trainers):
-    """Writer processes end within seconds of their trainer, even if a child of it lives on."""
-    _, alive = killed_trainers
+    """Writer processes end with their trainer, even if a child of it lives on, and commit nothing afterwards."""
+    folder, alive = killed_trainers
     assert not alive
+    assert_same(_loaded(folder / "writing" / "checkpoint", 0), _state(0, 1))
 
 
 @pytest.mark.promise("job-killed")
@@ -278,6 +313,7 @@ def test_a_writer_process_without_a_trainer_removes_what_it_has_written(killed_t
     assert len(list((folder / "writing" / "checkpoint").glob("*.tensors"))) == 1
 
 
+@pytest.mark.promise("job-killed", reason="the save of the next job")
 def test_what_a_killed_job_left_is_removed_by_the_next_save(killed_trainers):
     """When trainer and writer process are killed at once, nobody removes what they wrote; the next job does."""
     folder, _ = killed_trainers
@@ -291,16 +327,20 @@ def test_what_a_killed_job_left_is_removed_by_the_next_save(killed_trainers):
 
 @pytest.mark.promise("rank-killed")
 def test_a_rank_that_dies_fails_the_save_of_the_others(tmp_path):
-    """The other rank's future fails within seconds, nothing is committed, and the old checkpoint loads."""
+    """The other's future fails within seconds, the old checkpoint loads, and a new job removes what is left."""
     failure, _ = run_ranks(WORLD, _die_among_others, tmp_path, killed={VICTIM})
     assert failure.causes
     assert failure.seconds < SECONDS
     for index in range(WORLD):
         assert_same(_loaded(tmp_path / "checkpoint", index), _state(index, 1))
+    with TensorizerStorageWriter(tmp_path / "checkpoint") as writer:
+        dcp.save(_state(0, 3), storage_writer=writer, no_dist=True)
+    assert len(list((tmp_path / "checkpoint").iterdir())) == 2
 
 
+@pytest.mark.promise("two-jobs")
 def test_of_jobs_that_save_to_one_path_one_wins(tmp_path):
-    """Two jobs overwrite each other's checkpoints; what is there in the end is one save of one of them."""
+    """Each save of two jobs to one path succeeds; what is there in the end is one of the last ones, whole."""
     run_ranks(2, _save_in_competition, tmp_path, 10, distributed=False)
     loaded = {key: torch.zeros(999, dtype=torch.int64) for key in "abc"}
     dcp.load(loaded, storage_reader=TensorizerStorageReader(tmp_path))

@@ -66,6 +66,8 @@ if child != 0:
 """
 
 
+@pytest.mark.promise("child-saves-by-writer")
+@pytest.mark.promise("child-closes-writer")
 @pytest.mark.parametrize("what", ["closes", "leaves the block", "saves"])
 def test_a_child_leaves_its_parents_writer_alone(tmp_path, what):
     """It does not hang, and the parent's save goes on with the process that it was given to."""
@@ -151,7 +153,8 @@ def restores():
     target = state(0)
     assert manager.restore(target) == 2
     assert target["w"].unique().tolist() == [2.0]
-    assert manager.latest() == 2 and manager.path(2).endswith("step-2")
+    assert (manager.steps(), manager.latest(), manager.best()) == ([2], 2, 2)
+    assert manager.path(2).endswith("step-2")
     restores_in_child_of_child = os.fork()
     if restores_in_child_of_child == 0:
         assert manager.restore(state(0), 2) == 2
@@ -204,11 +207,12 @@ CHILDREN = {
 
 tiered = CheckpointManager(os.path.join(folder, "remote"), local=os.path.join(folder, "local"))
 tiered.save(1, state(1), wait=True)
-with CheckpointManager(os.path.join(folder, "kept"), save_every=2, survive=60, survive_every=1) as manager:
-    manager.save(2, state(2), wait=True)
+options = {"save_every": 2, "keep_best": "loss", "survive": 60, "survive_every": 1}
+with CheckpointManager(os.path.join(folder, "kept"), **options) as manager:
+    manager.save(2, state(2), metrics={"loss": 1.0}, wait=True)
     process = manager._writer.saver.engine.client._process
     os.kill(process.pid, signal.SIGSTOP)
-    future = manager.save(4, state(4))
+    future = manager.save(4, state(4), metrics={"loss": 2.0})
     while not process._lock.locked():
         pass
     sockets = os.listdir(sys.argv[2])
@@ -239,6 +243,9 @@ with CheckpointManager(os.path.join(folder, "kept"), save_every=2, survive=60, s
 """
 
 
+@pytest.mark.promise("child-sigterm")
+@pytest.mark.promise("child-saves-by-manager")
+@pytest.mark.promise("child-closes-manager")
 def test_a_child_leaves_its_parents_manager_alone(tmp_path, keepers):
     """However it ends, whatever it asks: the save goes on, and so does what is kept in memory, for the next run."""
     with pytest.raises(AssertionError, match="exit code -9"):
@@ -265,6 +272,7 @@ def _restores_in_child(rank, folder):
         return manager.steps()
 
 
+@pytest.mark.promise("child-restores")
 def test_the_child_of_a_rank_restores_without_the_other_ranks(tmp_path):
     """Their connections are the parent's, and no rank waits for the child."""
     assert run_ranks(2, _restores_in_child, tmp_path) == [[1, 2], [1, 2]]

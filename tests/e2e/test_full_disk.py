@@ -30,7 +30,7 @@ def saved(writer, step):
     try:
         dcp.async_save(state(step), storage_writer=writer).result()
     except BaseException as error:
-        return [str(cause) for cause, _ in error.failures.values()]
+        return [f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values()]
 
 def sizes(path):
     return {name: os.stat(os.path.join(path, name)).st_size for name in os.listdir(path)}
@@ -54,6 +54,8 @@ print(json.dumps([first, second, third, before, after]))
 """
 
 
+@pytest.mark.promise("data-disk-full")
+@pytest.mark.promise("metadata-disk-full")
 @pytest.mark.skipif(not can_mount("mount -t tmpfs none /mnt"), reason="this system lets nobody mount a file system")
 @pytest.mark.parametrize("case", ["data", ".metadata"])
 def test_a_full_disk(tmp_path, case):
@@ -64,6 +66,8 @@ def test_a_full_disk(tmp_path, case):
     first, second, third, before, after = json.loads(done.stdout)
     assert (first, third) == (None, None)
     (message,) = second
+    rank = "" if case == ".metadata" else "rank 0: "
+    assert message.startswith(f"WriteError: {rank}cannot write ")
     assert "No space left on device" in message
     assert f"{disk}/checkpoint/{'.metadata' if case == '.metadata' else '__0_0_'}" in message
     assert after == before

@@ -51,6 +51,7 @@ def _start_in_another_order(rank, folder):
     return found
 
 
+@pytest.mark.promise("saved-when-done", reason="on each rank, the data of all")
 def test_ranks_may_start_saves_of_two_groups_in_another_order(tmp_path):
     """None waits for a save that the other rank starts later, though one thread and one writer start them."""
     for found in run_ranks(WORLD, _start_in_another_order, tmp_path):

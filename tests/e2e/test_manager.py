@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from dcp_tensorizer._storage import local
 from .. import warm
 from ..lab.preempted_job import Preempted, losses
 from ..lab.processes import quietly
-from ..lab.ranks import run_ranks
+from ..lab.ranks import kill_self, run_ranks
 from ..lab.states import directories_in
 
 ROWS = 24
@@ -86,6 +86,7 @@ def _misuse(rank, folder):
         return said, time.monotonic() - started
 
 
+@pytest.mark.promise("manager-save-fails", reason="on every rank")
 def test_an_error_is_raised_on_every_rank(tmp_path):
     """It is the package's own, with the same words, within seconds; too many failures end the job on all ranks."""
     (tmp_path / "step-7").write_text("in the way")
@@ -197,11 +198,35 @@ def _collects(rank, folder):
         return repr(caught.value), manager.steps()
 
 
+@pytest.mark.promise("state-dict-raises")
 def test_a_state_that_one_rank_cannot_collect(tmp_path):
     """It raises what went wrong, the others learn of it at once, and the next save is as usual."""
     first, second = run_ranks(2, _collects, tmp_path)
     assert first == ("""StagingError("the state could not be collected: KeyError: 'moments'")""", [2])
     assert second == ("KeyError('moments')", [2])
+
+
+def _loses_a_rank(rank, folder):
+    state = _state(rank.world_size)
+    manager = CheckpointManager(folder, stop_signals=())
+    manager.save(1, state, wait=True)
+    if rank.index:
+        kill_self()
+    with quietly(), pytest.raises(WriteError) as caught:
+        manager.save(2, state, wait=True)
+    with quietly(), suppress(WriteError):
+        manager.close(5.0)
+    return str(caught.value)
+
+
+@pytest.mark.promise("manager-rank-killed")
+def test_a_rank_that_is_killed_fails_the_next_save_of_the_others(tmp_path):
+    """Within seconds, and the checkpoint before it stays."""
+    started = time.monotonic()
+    told, _ = run_ranks(2, _loses_a_rank, tmp_path / "run", killed={1})
+    assert "rank" in told
+    assert time.monotonic() - started < 60
+    assert [path.parent.name for path in (tmp_path / "run").glob("*/.metadata")] == ["step-1"]
 
 
 def _some_ranks(rank, folder):

@@ -224,6 +224,7 @@ def fail_on_one(rank, folder):
     return failures
 
 
+@pytest.mark.promise("model-save-fails", reason="the error on every rank")
 def test_a_rank_that_fails_keeps_nobody_waiting(tmp_path):
     """All ranks raise the cause within seconds, the old model stays, and no new file is left."""
     for failures in run_ranks(2, fail_on_one, tmp_path / "model"):
@@ -433,6 +434,7 @@ def publish_in_vain(rank, folder):
     return waited, attempt(manager.close)
 
 
+@pytest.mark.promise("not-published", reason="with a manager, on every rank")
 def test_all_ranks_learn_that_a_model_cannot_be_published(tmp_path):
     """Although one rank publishes for all, all ranks raise its error."""
     (tmp_path / "a file").touch()

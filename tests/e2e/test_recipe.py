@@ -188,15 +188,17 @@ def cleaned_up_too_early(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("save", ["begun", "not begun"])
+@pytest.mark.promise("group-destroyed", reason="what is on storage")
+@pytest.mark.parametrize("save", ["begun", "not begun", "held"])
 def test_a_process_group_destroyed_under_the_last_save(cleaned_up_too_early, save):
     """The recipe's own clean-up neither hangs nor damages: one save or the other is there, with all ranks' data."""
     loaded = {f"rank{index}": torch.zeros(1 << 24, dtype=torch.int64) for index in range(2)}
     dcp.load(loaded, storage_reader=TensorizerStorageReader(cleaned_up_too_early / save))
     (step,) = torch.cat(list(loaded.values())).unique().tolist()
-    assert step in (1, 2)
+    assert step in ((1,) if save == "held" else (1, 2))
 
 
+@pytest.mark.promise("group-destroyed")
 @pytest.mark.parametrize("save", ["begun", "not begun", "held"])
 def test_a_save_that_is_lost_at_the_end_is_in_the_log(cleaned_up_too_early, save):
     """Nothing was closed and no future looked at, and rank 0 says which save was lost and what to do."""

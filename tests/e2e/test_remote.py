@@ -1,5 +1,6 @@
 """Checkpoints in S3, from real ranks: what they cost, what is left when something dies, and what nobody may see."""
 
+import itertools
 import logging
 import os
 import signal
@@ -161,6 +162,7 @@ def test_conditional_commits(s3, proxy, prefix):
     assert len(s3.objects(prefix)) == 2
 
 
+@pytest.mark.promise("destination-fails")
 @pytest.mark.parametrize(
     ("operation", "fault", "said"),
     [
@@ -184,6 +186,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(s3, proxy, prefix, operatio
         assert type(failure.causes[0]) is WriteError
         for word in (url, said):
             assert word in str(failure.causes[0])
+        assert ("rank 0" in str(failure.causes[0])) == (operation != "PutObject")  # the commit is of all ranks
         assert _everything_said(failure.causes[0], caplog, capfd).count(SECRET) == 0
         assert s3.objects(prefix) == before
         assert s3.uploads(prefix) == []
@@ -191,6 +194,60 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(s3, proxy, prefix, operatio
         assert_same(_load(url, s3.options()), _state(1))
         dcp.async_save(_state(3), storage_writer=writer).result()
     assert_same(_load(url, s3.options()), _state(3))
+
+
+@pytest.mark.promise("destination-overloaded")
+@pytest.mark.parametrize(
+    "fault", [Fault(503, "SlowDown"), Fault(cut=0), Fault(hang=True)], ids=["overloaded", "reset", "no answer"]
+)
+def test_a_save_outlasts_what_passes(s3, proxy, prefix, fault, caplog):
+    """The first request of each kind fails: it is repeated, and the trainer sees nothing of it."""
+    url = f"s3://{s3.bucket}/{prefix}"
+    failed = set()
+
+    def rule(request):
+        if request.operation in failed:
+            return None
+        failed.add(request.operation)
+        return fault
+
+    limits = SaveLimits(timeout=30.0)  # requests are repeated after 3 s
+    with TensorizerStorageWriter(url, storage_options=s3.options(proxy.endpoint), limits=limits) as writer:
+        proxy.rule = rule
+        dcp.async_save(_state(1), storage_writer=writer).result()
+        assert writer.last_report.attempts == 1
+    assert failed >= {"CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload", "HeadObject", "PutObject"}
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert len(s3.objects(prefix)) == 2
+    assert s3.uploads(prefix) == []
+    assert_same(_load(url, s3.options()), _state(1))
+
+
+@pytest.mark.promise("commit-unanswered")
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_commit_without_an_answer(s3, proxy, prefix, overwrite):
+    """An error, unless nothing may be replaced and the commit is found in place; both saves' files stay, and load."""
+    url = f"s3://{s3.bucket}/{prefix}"
+    with TensorizerStorageWriter(url, storage_options=_fast(s3, proxy), overwrite=overwrite) as writer:
+        if overwrite:
+            dcp.save(_state(1, SMALL), storage_writer=writer)
+        before = s3.objects(prefix)
+        left = itertools.count(2 if overwrite else 1, -1)  # where the metadata is new, the second request finds it
+
+        def rule(request):
+            is_commit = request.method == "PUT" and request.key.endswith(".metadata")
+            return Fault(lose_answer=True) if is_commit and next(left) > 0 else None
+
+        proxy.rule = rule
+        failure = attempt(lambda: dcp.save(_state(2, SMALL), storage_writer=writer))
+        assert [type(cause) for cause in failure.causes.values()] == ([WriteError] if overwrite else [])
+        assert set(before) <= set(s3.objects(prefix))
+        assert len(s3.objects(prefix)) == 2 + overwrite
+        assert_same(_load(url, s3.options(), SMALL), _state(2, SMALL))
+        proxy.rule = lambda request: None
+        if overwrite:
+            dcp.save(_state(3, SMALL), storage_writer=writer)
+            assert_same(_load(url, s3.options(), SMALL), _state(3, SMALL))
 
 
 def _in_environment(monkeypatch, proxy, key):
@@ -201,6 +258,7 @@ def _in_environment(monkeypatch, proxy, key):
     proxy.rule = lambda request: None if f"={key}/" in request.authorization else Fault(400, "ExpiredToken")
 
 
+@pytest.mark.promise("token-expires")
 def test_keys_that_are_rotated_between_saves(s3, proxy, prefix, monkeypatch):
     """The writer process has those of the save, and so have the trainer's own requests."""
     url = f"s3://{s3.bucket}/{prefix}"

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from dcp_tensorizer import CheckpointManager, WriteError
+from dcp_tensorizer._memory import survival
 
-from ..lab.processes import keepers_below, quietly
+from ..lab.processes import keepers_below, kill, quietly
 from ..lab.ranks import eventually, kill_self, run_ranks
 from ..lab.seams import wait_held, wait_until_digested
 from .kept_state import SECONDS, sharded_state, values_at, values_of
@@ -49,6 +50,7 @@ class _Said(logging.Handler):
         self.lines.append(record.getMessage())
 
 
+@pytest.mark.promise("trainer-dies", reason="with survive")
 @pytest.mark.parametrize("world_size", [2, 3, 1])
 def test_a_later_run_goes_on_from_memory(tmp_path, keepers, world_size):
     """On as many ranks, on more and on fewer: the newest step, bit for bit, whether or not it was written."""
@@ -191,6 +193,41 @@ def _goes_back(rank, folder):
         number = manager.restore(state, 1)
         manager.save(2, sharded_state(rank, 20), wait=True)
         return number, values_of(state)
+
+
+def _stops_holding(rank, folder, sockets, kind):
+    """Rank 1 loses its keeper, or has no memory for another buffer; returns what is logged, what is saved and held."""
+    said = _Said()
+    said.setLevel(logging.WARNING)
+    logging.getLogger("dcp_tensorizer").addHandler(said)
+    with CheckpointManager(folder, save_every=1, survive=SECONDS) as manager:
+        manager.save(1, sharded_state(rank, 1), wait=True)
+        wait_held(manager)
+        torch.distributed.barrier()
+        held = len(keepers_below(sockets))
+        torch.distributed.barrier()
+        if rank.index and kind == "no memory":
+            survival.available_memory = lambda: 1000
+        elif rank.index:
+            (keeper,) = [process for process in keepers_below(sockets) if process.ppid() == os.getpid()]
+            kill(keeper)
+        for step in (2, 3):
+            manager.save(step, sharded_state(rank, step), wait=True)
+        torch.distributed.barrier()
+        return said.lines, manager.steps(), held, len(keepers_below(sockets))
+
+
+@pytest.mark.promise("keeper-killed")
+@pytest.mark.promise("buffer-memory")
+@pytest.mark.parametrize("kind", ["keeper killed", "no memory"])
+def test_a_rank_that_can_hold_no_state_any_more(tmp_path, keepers, kind):
+    """Each rank warns once, and none holds later states; they are saved as ever."""
+    why = "the keeper (pid" if kind == "keeper killed" else "another staging buffer takes "
+    words = ["another rank has stopped holding them", why]
+    for index, (said, steps, held, left) in enumerate(run_ranks(2, _stops_holding, tmp_path / "run", keepers, kind)):
+        (line,) = said
+        assert line.startswith(f"states are no longer held in memory, and survive={SECONDS} is off: {words[index]}")
+        assert (steps, held, left) == ([1, 2, 3], 2, 0)
 
 
 def test_a_run_that_goes_back(tmp_path, keepers):

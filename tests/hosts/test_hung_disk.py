@@ -100,6 +100,7 @@ def run_beside(disk, job, *arguments, seconds):
         process.communicate()
 
 
+@pytest.mark.promise("disk-hangs")
 @pytest.mark.parametrize("step", ["prepare", "write", "commit"])
 def test_a_save_to_a_disk_that_hangs(small_disk, tmp_path, step):
     """It fails when its timeout is over, training goes on, and nothing of it is committed late or left over."""

@@ -3,6 +3,8 @@
 import json
 import time
 
+import pytest
+
 from .copied_job import copied_step, events, start
 from .lab import DISK, SHARED
 
@@ -51,6 +53,7 @@ def test_a_partition_for_good(lab):
     assert "Rank 1 has not " in lines[0] and "The job's store does not answer" in lines[1]
 
 
+@pytest.mark.promise("copies-cut-off")
 def test_a_partition_of_15_s(lab):
     """In a copy, a save, a flush, and between: jobs go on when it is over, and their states are copied again."""
     saves = {"save_every": 1, "keep_latest": 2}

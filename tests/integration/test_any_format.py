@@ -312,6 +312,7 @@ def with_object(path: Path) -> Path:
     return path
 
 
+@pytest.mark.promise("foreign-records")
 @pytest.mark.parametrize("make", [with_pickle, with_object])
 def test_code_in_what_torch_has_saved_does_not_run(tmp_path: Path, make: Callable[[Path], Path]) -> None:
     """No reader runs code, and no target changes; the error names the types that the object needs."""

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
 
 from ..lab.crash_scenarios import SCENARIOS, enumerate_crashes
-from ..lab.crash_states import Crash, crash_states, recorded
+from ..lab.crash_states import Crash, crash_states, materialise, recorded
 
 
 @pytest.mark.promise("whole-at-any-instant")
@@ -46,3 +51,28 @@ def test_what_was_made_durable_is_there(tmp_path: Path) -> None:
     recording.snapshots[:] = recording.snapshots[before:]
     recording.synced.clear()
     assert set(crash_states(recording)) == {Crash((("file", b"data"),)), Crash(())}
+
+
+def state_of(step: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((2000,), step), "small": torch.tensor([step])}
+
+
+@pytest.mark.promise("saved-when-done")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_save_that_is_done_survives_any_crash(tmp_path: Path) -> None:
+    """When the save is over, each state in which a crash may leave the directory holds the new checkpoint."""
+    root, replayed = tmp_path / "root", tmp_path / "state"
+    root.mkdir()
+    with TensorizerStorageWriter(root / "c") as writer:
+        dcp.save(state_of(1.0), storage_writer=writer)
+        with recorded(root) as recording:
+            dcp.save(state_of(2.0), storage_writer=writer)
+            calls = len(recording.snapshots) - 1
+    states = list(crash_states(recording, calls))
+    assert len(recording.snapshots) > 10 and states
+    for state in states:
+        materialise(state, replayed)
+        found = state_of(0.0)
+        dcp.load(found, storage_reader=TensorizerStorageReader(replayed / "c"))
+        assert {*found["w"].tolist(), *found["small"].tolist()} == {2.0}
+        shutil.rmtree(replayed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import logging
 import math
@@ -28,7 +29,6 @@ from dcp_tensorizer import (
     MetadataError,
     NotCommitted,
     ReadError,
-    SaveLimits,
     StagingError,
     StateMismatch,
     TensorizerStorageReader,
@@ -293,6 +293,7 @@ def test_a_checkpoint_that_cannot_be_read_stands_in_nobodys_way(tmp_path: Path) 
         assert manager.steps() == [4]
 
 
+@pytest.mark.promise("other-names")
 def test_no_silent_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The error names checkpoints under other names, but not logs and leftovers.
 
@@ -444,6 +445,7 @@ def test_a_step_that_is_not_there(tmp_path: Path) -> None:
         manager.restore(state_of(0), 3)
 
 
+@pytest.mark.promise("newest-damaged")
 def test_falling_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A damaged checkpoint is an error. With ``fallback`` the previous one is loaded, and an error is logged."""
     saved(tmp_path, 1, 2, 3)
@@ -461,6 +463,8 @@ def test_falling_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         assert (state["step"], state["model"]["weight"][0].item()) == (1, 1.0)
         for step in (3, 2):
             assert f"{tmp_path}/step-{step} cannot be restored; trying the one before: " in said(caplog)
+        levels = {entry.levelno for entry in caplog.records if "cannot be restored" in entry.getMessage()}
+        assert levels == {logging.ERROR}
         assert manager.steps() == [1]
 
 
@@ -804,8 +808,9 @@ def test_a_state_that_does_not_change(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "('model.bias')" in said(caplog)
 
 
+@pytest.mark.promise("manager-save-fails")
 def test_a_save_that_fails(tmp_path: Path) -> None:
-    """The future, `wait` and `close` raise an error of this package. Too many failures in a row end the job."""
+    """The future, `wait` and `close` raise an error of this package. Three failures in a row end the job."""
     (tmp_path / "step-1").write_text("in the way")
     manager = manager_of(tmp_path)
     with quietly():
@@ -813,13 +818,12 @@ def test_a_save_that_fails(tmp_path: Path) -> None:
         assert future is not None and type(future.exception()) is WriteError
         with pytest.raises(WriteError, match="cannot create the checkpoint directory"):
             manager.close()
-    limits = SaveLimits(max_consecutive_failures=2)
-    with quietly(), manager_of(tmp_path, limits=limits) as manager:
-        for _ in range(2):
+    with quietly(), manager_of(tmp_path) as manager:
+        for _ in range(3):
             with pytest.raises(WriteError, match="cannot create the checkpoint directory"):
                 manager.save(1, state_of(1), wait=True)
         with pytest.raises(
-            WriteError, match=r"2 saves in a row were not committed\. The last error was: cannot create"
+            WriteError, match=r"3 saves in a row were not committed\. The last error was: cannot create"
         ):
             manager.save(2, state_of(2))
 
@@ -946,6 +950,31 @@ def test_what_is_never_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture)
         assert manager.steps() == [1, 5]
 
 
+@pytest.mark.promise("deletion-fails")
+def test_a_checkpoint_that_cannot_be_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warning names it with the cause, saves go on and delete others, and it goes when it can be deleted."""
+    remove = LocalStorage.remove
+
+    def refuse(storage: LocalStorage, *names: str) -> None:
+        if storage.path.endswith("step-1"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        remove(storage, *names)
+
+    monkeypatch.setattr(LocalStorage, "remove", refuse)
+    with manager_of(tmp_path, keep_latest=1) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(step), wait=True)
+        assert manager.steps() == [1, 3]
+        assert said(caplog).count(f"{tmp_path}/step-1 is not deleted: PermissionError: ") == 2
+        assert (manager.restore(state := state_of(0), 1), state["step"]) == (1, 1)
+        monkeypatch.undo()
+        manager.restore(state_of(0), 3)
+        manager.save(4, state_of(4), wait=True)
+        assert manager.steps() == [4]
+
+
 def test_other_files_are_deleted_if_the_manager_is_told_to(tmp_path: Path) -> None:
     """With ``delete_other_files``, files in inner folders are deleted as well. Other checkpoints stay."""
     saved(tmp_path, 1, 2)
@@ -974,6 +1003,7 @@ def test_storage_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             assert manager.steps() == left
 
 
+@pytest.mark.promise("manager-job-killed")
 def test_what_a_killed_job_has_left(tmp_path: Path) -> None:
     """The next job removes files that are proven to be of a dead save."""
     saved(tmp_path, 1, 2)

@@ -136,6 +136,7 @@ def plan_of(reader: TensorizerStorageReader) -> LoadPlan:
     return reader.prepare_local_plan(planner.create_local_plan())
 
 
+@pytest.mark.promise("index-overwritten")
 def test_ranks_that_read_two_saves_are_refused(tmp_path: Path) -> None:
     """If another job overwrites the path between the reads of two ranks, the load fails without changing a target."""
     ranks = [TensorizerStorageReader(tmp_path) for _ in range(3)]

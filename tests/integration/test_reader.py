@@ -3,14 +3,17 @@
 import copy
 import logging
 import os
+import re
+import shutil
 import time
 from collections import Counter
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
@@ -24,6 +27,7 @@ from dcp_tensorizer import (
     ReadError,
     TensorizerStorageReader,
     TensorizerStorageWriter,
+    UnsupportedFormat,
     UntrustedObject,
     open_reader,
 )
@@ -170,9 +174,10 @@ def test_a_lossy_conversion_is_an_error(weights):
     assert bool((target["w"] == 7).all())
 
 
+@pytest.mark.promise("block-damaged")
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_flipped_byte_is_found(weights, verify):
-    """A damaged block is a ChecksumMismatch that names key and file; verify=False reads it as it is."""
+    """A damaged block is a ChecksumMismatch that names key, file and offset; verify=False reads it as it is."""
     path, expected = weights
     file = next(path.glob("*.tensors"))
     with open(file, "r+b") as stream:
@@ -187,6 +192,8 @@ def test_a_flipped_byte_is_found(weights, verify):
         assert isinstance(cause(caught), ChecksumMismatch)
         assert "'w'" in str(cause(caught))
         assert file.name in str(cause(caught))
+        words = r"bytes [\d,]+ to [\d,]+ of the tensor at byte [\d,]+ are not what was saved"
+        assert re.search(words, str(cause(caught)))
     else:
         load(path, target, verify=False)
         assert int((target["w"] != expected).sum()) == 1
@@ -202,8 +209,12 @@ def damage(path, offset):
 
 
 @pytest.mark.promise("loaded-is-saved")
+@pytest.mark.promise("index-damaged")
 def test_a_flip_of_any_byte_is_an_error_or_changes_nothing(tmp_path, monkeypatch):
-    """A flip of any byte that a load reads is an error, or changes nothing."""
+    """A flip of any byte that a load reads is an error, or changes nothing.
+
+    Damage to `.metadata` is found before a target changes.
+    """
     monkeypatch.setattr(write_plan, "INLINE_BYTES", 0)  # small values are read from the data file, too
     state = {
         "model": {"w": torch.arange(60.0).view(6, 10), "half": torch.ones(7, dtype=torch.bfloat16)},
@@ -232,7 +243,8 @@ def test_a_flip_of_any_byte_is_an_error_or_changes_nothing(tmp_path, monkeypatch
         except CheckpointException as raised:
             error = raised.failures[0][0]
         if error is not None:
-            assert isinstance(error, CheckpointError)
+            assert isinstance(error, MetadataError if path == metadata else CheckpointError)
+            assert path != metadata or not loaded["model"]["w"].any()
             outcomes["error", path == metadata or offset in read] += 1
         else:
             assert torch.equal(loaded["model"]["w"], state["model"]["w"])
@@ -245,24 +257,29 @@ def test_a_flip_of_any_byte_is_an_error_or_changes_nothing(tmp_path, monkeypatch
 
 
 @pytest.mark.promise("file-missing")
+@pytest.mark.promise("loaded-is-saved", reason="files exist before a target changes")
 @pytest.mark.parametrize("damage", ["missing", "short", "long"])
 def test_files_are_checked_before_a_target_changes(weights, damage):
-    """A missing file, or one of another size, is an error that names it, and no target has changed."""
+    """A missing file, or one of another size, is an error that names it and the sizes, and no target has changed."""
     path, _ = weights
     file = next(path.glob("*.tensors"))
     if damage == "missing":
         file.unlink()
     else:
-        os.truncate(file, file.stat().st_size + (1 if damage == "long" else -1))
+        size = file.stat().st_size
+        os.truncate(file, size + (1 if damage == "long" else -1))
     target = {"w": torch.full((200, 500), 7.0)}
     with pytest.raises(CheckpointException) as caught:
         load(path, target)
     assert isinstance(cause(caught), ReadError)
     assert file.name in str(cause(caught))
+    if damage != "missing":
+        assert f"has {file.stat().st_size:,} bytes instead of {size:,}" in str(cause(caught))
     assert bool((target["w"] == 7).all())
 
 
 @pytest.mark.promise("chunks-missing")
+@pytest.mark.promise("loaded-is-saved", reason="chunks cover each tensor before a target changes")
 def test_incomplete_chunks_are_an_error(tmp_path):
     """If chunks do not cover a tensor, the error names it before its target changes."""
     make_checkpoint(tmp_path, {"w": torch.ones(200, 500)}, chunks={"w": [Region((0, 0), (100, 500))]})
@@ -304,13 +321,65 @@ def test_subclasses_with_bytes_need_no_trust(tmp_path):
         assert target.tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.promise("not-committed")
 def test_no_checkpoint(tmp_path):
-    """A path without a checkpoint, or a missing path, is NotCommitted, with the path."""
+    """A path without a checkpoint, or a missing path, is NotCommitted, with the path, and no target changes."""
+    target = torch.ones(1)
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(CheckpointException) as caught:
-            load(path, {"w": torch.zeros(1)})
+            load(path, {"w": target})
         assert isinstance(cause(caught), NotCommitted)
         assert str(path) in str(cause(caught))
+    assert target.item() == 1
+
+
+class Changing(DefaultLoadPlanner):
+    """Changes the checkpoint when all ranks have planned the load, and none has read data."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def finish_plan(self, central_plan):
+        self.change()
+        return super().finish_plan(central_plan)
+
+
+@pytest.mark.promise("data-overwritten")
+@pytest.mark.parametrize("change", ["overwritten", "removed"])
+def test_a_checkpoint_that_changes_while_its_data_is_read(weights, change):
+    """It is an error that says so; what another job has saved there loads afterwards."""
+    path, expected = weights
+    act = (lambda: save(path, {"w": expected + 1})) if change == "overwritten" else (lambda: shutil.rmtree(path))
+    target = {"w": torch.zeros(200, 500)}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(target, storage_reader=TensorizerStorageReader(path), planner=Changing(act))
+    assert isinstance(cause(caught), ReadError)
+    assert "was overwritten or removed" in str(cause(caught))
+    if change == "overwritten":
+        load(path, target)
+        assert torch.equal(target["w"], expected + 1)
+
+
+@pytest.mark.promise("other-format")
+@pytest.mark.parametrize(("form", "words"), [("torch", "open_reader"), ("newer", "is of format version 2")])
+def test_metadata_of_another_format(tmp_path, form, words):
+    """torch's own, and that of a release to come: the error names the format, and no target has changed."""
+    if form == "torch":
+        dcp.save({"w": torch.zeros(3)}, storage_writer=FileSystemWriter(tmp_path))
+    else:
+        save(tmp_path, {"w": torch.zeros(3)})
+        content = bytearray((tmp_path / ".metadata").read_bytes())
+        content[8] += 1
+        head = int.from_bytes(content[16:24], "little")
+        content[32:48] = xxhash.xxh3_128_digest(bytes(content[:32] + content[48 : 80 + head]))
+        (tmp_path / ".metadata").write_bytes(content)
+    target = {"w": torch.ones(3)}
+    with pytest.raises(CheckpointException) as caught:
+        load(tmp_path, target)
+    assert isinstance(cause(caught), UnsupportedFormat) and isinstance(cause(caught), MetadataError)
+    assert words in str(cause(caught))
+    assert target["w"].tolist() == [1, 1, 1]
 
 
 def test_progress(weights, caplog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import stat
@@ -142,18 +143,29 @@ def _replace(file: Path) -> None:
     file.with_suffix(".copy").rename(file)
 
 
-@pytest.mark.parametrize("change", [_touch, _flip, _replace, Path.unlink])
+@pytest.mark.promise("file-not-linked")
+@pytest.mark.parametrize("change", [_touch, _flip, _replace, Path.unlink, None])
 def test_a_file_that_somebody_has_touched_is_written_again(
-    writer: TensorizerStorageWriter, tmp_path: Path, change: Callable[[Path], object]
+    writer: TensorizerStorageWriter,
+    tmp_path: Path,
+    change: Callable[[Path], object] | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A file with another inode, size or time is written again, and the next save reuses the new one."""
+    """A file with another inode, size or time, or one that the system does not link (None), is written again.
+
+    The trainer sees no warning, and the next save reuses the new file.
+    """
     for step in range(2):
         save(writer, tmp_path / f"step-{step}", step)
-    change(largest(tmp_path / "step-1"))
-    assert save(writer, tmp_path / "step-2", 2) == 0
+    if change is not None:
+        change(largest(tmp_path / "step-1"))
+    refused = mock.patch("os.link", side_effect=OSError(errno.EMLINK, os.strerror(errno.EMLINK)))
+    with refused if change is None else nullcontext():
+        assert save(writer, tmp_path / "step-2", 2) == 0
     assert save(writer, tmp_path / "step-3", 3) == BASE_BYTES
     check(tmp_path / "step-2", 2)
     check(tmp_path / "step-3", 3)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_damage_to_a_shared_file_is_found_in_each_checkpoint(writer: TensorizerStorageWriter, tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ def manager_of(folder: str | Path, **options: Any) -> CheckpointManager:
     return CheckpointManager(folder, stop_signals=(), **options)
 
 
+@pytest.mark.promise("two-jobs", reason="with managers")
 def test_the_older_run_is_told(tmp_path: Path) -> None:
     """The older run's save fails, it deletes no checkpoint, and its next call of `save` raises, due or not."""
     with manager_of(tmp_path, save_every=2, keep_latest=1) as old, manager_of(tmp_path) as new:

@@ -316,6 +316,7 @@ class There(os.PathLike):
         return "path-like"
 
 
+@pytest.mark.promise("working-directory", reason="a path of a writer, and a checkpoint_id that is staged earlier")
 @pytest.mark.parametrize("path", ["text", Path("path"), There(), "~/home", "file://url"])
 def test_relative_paths_are_of_the_directory_where_they_were_given(tmp_path, monkeypatch, path):
     """Paths are relative to the directory at construction, and a checkpoint_id to that at staging."""
@@ -345,7 +346,10 @@ def test_relative_paths_are_of_the_directory_where_they_were_given(tmp_path, mon
 
 @pytest.mark.promise("working-directory")
 def test_the_working_directory_may_change_before_the_save_begins(tmp_path, monkeypatch):
-    """A relative checkpoint_id, which DCP passes on the save's thread, belongs to the directory at staging."""
+    """A relative checkpoint_id, which DCP passes on the save's thread, belongs to the directory at staging.
+
+    The save works even if the working directory has been removed since.
+    """
     gate, reset = Gate(), TensorizerStorageWriter.reset
 
     def late(writer, checkpoint_id=None):
@@ -360,8 +364,12 @@ def test_the_working_directory_may_change_before_the_save_begins(tmp_path, monke
         future = dcp.async_save(state_of(1), storage_writer=writer, checkpoint_id="x")
         gate.wait_reached()
         monkeypatch.chdir(tmp_path / "b")
+        (tmp_path / "b").rmdir()
         gate.open()
         future.result()
+        dcp.async_save(state_of(2), storage_writer=writer, checkpoint_id=tmp_path / "y").result()
+    monkeypatch.chdir(tmp_path)
+    assert loaded(tmp_path / "y") == (2.0, 2)
     assert loaded(tmp_path / "a" / "x") == (1.0, 1)
 
 

@@ -121,13 +121,13 @@ def _snapshot(root: Path, kept: dict[int, int]) -> Snapshot:
     return Snapshot(entries, contents)
 
 
-def crash_states(recording: Recording) -> Iterator[Crash]:
+def crash_states(recording: Recording, start: int = 0) -> Iterator[Crash]:
     """Every state in which a crash during the recorded operation may leave the directory, each once.
 
-    The state at the beginning is taken to be durable.
+    The state at the beginning is taken to be durable. ``start``: the crash comes after so many calls, or later.
     """
     seen: set[Crash] = set()
-    for end in range(len(recording.snapshots)):
+    for end in range(start, len(recording.snapshots)):
         pending = list(_pending(recording, end))
         contents = {inode: _versions(recording, inode, end) for inode in _inodes(recording, end)}
         for chosen in itertools.product((False, True), repeat=len(pending)):

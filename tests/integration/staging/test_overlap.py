@@ -65,6 +65,7 @@ def test_by_default_async_save_returns_when_everything_is_copied(tmp_path):
     assert loaded(tmp_path) == ({1.0}, {1.0}, 1)
 
 
+@pytest.mark.promise("copied-when-returned", reason="with overlap_staging")
 def test_overlapped_staging_shows_when_the_state_may_change(tmp_path):
     """`async_save` returns before the copies; `staging_completion` and `lock` wait for them."""
     copying = Gate()

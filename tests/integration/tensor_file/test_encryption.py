@@ -318,6 +318,7 @@ def _place(rows: Any) -> None:
     rows.hashes = _changed(_changed(rows.hashes, "<u8", 0, second), "<u8", 1, first)
 
 
+@pytest.mark.promise("sealed-index-changed")
 @pytest.mark.parametrize(
     "edits",
     [

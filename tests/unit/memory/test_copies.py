@@ -67,6 +67,20 @@ def test_one_after_the_other() -> None:
     assert keeper.copied == [("a", ""), ("c", "a"), ("d", "c")]
 
 
+@pytest.mark.promise("copies-cut-off", reason="the warning")
+def test_a_copy_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning says why, the copy before it still counts, and the next state is copied."""
+    copies, keeper = ready()
+    step(copies, keeper, "a")
+    keeper.status = CopyStatus("a")
+    step(copies, keeper, "b")
+    keeper.status = CopyStatus("b", problem="10.0.0.2 does not answer")
+    with caplog.at_level(logging.WARNING):
+        assert step(copies, keeper, "c")
+    assert caplog.messages == ["a state was not copied to another host: 10.0.0.2 does not answer"]
+    assert (copies.is_on, copies.confirmed, copies.ordered) == (True, "a", "c")
+
+
 def test_a_copy_that_fails_on_another_rank() -> None:
     """A copy that fails on another rank does not count on this rank either."""
     copies, keeper = ready()

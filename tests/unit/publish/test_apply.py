@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from dcp_tensorizer import (
     ChecksumMismatch,
     MetadataError,
     NotCommitted,
+    ReadError,
     StateMismatch,
     UnsupportedFormat,
     WriteError,
@@ -28,6 +30,7 @@ from dcp_tensorizer import (
 )
 from dcp_tensorizer._publish.delta import DeltaDecoder, zstd
 from dcp_tensorizer._publish.model import header_of
+from dcp_tensorizer._publish.versions import Manifest, Published
 from dcp_tensorizer.tools import list_versions
 
 from ...lab.models import (
@@ -113,6 +116,7 @@ def test_a_copy_that_nobody_has_noted_a_version_for_is_recognised(tmp_path: Path
     assert not (tmp_path / "model-2" / "model.safetensors").exists()
 
 
+@pytest.mark.promise("copy-does-not-fit")
 def test_a_model_that_was_not_published_is_refused(tmp_path: Path, versions: Path) -> None:
     """A model that was not published is refused, and does not change."""
     write_model(tmp_path / "foreign", first_state(seed=99))
@@ -122,6 +126,7 @@ def test_a_model_that_was_not_published_is_refused(tmp_path: Path, versions: Pat
     assert files_of(tmp_path / "foreign") == before
 
 
+@pytest.mark.promise("copy-does-not-fit", reason="another version")
 def test_a_version_of_another_publisher_is_refused(tmp_path: Path, versions: Path) -> None:
     """A version of another directory is refused, even if it has the same number."""
     write_model(tmp_path / "foreign", first_state(seed=99))
@@ -133,6 +138,7 @@ def test_a_version_of_another_publisher_is_refused(tmp_path: Path, versions: Pat
     assert files_of(tmp_path / "copy") == before
 
 
+@pytest.mark.promise("copy-does-not-fit", reason="a damaged copy")
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_damaged_copy_is_refused(tmp_path: Path, versions: Path, number: int) -> None:
     """One flipped bit, in a changed tensor or another, is an error, because the result is not the published version."""
@@ -216,6 +222,35 @@ def test_missing_versions_are_named(tmp_path: Path, versions: Path) -> None:
         apply_delta("memory://copy", versions)
 
 
+@pytest.mark.promise("version-removed")
+@pytest.mark.parametrize("is_directory", [True, False])
+def test_a_version_that_is_removed_while_it_is_read(
+    tmp_path: Path, versions: Path, monkeypatch: pytest.MonkeyPatch, is_directory: bool
+) -> None:
+    """The copy stays as it is, and gets to the newest version that is there."""
+    copy: Any = tmp_path / "copy" if is_directory else tensors_of(tmp_path / "model-1")
+    if is_directory:
+        apply_delta(copy, versions, version=1)
+    chain = Published.chain
+
+    def chain_and_remove(published: Published, version: int, after: int | None = None) -> list[Manifest]:
+        found = chain(published, version, after)
+        if (versions / "weight_v000002").exists():
+            shutil.rmtree(versions / "weight_v000002")
+        return found
+
+    monkeypatch.setattr(Published, "chain", chain_and_remove)
+    with pytest.raises((NotCommitted, ReadError), match="weight_v000002"):
+        apply_delta(copy, versions, version=2)
+    monkeypatch.undo()
+    if is_directory:
+        assert weights_of(copy) == weights_of(tmp_path / "model-1")
+        assert apply_delta(copy, versions).version == 5
+        assert weights_of(copy) == weights_of(tmp_path / "model-5")
+    else:
+        assert same(copy, tensors_of(tmp_path / "model-1"))
+
+
 # --- what was made to harm --------------------------------------------------------------------------------------------
 
 
@@ -223,6 +258,7 @@ def replace_file(index: dict[str, Any], old: str, new: str) -> None:
     index["weight_map"] = {key: new if name == old else name for key, name in index["weight_map"].items()}
 
 
+@pytest.mark.promise("harmful-version")
 @pytest.mark.parametrize(
     "name", ["../../evil.safetensors", "/tmp/evil.safetensors", "..", "a/b.safetensors", ".x.safetensors"]
 )
@@ -263,6 +299,7 @@ def change_one(index: dict[str, Any], key: str, digest: str = "0" * 32) -> None:
     index["metadata"]["dcp_tensorizer"]["tensors"] = {key: digest}
 
 
+@pytest.mark.promise("harmful-version", reason="a delta that unpacks to too much")
 @pytest.mark.parametrize("kind", ["bomb", "too long", "garbage", "wrong digest"])
 def test_a_bad_delta_changes_nothing(tmp_path: Path, versions: Path, kind: str) -> None:
     """A delta is decompressed in pieces, and verified before any file is replaced."""

@@ -142,8 +142,9 @@ def test_the_version_before_may_be_given(tmp_path: Path) -> None:
     assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "new")
 
 
+@pytest.mark.promise("published-damaged")
 def test_damage_in_what_was_published_is_found_before_it_spreads(tmp_path: Path) -> None:
-    """A damaged published version is an error, because no reader's copy would fit a delta of it."""
+    """A damaged published version is an error of the next publication, of each copy and of verify_versions."""
     published_versions(tmp_path, 2)
     path = next((tmp_path / "published" / "weight_v000001").glob("model-00002*.safetensors"))
     content = bytearray(path.read_bytes())
@@ -152,6 +153,11 @@ def test_damage_in_what_was_published_is_found_before_it_spreads(tmp_path: Path)
     write_model(tmp_path / "new", next_state(loaded(tmp_path / "model-2"), 9))
     with pytest.raises(ChecksumMismatch, match="damaged"):
         publish(tmp_path / "new", tmp_path / "published")
+    with pytest.raises(ChecksumMismatch):
+        apply_delta(tmp_path / "copy", tmp_path / "published")
+    (damage,) = verify_versions(tmp_path / "published").damages
+    assert damage.startswith("version 2: ") and path.name in damage
+    assert path.read_bytes() == content
     assert list_versions(tmp_path / "published")[0].version == 2
     assert not (tmp_path / "published" / "weight_v000003").exists()
 

@@ -267,6 +267,7 @@ def test_opening_a_missing_file_is_an_error(tmp_path: Path) -> None:
     assert open_descriptors() == before
 
 
+@pytest.mark.promise("commit-unanswered", reason="on mounts")
 @pytest.mark.parametrize("replace", [True, False])
 @pytest.mark.parametrize("said", [errno.ENOENT, errno.ETIMEDOUT])
 def test_a_rename_whose_answer_was_lost(
