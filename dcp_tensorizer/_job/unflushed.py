@@ -75,7 +75,10 @@ def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str
     if all(left.can_list for left in everybody) and _suspects(everybody):  # otherwise the flush gives them up later
         losses = agreement.decided(lambda: _losses(flushing, _suspects(everybody)))
     for loss in losses:
-        _give_up(flushing, own, loss)
+        for entry, record in own:
+            files = record.files if record.commit is None else record.commit.files
+            if record.subpath == loss.subpath and loss.files & files.keys():
+                _give_up(flushing, entry, record, loss.reason)
     flushing.resume()
     is_far = any(
         part.committed is not None and not part.committed.keys() <= held for left in everybody for part in left.parts
@@ -157,17 +160,8 @@ def _losses(flushing: Flushing, suspects: Sequence[tuple[list[UnflushedPart], se
     return losses
 
 
-def _give_up(flushing: Flushing, own: Sequence[tuple[FlushEntry, FlushRecord]], loss: _Loss) -> None:
+def _give_up(flushing: Flushing, entry: FlushEntry, record: FlushRecord, reason: str) -> None:
     """Gives up this node's part of a lost save."""
-    for entry, record in own:
-        if (
-            record.subpath == loss.subpath
-            and loss.files & (record.files if record.commit is None else record.commit.files).keys()
-        ):
-            _give_up_part(flushing, entry, record, loss.reason)
-
-
-def _give_up_part(flushing: Flushing, entry: FlushEntry, record: FlushRecord, reason: str) -> None:
     deadline = time.monotonic() + _CLAIM_SECONDS
     while time.monotonic() < deadline:
         now = next((e for e in flushing.entries() if e.stem == entry.stem and e.state in OPEN), None)

@@ -198,12 +198,11 @@ class StreamStorage(RemoteStorage):
             with self._turn:
                 return operation()
 
-        return self.retries.call(in_turn, self._may_succeed, self._renew)
+        def may_succeed(error: Exception) -> bool:  # later, or with a filesystem of the current environment
+            is_final = isinstance(error, FileNotFoundError | FileExistsError)
+            return is_transient(error) or (not is_final and environment() != self._environment)
 
-    def _may_succeed(self, error: Exception) -> bool:
-        """Returns whether a failed request may succeed later, or with a filesystem of the current environment."""
-        is_outdated = not isinstance(error, FileNotFoundError | FileExistsError) and environment() != self._environment
-        return is_outdated or is_transient(error)
+        return self.retries.call(in_turn, may_succeed, self._renew)
 
     def _renew(self) -> None:
         """Replaces the filesystem, to get new connections and the current credentials."""

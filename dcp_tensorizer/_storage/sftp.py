@@ -225,7 +225,12 @@ class _Channel(paramiko.SFTPClient):  # type: ignore[misc]
     def _read_packet(self) -> tuple[int, bytes]:
         kind, data = super()._read_packet()
         if kind == CMD_VERSION:
-            self.extensions = frozenset(_extensions(paramiko.Message(data)))
+            message, names = paramiko.Message(data), list[str]()
+            message.get_int()  # the version
+            while message.get_remainder():
+                names.append(message.get_text())
+                message.get_binary()  # the extension's version
+            self.extensions = frozenset(names)
         return kind, data
 
 
@@ -440,13 +445,6 @@ def sync_file(channel: Any, file: Any) -> None:
     """Syncs an open file, if the server has the extension for it."""
     if _FSYNC in channel.extensions:
         channel._request(CMD_EXTENDED, _FSYNC, file.handle)
-
-
-def _extensions(message: paramiko.Message) -> Iterator[str]:
-    message.get_int()  # the version
-    while message.get_remainder():
-        yield message.get_text()
-        message.get_binary()  # the extension's version
 
 
 def _of_address(address: str) -> dict[str, Any]:

@@ -668,7 +668,12 @@ class FlushThread:
         while True:
             with self._changed:
                 requests, flushers = self._requests, dict(self._flushers)
-            waits = {key: _step(flusher) for key, flusher in flushers.items()}
+            waits: dict[tuple[str, str], float | None] = {}
+            for key, flusher in flushers.items():
+                try:
+                    waits[key] = flusher.step()
+                except Exception:  # the local folder may be readable later
+                    waits[key] = _TROUBLE_SECONDS
             with self._changed:
                 if self._requests == requests:  # otherwise `add` was called in the meantime
                     self._flushers = {key: flusher for key, flusher in flushers.items() if waits[key] is not None}
@@ -677,10 +682,3 @@ class FlushThread:
     def _gate(self) -> None:
         while self._is_busy():
             time.sleep(_BUSY_SECONDS)
-
-
-def _step(flusher: Flusher) -> float | None:
-    try:
-        return flusher.step()
-    except Exception:  # the local folder may be readable later
-        return _TROUBLE_SECONDS
