@@ -29,7 +29,7 @@ class MappedFile(NamedTuple):
     inode: int
 
 
-class _Mapping(NamedTuple):
+class _SharedMapping(NamedTuple):
     start: int
     end: int
     offset: int
@@ -48,7 +48,7 @@ class SharedMappings:
         self._mappings = _shared_mappings()
         self._starts = [mapping.start for mapping in self._mappings]
         self._descriptors: dict[tuple[int, str], str] | None = None
-        self._files: dict[_Mapping, MappedFile | None] = {}
+        self._files: dict[_SharedMapping, MappedFile | None] = {}
 
     def locate(self, tensor: torch.Tensor) -> tuple[MappedFile, int] | None:
         """Returns the file and offset of a tensor's bytes; None if another process cannot read them in C order."""
@@ -65,7 +65,7 @@ class SharedMappings:
         file = self._files[mapping]
         return None if file is None else (file, mapping.offset + address - mapping.start)
 
-    def _file(self, mapping: _Mapping) -> MappedFile | None:
+    def _file(self, mapping: _SharedMapping) -> MappedFile | None:
         if self._descriptors is None:
             self._descriptors = _own_files()
         for path in (mapping.path, self._descriptors.get((mapping.inode, mapping.path), "")):
@@ -136,7 +136,7 @@ def map_shared(file: MappedFile) -> mmap.mmap:
         ) from error
 
 
-def _shared_mappings() -> list[_Mapping]:
+def _shared_mappings() -> list[_SharedMapping]:
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:
@@ -146,7 +146,7 @@ def _shared_mappings() -> list[_Mapping]:
         addresses, permissions, offset, _, inode, *path = line.split(None, 5)
         if permissions.endswith("s") and int(inode):
             start, end = (int(address, 16) for address in addresses.split("-"))
-            mappings.append(_Mapping(start, end, int(offset, 16), int(inode), path[0] if path else ""))
+            mappings.append(_SharedMapping(start, end, int(offset, 16), int(inode), path[0] if path else ""))
     return mappings
 
 

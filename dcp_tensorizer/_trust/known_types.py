@@ -59,7 +59,7 @@ class _StateValue(Value):
         self._check = None
 
 
-class _Mapping(_StateValue):
+class _MappingValue(_StateValue):
     def update(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         pass
 
@@ -117,7 +117,7 @@ def _defaultdict(name: str, args: Arguments) -> Value:
     need(len(args) <= 1)
     for factory in args:  # the defaultdict calls it without arguments
         need(factory is None or (type(factory) is Named and (factory.trusted or factory.name in _FACTORIES)))
-    return _Mapping(name)
+    return _MappingValue(name)
 
 
 def _from_bytes(kind: Any, nbytes: int) -> Maker:
@@ -228,7 +228,7 @@ CALLED: Mapping[str, Maker] = {
     "builtins.set": _takes(list),
     "builtins.slice": _takes(object, object, object),
     "collections.Counter": _takes(dict),
-    "collections.OrderedDict": _takes_nothing(_Mapping),
+    "collections.OrderedDict": _takes_nothing(_MappingValue),
     "collections.defaultdict": _defaultdict,
     "collections.deque": _deque,
     "datetime.date": _from_bytes(datetime.date, 4),

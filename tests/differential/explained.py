@@ -175,7 +175,7 @@ def _is_described_in_object(context: Context, difference: Difference) -> bool:
     """Its shards are staged, and an object would need the tensor itself."""
     if context.case.mode in ("save", "threads") or difference.path[0] != "saves":
         return False
-    return _ours_fails(difference, "describes which part of a tensor it is: it cannot be pickled")
+    return _ours_fails(difference, "describes which part of a tensor it is, and cannot be pickled")
 
 
 def _disagrees(context: Context, difference: Difference) -> bool:

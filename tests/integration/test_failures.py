@@ -174,6 +174,20 @@ def test_a_folder_of_another_user(folder: Path) -> None:
     assert loaded(folder / "checkpoint") == 3
 
 
+@pytest.mark.promise("user-changes")
+def test_a_trainer_that_changes_its_user(folder: Path) -> None:
+    """The writer process writes the next save as the user with which it was started; the trainer commits it."""
+    folder.chmod(0o777)
+    owner = os.geteuid()
+    with TensorizerStorageWriter(folder / "first") as writer:
+        save(writer, 1)
+        with as_a_user():
+            dcp.async_save(state_of(2), checkpoint_id=folder / "second", storage_writer=writer).result()
+            data = [file.stat().st_uid for file in (folder / "second").iterdir() if file.suffix == ".tensors"]
+    assert data == [owner]
+    assert loaded(folder / "second") == 2
+
+
 @pytest.mark.promise("path-refused")
 @pytest.mark.promise("load-no-file", reason="a directory that cannot be entered")
 def test_a_directory_that_cannot_be_entered(folder: Path) -> None:
