@@ -29,7 +29,6 @@ from dcp_tensorizer import (
     unwrap,
 )
 from dcp_tensorizer._runtime import memory_limit
-from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._storage.local import LocalStorage
 
 from ..lab.processes import file_size_limit, writer_process
@@ -225,20 +224,20 @@ def test_a_name_that_is_too_long(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("path-not-shared", reason="a directory that is moved")
-def test_a_directory_that_is_moved_during_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_is_moved_during_the_save(tmp_path: Path) -> None:
     """The error names the rank whose data is not there, the old checkpoint is where it went, the next save works."""
-    path, write = tmp_path / "checkpoint", WriterClient.write
+    path = tmp_path / "checkpoint"
 
-    def write_and_move(*arguments: Any) -> Any:
-        written = write(*arguments)
-        path.rename(tmp_path / "moved")
-        return written
+    class Moving(TensorizerStorageWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            written = super().write_data(plan, planner)
+            if (path / ".metadata").exists() and not (tmp_path / "moved").exists():
+                path.rename(tmp_path / "moved")
+            return written
 
-    with TensorizerStorageWriter(path) as writer:
+    with Moving(path) as writer:
         save(writer, 1)
-        with monkeypatch.context() as patch:
-            patch.setattr(WriterClient, "write", write_and_move)
-            error = error_of(lambda: save(writer, 2))
+        error = error_of(lambda: save(writer, 2))
         assert isinstance(error, WriteError)
         assert re.search(r"of rank 0 .*the ranks do not share this path", str(error))
         assert loaded(tmp_path / "moved") == 1

@@ -9,6 +9,7 @@ import torch
 import xxhash
 
 from dcp_tensorizer import CheckpointManager
+from dcp_tensorizer._memory import survival
 from dcp_tensorizer._memory.client import KeeperConnection
 from dcp_tensorizer._memory.runtime_directory import connect
 from dcp_tensorizer._storage.base import Storage
@@ -26,6 +27,11 @@ from .states import dtype_name, raw
 def wait_held(manager: CheckpointManager) -> None:
     """Waits until the newest state is held in memory (``survive``)."""
     manager._survival.wait_held()
+
+
+def leave_no_memory() -> None:
+    """Makes this process find no free memory for another staging buffer of ``survive``."""
+    survival.available_memory = lambda: 1000
 
 
 def stored_item(length: int, *, offset: int = 0, dtype: str = "uint8", digests: bytes = b"") -> StoredItem:
