@@ -19,7 +19,7 @@ from typing import Any
 
 from . import process_context
 from .channel import Channel
-from .forks import Descriptor, anonymous_file, free_in_child, in_child, limit_advice
+from .forks import Descriptor, above_standard_streams, anonymous_file, free_in_child, in_child, limit_advice
 
 END_SECONDS = 5.0
 """Timeout for the end of a process with a request in progress. An idle process ends in milliseconds."""
@@ -61,7 +61,9 @@ class ChildProcess:
             with ExitStack() as undo:
                 self._output = Descriptor(anonymous_file("output"))
                 undo.callback(self._output.close)
-                ours, theirs = socket.socketpair()
+                ours, theirs = (
+                    socket.socket(fileno=above_standard_streams(end.detach())) for end in socket.socketpair()
+                )
                 undo.callback(ours.close)
                 with theirs:
                     self._popen = _start(
@@ -185,7 +187,7 @@ def _start(
 ) -> subprocess.Popen[bytes]:
     trainer = -1
     with suppress(AttributeError, OSError):  # old kernel or sandbox: then only the EOF of the socket reports our end
-        trainer = os.pidfd_open(os.getpid())
+        trainer = above_standard_streams(os.pidfd_open(os.getpid()))
     try:
         # The process inherits the mask, and unblocks these signals after it has set them to be ignored.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_JOB)

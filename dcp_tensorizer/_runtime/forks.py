@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import itertools
 import mmap
 import os
@@ -176,8 +177,7 @@ def _close(fd: int, file: tuple[int, int] | None) -> None:
 def anonymous_file(name: str) -> int:
     """Makes an unnamed file in memory, or a temporary file on systems other than Linux.
 
-    Raises `OSError` if the system refuses it, if no descriptor is free, or if a standard stream is closed: the file
-    would get that stream's number, and receive what the program prints.
+    Raises `OSError` if the system refuses it, or if no descriptor is free.
     """
     if hasattr(os, "memfd_create"):
         try:
@@ -193,10 +193,20 @@ def anonymous_file(name: str) -> int:
     else:
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
-    if fd <= _LAST_STANDARD_STREAM:
+    return above_standard_streams(fd)
+
+
+def above_standard_streams(fd: int) -> int:
+    """Moves a file to a descriptor above those of the standard streams, and returns it.
+
+    If the program has closed a standard stream, a new file gets its descriptor. Prints would then land in that file.
+    """
+    if fd > _LAST_STANDARD_STREAM:
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _LAST_STANDARD_STREAM + 1)
+    finally:
         os.close(fd)
-        raise OSError(errno.EBADF, f"descriptor {fd}, a standard stream, is closed. Redirect it to /dev/null instead.")
-    return fd
 
 
 def limit_advice(error: OSError) -> str:
