@@ -1,4 +1,7 @@
-"""The options of saves, checked when they are made. Requests to the writer process carry them, so without torch."""
+"""The options of saves, checked when they are made.
+
+Requests to the writer process contain them, so this module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 Staging = Literal["buffer", "shared", "device"]
 
 MAX_UNFLUSHED = 3
-"""Number of checkpoints only in the local folder at which training waits for the remote."""
+"""The number of checkpoints that only the local folder has at which training waits for the remote."""
 
 
 @dataclass(frozen=True, slots=True)
