@@ -402,7 +402,7 @@ def _accept(listener: socket.socket, keeper: Keeper) -> None:
 
 
 def _set_session_priority(niceness: int, is_wanted: Callable[[], bool]) -> None:
-    """Sets the priority of this process's session, to 0 or lower, in a background thread.
+    """Sets the niceness of this process's session, 0 or more, in a background thread.
 
     This has an effect if the kernel schedules by session (autogroup): then each session gets an equal share of the CPU,
     and the niceness of a process counts only within its session. The thread gives up once ``is_wanted`` returns False.

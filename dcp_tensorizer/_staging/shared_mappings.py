@@ -153,7 +153,7 @@ def _shared_mappings() -> list[_SharedMapping]:
 def _own_files() -> dict[tuple[int, str], str]:
     """Returns /proc paths of this process's open files, by inode and name.
 
-    An inode alone is ambiguous: /dev/shm and anonymous memory files both number theirs from small values.
+    An inode alone is ambiguous: /dev/shm and anonymous memory files both number their inodes from small values.
     """
     paths = {}
     for name in os.listdir("/proc/self/fd"):
