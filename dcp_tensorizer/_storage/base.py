@@ -376,7 +376,7 @@ class Storage(abc.ABC):
 
         Args:
             name: The name of the file.
-            expected: The contents that it must have now. None if the file must not exist.
+            expected: The contents that the file must have now. None if it must not exist.
             data: Its new contents.
             sync: As for `put`.
             save_id: As for `put`.

@@ -263,7 +263,7 @@ class SftpClient:
         self._failure: OSError | None = None
 
     def _release(self) -> None:
-        """In a forked child, abandons the parent's connection without a message. The next call makes a new one."""
+        """In a forked child, abandons the parent's connection without a message. The next call reconnects."""
         connection, idle = self._connection, self.idle
         self._begin()
         if connection is not None:

@@ -89,8 +89,10 @@ class Flusher:
         return self._queue.records(OPEN, self.target.name)
 
     def _lose_unreadable(self) -> bool:
-        """Gives up saves whose records have been unreadable for too long; returns whether others are
-        still to be retried."""
+        """Gives up saves whose records have been unreadable for too long.
+
+        Returns whether other unreadable records remain to be retried.
+        """
         is_damaged = False
         for entry in self._queue.entries():
             if entry.state in OPEN and self._queue.record(entry) is None and (damage := self._queue.damage(entry)):

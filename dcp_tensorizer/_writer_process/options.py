@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Staging = Literal["buffer", "shared", "device"]
 
 MAX_UNFLUSHED = 3
-"""The number of checkpoints that only the local folder has at which training waits for the remote."""
+"""Training waits for the remote when this many checkpoints are only in the local folder."""
 
 
 @dataclass(frozen=True, slots=True)
