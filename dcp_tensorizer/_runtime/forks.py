@@ -1,8 +1,8 @@
 """Prevents forked children from using resources of their parent.
 
-A child has copies of its parent's objects, but the threads, processes and memory behind them are the parent's. A child
-that released one would release it for the parent. Locks stay as they were at the fork, held by threads that do not
-exist in the child. So each such object registers in its constructor what happens to it in a child:
+A child has copies of its parent's objects, but the threads, processes and memory behind them are the parent's. If the
+child released such a resource, the parent would lose it. Locks stay as they were at the fork, held by threads that do
+not exist in the child. So each such object registers in its constructor what happens to it in a child:
 
 - a lock becomes free (`free_in_child`);
 - a finalizer does nothing (`Finalizer`);
@@ -36,7 +36,7 @@ _most = _FEW  # when there are this many entries, dead owners are removed
 
 
 def in_child(owner: _T, release: Callable[[_T], object]) -> None:
-    """Registers ``release(owner)`` for each child that this process forks while the owner lives.
+    """Registers ``release(owner)`` to be called in each child that this process forks while the owner lives.
 
     ``release`` must not wait for a lock. An owner registers at most one function.
     """
@@ -188,7 +188,7 @@ def anonymous_file(name: str) -> int:
             raise OSError(
                 error.errno,
                 f"{os.strerror(error.errno)}: the system refuses memfd_create. Allow that call in the sandbox's rules "
-                f"(seccomp), and by vm.memfd_noexec=0 or 1.",
+                f"(seccomp), and set vm.memfd_noexec to 0 or 1.",
             ) from error
     else:
         with tempfile.TemporaryFile() as file:

@@ -59,10 +59,11 @@ class DeviceWay(BufferWay):
                 withdraw(request.storages)
                 raise
         except WriteError as error:
-            # A refusal would be repeated, so no later copy is requested. A single death may not be repeated.
+            # A refusal would be repeated, so no later copy is requested. A single death might not happen again, so the
+            # next copy is requested.
             client.deaths += isinstance(error, WriterProcessDied)
             client.copies_from_gpus = isinstance(error, WriterProcessDied) and client.deaths < _MAX_DEATHS
-            logger.warning("the writer process could not copy from the GPU, the trainer does: %s", str(error))
+            logger.warning("the writer process could not copy from the GPU, so the trainer copies: %s", str(error))
             if client.deaths == _MAX_DEATHS:
                 logger.error(
                     "staging='device': the writer process died %d times while it copied from the GPU. From now on the "
@@ -167,8 +168,8 @@ def _export_storage(storage: torch.UntypedStorage, stream: SideStream) -> tuple[
             _, (*arguments, _has_to_wait) = reduce_tensor(alias)
     except RuntimeError as error:
         raise WriteError(
-            f"a tensor on {storage.device} cannot be shared with the writer process: {error}. Only memory of torch's "
-            f"allocator can be shared, and on some systems not with "
+            f"a tensor on {storage.device} cannot be shared with the writer process: {error}. Only memory from "
+            f"torch's allocator can be shared, and on some systems only without "
             f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. Use staging='buffer'."
         ) from error
     return alias, (*arguments, False)
