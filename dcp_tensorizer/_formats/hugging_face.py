@@ -46,7 +46,7 @@ class ModelCatalog(Catalog):
     Args:
         storage: The model's directory.
         rename: The rules by which the model was saved, applied in reverse.
-        files: The files to read instead, by their headers.
+        files: The headers of the files to read instead.
 
     Raises:
         NotCommitted: there are no safetensors files.
@@ -211,7 +211,7 @@ class ModelCatalog(Catalog):
                 continue
             stored, shape = self._items[box.source]
             part = here.within(wanted)
-            if len(shape) < len(part.size):  # the target is stacked from it
+            if len(shape) < len(part.size):  # the target is a stack of stored tensors
                 shape, there = (1, *shape), Region((0, *there.start), (1, *there.size))
             elif len(shape) > len(part.size):  # the stored tensor is a stack
                 nbytes = stored.length // shape[0]
@@ -247,16 +247,16 @@ class _BlockCoder:
             if target.dtype != dtype:
                 raise ReadError(
                     f"{path}: {weight.name!r} is stored as {weight.item.dtype}, whose scales do not fit a target of "
-                    f"{target.dtype}. Pass one of the same dtype, or of one with more bits."
+                    f"{target.dtype}. Pass a target of the same dtype, or of a dtype with more bits."
                 )
             return target
         rows, columns = self._catalog.block
         blocks = tuple(-(-extent // size) for extent, size in zip(weight.shape, (rows, columns), strict=False))
         if len(weight.shape) != 2 or weight.scales_shape != blocks:
             raise ReadError(
-                f"{path}: {weight.name!r} is {weight.shape} and its scales are {weight.scales_shape}, which are not "
-                f"blocks of {rows} x {columns}: weight_block_size in {_CONFIG} is wrong, or the weight is "
-                f"quantised in another way. Pass a target of {weight.item.dtype} to load it as stored."
+                f"{path}: {weight.name!r} has shape {weight.shape} and its scales have shape {weight.scales_shape}, "
+                f"which do not match blocks of {rows} x {columns}: weight_block_size in {_CONFIG} is wrong, or the "
+                f"weight is quantised in another way. Pass a target of {weight.item.dtype} to load it as stored."
             )
         return torch.empty(target.shape, dtype=dtype, device="cpu")
 

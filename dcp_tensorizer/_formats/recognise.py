@@ -23,7 +23,7 @@ _SHOWN_NAMES = 5
 def format_of(storage: Storage, rank: int) -> DirectoryFormat | None:
     """Returns the format of a directory's checkpoint; None if it holds none. Raises `ReadError` if it cannot be read.
 
-    If there is no metadata of all ranks, ``rank``'s own counts.
+    If there is no metadata of all ranks, uses the metadata of ``rank``.
     """
     for name in (metadata_file_name(), metadata_file_name(rank)):
         head = storage.read(name, _HEAD_BYTES)
@@ -70,8 +70,8 @@ def _instead(storage: Storage) -> str:
     try:
         if has_data(storage):
             return (
-                f"data lies there without {name}. The save that wrote it never finished, or is not finished yet, or a "
-                f"copy has left out hidden files, as `cp step/* ...` does: copy the directory itself, by `cp -r`"
+                f"it holds data without {name}. The save that wrote the data never finished, or is not finished yet, "
+                f"or a copy has left out hidden files, as `cp step/* ...` does: copy the directory itself, with `cp -r`"
             )
         return f"there is no {name}, and {contents(storage)}. The path is wrong, or a save there never finished"
     except NotCommitted:
@@ -83,9 +83,15 @@ def _instead(storage: Storage) -> str:
 def kind_of_file(head: bytes) -> str:
     """Describes a file that was passed instead of a checkpoint, with advice."""
     if head.startswith(b"PK\3\4") or looks_like_pickle(head):
-        return "of torch.save: load it by torch.load, or make a checkpoint of it by `dcp-tensorizer convert`"
+        return (
+            "that torch.save wrote: load it with torch.load, or convert it to a checkpoint with `dcp-tensorizer "
+            "convert`"
+        )
     if head.startswith(MAGIC) or is_index(head):
-        return "of a checkpoint: give the directory that it is in"
+        return "of a checkpoint: pass the directory that it is in"
     if head[8:10] == b'{"':
-        return "of safetensors: make a checkpoint of it by `dcp-tensorizer convert`, or give open_reader its directory"
+        return (
+            "in the safetensors format: convert it to a checkpoint with `dcp-tensorizer convert`, or pass its "
+            "directory to open_reader"
+        )
     return "of another kind, and checkpoints are directories. `dcp-tensorizer convert` reads more formats"

@@ -1,4 +1,4 @@
-"""New names of keys by patterns, the elements under them, and the reverse.
+"""Maps keys to new names by patterns, maps the elements of their tensors, and reverses both.
 
 A rule may rename a tensor, cut it into parts, or make it a part of another. `place` takes the tensors on one side of a
 `Renaming`, and returns for each tensor on the other side the boxes that make it up. A save passes its state dict, and
@@ -34,7 +34,7 @@ class Parts:
 
     Args:
         names: Patterns with as many ``*`` each as the other side. Either all or none have ``{}``.
-        dim: The dimension along which several names cut, counted in the parts.
+        dim: The dimension, of the parts, along which the tensor is cut if there are several names.
         sizes: The ratio of the parts' sizes along ``dim``. By default the sizes are equal.
         groups: The number of groups along ``dim``, each with all parts.
 
@@ -92,8 +92,8 @@ class Parts:
 
 
 Rules: TypeAlias = Mapping[Any, "str | Parts"]
-"""The keys are strings or `Parts`. They are typed Any, because ``dict[str, str]`` is no mapping of both to type
-checkers."""
+"""The keys are strings or `Parts`. They are typed Any, because type checkers would not accept a ``dict[str, str]`` as a
+mapping with keys of type ``str | Parts``."""
 
 
 class PartNumber(NamedTuple):
@@ -212,7 +212,7 @@ Shape: TypeAlias = tuple[int, ...]
 class Box(NamedTuple):
     """Elements of a tensor, and their region in another tensor.
 
-    The regions hold the same elements in the same order. One of them may have another first dimension, of size 1.
+    The regions hold the same elements in the same order. One of them may have an additional first dimension, of size 1.
     """
 
     source: str  # the name of the source tensor
@@ -329,9 +329,7 @@ def _join(name: str, parts: Parts, keys: Mapping[PartNumber, str], shapes: Mappi
         joined = [keys[PartNumber(part, 0)] for part in range(len(parts.names))]
         for key in joined:
             if len(shapes[key]) <= parts.dim:
-                raise ValueError(
-                    f"{key!r} has the shape {shapes[key]}, and dim={parts.dim} along which it would be joined"
-                )
+                raise ValueError(f"{key!r} has the shape {shapes[key]}, and cannot be joined along dim={parts.dim}")
         shape[parts.dim] = sum(shapes[key][parts.dim] for key in joined)
     whole = (count, *shape) if parts.is_numbered else tuple(shape)
     placed = Placed(whole)
@@ -339,7 +337,7 @@ def _join(name: str, parts: Parts, keys: Mapping[PartNumber, str], shapes: Mappi
         key = keys[part.number]
         if shapes[key] != part.shape:
             raise ValueError(
-                f"{key!r} has the shape {shapes[key]}, and as a part of {name!r} of shape {whole} it needs "
+                f"{key!r} has the shape {shapes[key]}, but as a part of {name!r} of shape {whole} it needs "
                 f"{part.shape}: change rename="
             )
         placed.boxes += [Box(key, in_part, in_whole) for in_whole, in_part in part.regions]

@@ -51,8 +51,8 @@ PAIRS = torch.float4_e2m1fn_x2
 dimension of the format's shapes."""
 
 SHARDING = "DCP_SHARDING_INFO"
-"""The metadata key of a file with parts of tensors, for the offset of each part, as torch's
-``HuggingFaceStorageWriter`` writes it without consolidation."""
+"""The key, in the ``__metadata__`` of a file with parts of tensors, under which torch's ``HuggingFaceStorageWriter``
+writes the offset of each part, if it does not consolidate the files."""
 
 _ORDER = {dtype: number for number, dtype in enumerate(NAMES)}
 _NOTES = {"format": "pt"}
@@ -90,9 +90,10 @@ def fault_of(key: object, dtype: torch.dtype, shape: Sequence[int]) -> str | Non
     if dtype not in NAMES:
         return f"is of {dtype}, which safetensors does not have: leave it out, or convert it"
     if dtype == PAIRS and not shape:
-        return "is a pair of elements without a dimension, which safetensors does not have: leave it out"
+        return f"is a 0-dimensional tensor of {PAIRS}, which safetensors cannot store: leave it out"
     if not isinstance(key, str):
-        return f"is a key of type {type(key).__name__}, and safetensors has strings: leave it out, or rename it"
+        kind = type(key).__name__
+        return f"is a key of type {kind}, and keys in safetensors must be strings: leave it out, or rename it"
     if key == "__metadata__":
         return "cannot be a key in safetensors: leave it out"
     try:
@@ -113,7 +114,7 @@ def in_torch(name: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int,
     if dtype != PAIRS:
         return dtype, shape
     if not shape or shape[-1] % 2:
-        raise ValueError(f"of shape {shape} has a last dimension that is not of pairs")
+        raise ValueError(f"of shape {shape} and dtype {name} must have an even last dimension")
     return dtype, (*shape[:-1], shape[-1] // 2)
 
 
@@ -169,8 +170,8 @@ def lay_out(tensors: Iterable[T]) -> SafetensorsLayout[T]:
 
 
 def file_names(count: int, of_save: str = "") -> list[str]:
-    """Returns the names of the ``count`` files of a model with an index. With ``of_save``, a save's id, they are unique
-    to it.
+    """Returns the names of the ``count`` files of a model with an index. With ``of_save``, the id of a save, no other
+    save has the same names.
     """
     stem = f"model-{of_save}" if of_save else "model"
     return [f"{stem}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]

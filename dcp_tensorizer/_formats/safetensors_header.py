@@ -1,7 +1,7 @@
 """The header of a safetensors file, and the index of a directory of such files. Does not import torch.
 
 8 bytes   length of the header
-header    JSON: for each tensor its dtype, shape, and first and last byte behind the header
+header    JSON: for each tensor its dtype, its shape, and the start and end of its bytes, relative to the data
 data      the tensors' elements, without gaps
 """
 

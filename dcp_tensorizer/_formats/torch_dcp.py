@@ -150,7 +150,7 @@ class _TensorArchive:
             stream.seek(0)
             tensor = torch.load(stream, map_location="cpu", weights_only=True)
             if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"a {type(tensor).__name__} where a tensor belongs")
+                raise TypeError(f"the stored value must be a tensor, got a {type(tensor).__name__}")
             copy_part(self._item, tensor, target)
         except Exception as error:
             raise catalog.not_loaded(self._item, error) from error

@@ -205,7 +205,7 @@ def _check_location(key: Any, info: StorageInfo) -> None:
     """Checks that a location is in a file beside the metadata, and has numbers that a file can have."""
     name, offset, length = info.relative_path, info.offset, info.length
     if type(name) is not str or os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
-        raise MetadataError(f"names a data file {name!r} for {key!r} that is not beside it")
+        raise MetadataError(f"names a data file {name!r} for {key!r} that is not in the same directory")
     if any(type(number) is not int or not 0 <= number < 2**63 for number in (offset, length)):
         raise MetadataError(f"locates {key!r} at {offset!r}, with {length!r} bytes")
     transforms = info.transform_descriptors

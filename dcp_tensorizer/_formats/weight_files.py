@@ -48,13 +48,14 @@ class StoredBytes:
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """A safetensors file, by its header."""
+    """A safetensors file, as its header describes it."""
 
     name: str
-    header: bytes  # the bytes up to the first tensor's
+    header: bytes  # all bytes before those of the first tensor
     tensors: tuple[StoredBytes, ...]  # in the order of their offsets
     notes: Mapping[str, Any]  # its ``__metadata__``
-    identity: FileIdentity | None = None  # before the header was read; None with an index, or if the storage has none
+    # of the file, taken before the header was read; None for a model with an index, or if the storage has no identities
+    identity: FileIdentity | None = None
 
     @property
     def nbytes(self) -> int:

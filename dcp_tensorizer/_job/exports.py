@@ -113,7 +113,7 @@ class Exports:
         except (Exception, CheckpointException) as error:  # CheckpointException does not derive from Exception
             cause = unwrap(error)
             is_exported = isinstance(cause, NotPublished)  # an earlier export was not published
-            what = "exported; but of an earlier export" if is_exported else "saved, and not exported"
+            what = "exported, but an earlier export was not published" if is_exported else "saved, but not exported"
             failure = WriteError(f"step {saved.number} was {what}: {describe(cause)}")
             failure.__cause__ = cause
             logger.error("%s", failure)

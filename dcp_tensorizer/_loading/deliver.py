@@ -161,17 +161,17 @@ def check_one_save(path: str, carried: Sequence[object]) -> None:
     others = [rank for rank, save_id in enumerate(ids) if save_id != ids[0]]
     if others:
         raise MetadataError(
-            f"{path} was overwritten while its metadata was read: rank {others[0]} found another save there than rank "
-            f"0. No target has changed. Load it again, or load another checkpoint."
+            f"{path} was overwritten while its metadata was read: rank {others[0]} and rank 0 found different saves. "
+            f"No target has changed. Load it again, or load another checkpoint."
         )
 
 
 def check_own_parts(path: str, metadata: Metadata, plan: LoadPlan, targets: Mapping[str, Any]) -> None:
-    """Checks that a rank that saved for itself saved everything that its targets hold: it cannot see the saves of
-    other ranks.
+    """Checks that a rank that saved for itself saved everything that its targets hold, because it cannot read the
+    saves of other ranks.
 
-    If a target is larger than the stored tensor, only the part inside the tensor counts. Raises `MetadataError`, naming
-    the key, if the rank saved other parts.
+    If a target is larger than the stored tensor, checks only the part that the stored tensor covers. Raises
+    `MetadataError`, naming the key, if the rank saved other parts.
     """
     # A planner may read a part more than once.
     parts = {(i.dest_index.fqn, i.dest_index.offset, i.dest_offsets, i.lengths) for i in plan.items}
@@ -275,7 +275,7 @@ def check_trust(path: str, objects: Sequence[tuple[ReadItem, bytes]]) -> None:
         names = sorted({name for refused in checked.values() for name in refused})
         more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
         raise UntrustedObject(
-            f"{keys[0]!r}{more} in {path} could run code when loaded: what was saved needs {', '.join(names)}. "
+            f"{keys[0]!r}{more} in {path} could run code when loaded: the saved data needs {', '.join(names)}. "
             f"{advice(names)}"
         )
 
@@ -302,7 +302,7 @@ def deliver_object(path: str, planner: LoadPlanner, read_item: ReadItem, content
 
 _Item = tuple[ReadItem, Sequence[Piece], Coder | None]
 _Items = Sequence[_Item]
-_CODED_BYTES = 64 << 20  # limit of the stored forms in memory at once, unless a single one is larger
+_CODED_BYTES = 64 << 20  # limit of stored forms in memory at the same time, unless a single one is larger
 _DELIVERY = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
 
 
@@ -350,7 +350,7 @@ def read_tensors(
 def resolved(items: _Items, planner: LoadPlanner) -> Iterator[torch.Tensor]:
     """Yields the tensors that receive items, in the order of the items.
 
-    A tensor that one item fills is looked up without the planner, because torch's takes several times as long.
+    A tensor that one item fills is looked up without the planner, because torch's planner takes several times as long.
     """
     state = getattr(planner, "state_dict", {}) if delivers_at_once(planner) else {}
     for read_item, *_ in items:

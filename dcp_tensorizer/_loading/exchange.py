@@ -38,7 +38,7 @@ _DIGEST = slice(8, 16)
 _MIN_READ = 1 << 20
 _READS_OF_WINDOW = 16
 _MIN_WINDOW = 8 << 20
-_WINDOWS = 8  # the minimum: one window is read while another is exchanged
+_WINDOWS = 8  # minimum per rank, unless these would be too small: one is read while another is exchanged
 Progress = Callable[[int, int], object]
 
 
@@ -48,10 +48,10 @@ class Exchange:
     Use it as a context manager around the whole load: its exit reports a failure to the other ranks.
 
     ``fetch`` reads targets from the storage, like `run.fetch`. ``verify`` compares data with its digests, and received
-    data with the sender's digests. ``in_memory`` has files that need not be read. ``reason`` is the reason why this
-    rank exchanges no tensors; empty if it does. ``window_bytes`` is the size of each of a rank's two read windows, and
-    ``round_bytes`` the size of all ranks' pieces in one collective. ``received_bytes`` counts the bytes from other
-    ranks.
+    data with the sender's digests. ``in_memory`` has the contents of files that need not be read. ``reason`` is the
+    reason why this rank exchanges no tensors; empty if it does. ``window_bytes`` is the size of each of a rank's two
+    read windows, and ``round_bytes`` the size of all ranks' pieces in one collective. ``received_bytes`` counts the
+    bytes from other ranks.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Exchange:
             self._votes_left = 0  # objects are always exchanged, because planners get them after all have been read
         odd = [rank for rank, vote in enumerate(votes) if vote.setting != votes[0].setting]
         if odd:
-            common, reason = [], f"rank {odd[0]} reads with other options than rank 0"
+            common, reason = [], f"the options of rank {odd[0]} differ from those of rank 0"
         else:
             common = [requests[name] for name in self._group.common(list(requests), votes[0].requests)]
         shared, wanted = total_bytes(common), total_bytes(requests.values())
@@ -139,7 +139,7 @@ class Exchange:
         if common:
             device = self._group.device(prefers_gpu=all(vote.is_on_gpu for vote in votes))
             nbytes = self._exchange(common, device, lambda done: progress(done, total))
-            # GPU streams copy received data, and other streams do not wait for these.
+            # GPU streams copy received data, and other streams do not wait for these streams.
             CUDA.side_streams.synchronize(target.tensor for target in exchanged)
         return nbytes + self._fetch(left, progress=lambda done, rest: progress(shared + done, shared + rest))
 
@@ -323,12 +323,15 @@ class ReadFrom(NamedTuple):
     """The part of a rank's load plan that identifies its save to the coordinator."""
 
     save_id: str
-    group: str = ""  # name and ranks of the ``exchange`` group; empty for none
+    group: str = ""  # identity of the ``exchange`` group (`identity_of`); empty without a group
     group_size: int = 0
 
 
 def members_of(group: object) -> dist.ProcessGroup | None:
-    """Returns a process group of this rank and others, None for other groups. Raises `TypeError` for other values."""
+    """Returns ``group`` if it is a process group of this rank and at least one other, and otherwise None.
+
+    Raises `TypeError` unless ``group`` is a process group or None.
+    """
     if group is None or group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
     if not isinstance(group, dist.ProcessGroup):

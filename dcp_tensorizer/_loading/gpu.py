@@ -5,8 +5,8 @@ into it, checks the data, queues copies on a side stream, and returns the slot. 
 copies.
 
 Each call that releases the GIL may have to wait to reacquire it: about 25 calls for each 8 MiB, with blocks hashed one
-by one, limited loads to 6 to 8 GB/s where 26 were possible. So on many cores a read is of `DEVICE_BYTES`, items up to
-that size have one digest to compare, and small tensors cross the bus together.
+by one, limited loads to 6 to 8 GB/s where 26 were possible. So on machines with many cores a read has `DEVICE_BYTES`
+bytes, items up to that size have one digest to compare, and small tensors cross the bus together.
 """
 
 from __future__ import annotations
@@ -70,10 +70,9 @@ class PinnedPools:
 
     @contextmanager
     def pool_for(self, operations: Sequence[ReadOperation], threads: int) -> Iterator[PinnedPool | None]:
-        """Yields the slots for a read, or None if no target is on a device: one per thread, and two whose copies are in
-        progress.
+        """Yields the slots for a read: one per thread, and two whose copies are in progress.
 
-        All copies are done when the block ends.
+        If no target is on a device, yields None. All copies are done when the ``with`` block ends.
         """
         indices: set[int] = set()
         nbytes = 0

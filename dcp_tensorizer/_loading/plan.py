@@ -148,7 +148,7 @@ def _check_fit(key: str, size: tuple[int, ...], stored_dtype: torch.dtype, tenso
 
 
 def warn_of_casts(path: str, casts: Casts) -> None:
-    """Warns of tensors that were converted on load, once for each pair of dtypes."""
+    """Warns about tensors that were converted on load, once for each pair of dtypes."""
     for (stored_dtype, dtype), keys in casts.items():
         logger.warning(
             "%s: %s stored as %s and converted to the %s of the target: %s",
@@ -164,7 +164,7 @@ def non_overlapping_groups(targets: Sequence[ReadTarget]) -> Iterator[Sequence[R
     """Yields the groups of targets that may be read concurrently, in order.
 
     Targets that share memory, such as tied weights, are read one by one, in the order of the plan, because concurrent
-    reads would mix. So the memory holds the whole last target, as with torch's reader.
+    reads would mix their data. So the memory holds all of the last target, as with torch's reader.
     """
     shared = overlapping(targets)
     alone = [target for target in targets if target not in shared] if shared else targets

@@ -151,7 +151,7 @@ class _Reads:
         self._done, self._total = 0, sum(operation.nbytes for operation in operations)
         self._counting = free_in_child(threading.Lock())
         self._scratch = threading.local()
-        # set per thread: without it, other threads could not write to this thread's tensors
+        # The mode is set per thread. Without it, other threads could not write to this thread's tensors.
         self._is_inference = torch.is_inference_mode_enabled()
 
     def close(self) -> None:
@@ -207,7 +207,7 @@ class _Reads:
     # --- reading and checking -----------------------------------------------------------------------------------
 
     def _read(self, operation: ReadOperation, memories: Sequence[memoryview]) -> float:
-        """Reads segments into their memory, and compares their digests. Returns the seconds of comparing."""
+        """Reads segments into their memory, and compares their digests. Returns the seconds spent on the comparison."""
         verifying = 0.0
         try:
             file = self._open(operation.file)
@@ -238,7 +238,7 @@ class _Reads:
         return verifying
 
     def _open(self, name: str) -> RangeReader:
-        """Returns the open file of a name."""
+        """Returns a file, which is opened on first use."""
         with self._opening:
             if name not in self._files and name in self._in_memory:
                 self._files[name] = MemoryReader(self._in_memory[name])
@@ -329,8 +329,8 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 def scatter(segment: Segment, data: memoryview | torch.Tensor, pool: PinnedPool | None = None) -> None:
     """Copies parts of a segment to its targets.
 
-    ``data`` holds the segment's bytes: a uint8 tensor on any device, or host memory. ``pool`` is the pool of the slot
-    that holds them if some targets are on a GPU: copies to these are queued.
+    ``data`` holds the segment's bytes: a uint8 tensor on any device, or host memory. If some targets are on a GPU,
+    ``pool`` is the pool of the slot that holds the bytes, and the copies to these targets are queued.
     """
     for target in segment.targets:
         queue = pool if pool is not None and pool.is_for(target) else None
@@ -405,9 +405,9 @@ def _scatter_together(parts: Sequence[_InSlot], slot: torch.Tensor, pool: Pinned
 
 
 def _run(target: ReadTarget, segment: Segment, data: memoryview | torch.Tensor) -> Iterator[_Pair]:
-    """Yields what `_parts` does, for a target of the stored layout: at most one pair, with few torch calls.
+    """Yields the same as `_parts`, for a target with the stored layout: at most one pair, with few torch calls.
 
-    Each torch call releases the GIL, which other threads then take.
+    Each torch call releases the GIL, and other threads then acquire it.
     """
     if (found := _shared_run(target, segment)) is None:
         return
@@ -420,8 +420,8 @@ def _run(target: ReadTarget, segment: Segment, data: memoryview | torch.Tensor) 
 
 
 def _shared_run(target: ReadTarget, segment: Segment) -> tuple[torch.Tensor, int, int] | None:
-    """Returns the elements that a segment has of a target of the stored layout, flattened, and the offset and number of
-    their bytes in the segment.
+    """Returns the elements of a target with the stored layout that a segment contains, flattened, and the offset and
+    the number of their bytes in the segment.
     """
     run = target.run
     assert run is not None
@@ -465,8 +465,9 @@ def _with_copy_kernel(target: torch.Tensor, source: torch.Tensor) -> _Pair:
 # --- the threads of a load --------------------------------------------------------------------------------------------
 #
 # Reads from the page cache keep cores busy, and more threads than cores slow each other down. Disks and servers make
-# threads wait, and need many concurrent reads for their full speed. A load does not know in advance which it has. So it
-# begins with few threads, and starts more when these wait. On 2 cores, a load from the page cache took 252 ms with 8
+# threads wait, and need many concurrent reads for their full speed. A load does not know in advance from which of them
+# it reads. So it begins with few threads, and starts more when these wait. On 2 cores, a load from the page cache took
+# 252 ms with 8
 # threads and 217 ms with few; a load from the disk of the same machine reached 1.15 GB/s with 8 threads and 0.88 GB/s
 # with few.
 

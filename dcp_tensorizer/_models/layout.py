@@ -90,10 +90,10 @@ class ModelTensor:
     """A tensor of the state dict, or of the files."""
 
     key: str
-    dtype: torch.dtype  # of a tensor of the files: as written
+    dtype: torch.dtype  # for a tensor of the files, the dtype in which it is written
     shape: tuple[int, ...]
     chunks: Sequence[_Chunk]
-    boxes: tuple[Box, ...] = ()  # for the files: of the tensors in the state dict that it is made of
+    boxes: tuple[Box, ...] = ()  # for a tensor of the files: its parts, each from a tensor of the state dict
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ class RankLayout:
     dtype: Integers  # column: index into ``dtypes``
     dtypes: tuple[torch.dtype, ...]
     sharding: Integers  # column: index into ``shardings``; -1 if the tensor has no elements, or is not written
-    shardings: tuple[tuple[Layout, list[Run]], ...]  # chunks and their ranks; empty if no block has a single writer
+    shardings: tuple[tuple[Layout, list[Run]], ...]  # chunks and their ranks; empty if no block needs a single writer
     box: Integers  # column: index into ``boxes``; -1 if the file has the tensor unchanged
     boxes: tuple[tuple[tuple[int, ...], Box], ...]  # the shape of the file's tensor, and a box in it without a name
 
@@ -318,7 +318,7 @@ def granule_owners(layout: RankLayout, blocks: Iterable[tuple[int, int]]) -> Int
     from block to block. The coordinator writes the blocks that begin in the header.
     """
     rows = np.flatnonzero(layout.sharding >= 0)
-    of_file = []  # the rows of each file in the order of their offsets, and these
+    of_file = []  # the rows of each file in the order of their offsets, and the offsets
     for number in range(len(layout.files)):
         here = rows[layout.file[rows] == number]
         here = here[np.argsort(layout.start[here], kind="stable")]

@@ -1,7 +1,8 @@
 """One rank's part in the save of a model: a directory in Hugging Face's format.
 
 The coordinator lays the files out and begins them under temporary names, which readers ignore. All ranks write the
-files. The coordinator completes them, and puts the index last: the index, or a single file, is the commit.
+files. The coordinator completes them, and writes the index last. Writing the index is the commit; for a model of one
+file without an index, completing the file is.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class ModelSave(Save):
         self._order: dict[str, int] = {}
         self._plan: ModelPlan | None = None
         self._index_before: bytes | None = None
-        self._index: bytes | None = None  # the index that the commit has put; None if the model is one file
+        self._index: bytes | None = None  # the index that the commit has written; None if the model is one file
         self._is_adapter = self.model.is_adapter
         self._single = ADAPTER if self._is_adapter else SINGLE
         self._has_single = False
@@ -159,7 +160,7 @@ class ModelSave(Save):
     def _committed(self) -> None:
         """If the writer publishes, publishes the model as the next version, in the background.
 
-        If it raises `WriteError`, this model is saved, and an earlier one could not be published.
+        Raises `WriteError` if an earlier model could not be published. This model is saved nevertheless.
         """
         if (versions := self._saver.versions) is not None:
             context = None if self._staged is None else self._staged.context
@@ -274,7 +275,7 @@ class ModelSave(Save):
             raise WriteError(f"{storage.path} holds {what}. Save to another path, or pass overwrite=True.")
         self._is_fresh = not has_model and not weights
         dead = list(uploads) if abort_uploads(storage, uploads) else []
-        if self._left:  # leftovers stay until the commit, and so do the records that prove whose they are
+        if self._left:  # leftovers stay until the commit, and so do the records that prove which save wrote them
             self._dead = dead
         else:
             with suppress(OSError):
@@ -410,7 +411,7 @@ class ModelSave(Save):
                 self._check_commit()
                 # Another save may have removed these files as a dead save's. If so, that save's index is in place.
                 if not storage.put_if(INDEX, self._index_before, self._index, sync=sync, save_id=self.id):
-                    raise Refused(f"{storage.path}: another save has just put a model there. Save to another path.")
+                    raise Refused(f"{storage.path}: another save has just written a model. Save to another path.")
             except (Refused, ReadError):
                 storage.unmark(self.id, *replaced)
                 raise
@@ -420,7 +421,7 @@ class ModelSave(Save):
         self._begun = self._others = self._completed = ()
         replacing = [other for other in others if other.replaces]
         for other in replacing:
-            with storage.writing(f"replace {storage.path}/{other.file.name} beside the new model, which is in place"):
+            with storage.writing(f"replace {storage.path}/{other.file.name} (the new model is committed)"):
                 storage.complete_shared(other.file, other.parts, replace=True)
         if replacing and sync:
             with storage.writing(f"write {storage.path}"):
@@ -429,7 +430,7 @@ class ModelSave(Save):
         if replaced:
             with suppress(OSError):
                 storage.unmark(self.id, *names)
-                remove_uploads(storage, self.id)  # else the files that the index names would count as a dead save's
+                remove_uploads(storage, self.id)  # otherwise the model's files would count as those of a dead save
         else:
             self._forget(*names)
         return replaced
@@ -456,7 +457,7 @@ class ModelSave(Save):
         return found
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes the files of a replaced model, and then the records that prove whose they are."""
+        """Removes the files of a replaced model, and then the records that prove which save wrote them."""
 
         def clean_up() -> None:
             if remove(self.storage, names):

@@ -49,8 +49,8 @@ class SavedModel:
 class VersionsOfWriter:
     """The publisher of one writer's models, one after the other. Of several waiting models, it publishes the newest.
 
-    A model is compared with the last published model, if the files of that one still exist. The files of a replaced
-    model stay until publishing no longer needs them.
+    A model is compared with the last published model if the files of the published model still exist. The files of a
+    replaced model stay until publishing no longer needs them.
 
     Attributes:
         is_busy: A model is being published, or waits.
@@ -117,7 +117,7 @@ class VersionsOfWriter:
         self._client.end_process(deadline)
         with suppress(WriteError):
             self.wait(Deadline(_END_SECONDS))
-        self._client.end_process(Deadline(0))  # if the thread has started a process since
+        self._client.end_process(Deadline(0))  # the thread may have started another process in the meantime
         self._release()
 
     def _work(self) -> None:
@@ -134,7 +134,7 @@ class VersionsOfWriter:
                 version = self._publish(model, previous)
             except Exception as failure:
                 error = NotPublished(
-                    f"the model is saved to {model.storage.path}, and cannot be published: {describe(failure)}"
+                    f"the model is saved to {model.storage.path}, but cannot be published: {describe(failure)}"
                 )
                 error.__cause__ = failure
                 logger.error("%s", error)
@@ -180,12 +180,12 @@ class VersionsOfWriter:
             self._unreleased = [model for model in self._unreleased if model not in released]
             self._newest = {location: model for location, model in self._newest.items() if id(model) in needed}
         for model in released:
-            model.before = None  # so that no chain of all models grows
+            model.before = None  # otherwise each model would keep all earlier ones alive
             try:
                 model.release()
             except Exception as error:
                 path = model.storage.path
-                logger.warning("%s: files of the model before may be left over: %s", path, describe(error))
+                logger.warning("%s: files of the model that it replaced may be left over: %s", path, describe(error))
 
 
 _END_SECONDS = 5.0  # for the thread to detect that its process has ended

@@ -74,8 +74,8 @@ def apply_delta(
     """Updates a copy of a model to a published version, atomically.
 
     In a directory, writes new files and verifies their SHA-256. Then replaces the index, which is the commit, and
-    removes the old files. Copies a whole version into an empty directory. Changes tensors in place, after verifying
-    the result for each of them. After an error, restores them.
+    removes the old files. Copies a whole version into an empty directory. In a mapping, verifies the result for each
+    tensor, and then changes the tensors in place. After an error, restores them.
 
     Args:
         target: A local directory, or a mapping from names to tensors or NumPy arrays, such as a state dict. Names that
@@ -152,8 +152,8 @@ class _Directory:
         target = self._published.manifest(self._version)
         if (self._path / _SGLANG).is_dir():
             raise WriteError(
-                f"{self._path} belongs to SGLang's receiver, which counts its versions in {_SGLANG}. Name another "
-                f"directory, or let /pull_weights bring it to version {self._version}."
+                f"{self._path} belongs to SGLang's receiver, which records its version in {_SGLANG}. Pass another "
+                f"directory, or update it to version {self._version} with /pull_weights."
             )
         self._storage.make_directory()
         with self._storage.writing(f"write {self._path}"), _locked(self._path / _LOCK) as self._journal:
@@ -173,7 +173,7 @@ class _Directory:
             if here != {name: record.sha256 for name, record in published.files.items()}:
                 raise StateMismatch(
                     f"version {before} in {self._path} is not the one in {self._published.path}: it comes from another "
-                    f"directory of versions. Name that one, or an empty directory."
+                    f"directory of versions. Apply deltas of that directory, or update an empty directory."
                 )
         if current is not None and before == self._version:
             self._clear(current)
@@ -234,12 +234,15 @@ class _Directory:
             name for name in {*current.others, *base.others} if current.others.get(name) != base.others.get(name)
         )
         raise StateMismatch(
-            f"version {self._version} has other files beside its weights than {self._path} ({listed(names)}), and "
-            f"cannot replace them atomically. Name an empty directory, and switch the server to it."
+            f"version {self._version} and {self._path} differ in files other than the weights ({listed(names)}), "
+            f"which cannot be replaced atomically. Pass an empty directory, and switch the server to it."
         )
 
     def _files(self, current: Manifest | None, base: Manifest, target: Manifest) -> list[tuple[WeightFile, FileRecord]]:
-        """Returns the source files of a version, here or in the base, with the records of the resulting files."""
+        """Returns the source files of a version, with the records of the resulting files.
+
+        The source files are those of the base, or with ``current`` those of this directory.
+        """
         names = {record.origin or name: name for name, record in (current or base).files.items()}
         if set(names) != set(target.files):
             if current is None:
@@ -261,7 +264,7 @@ class _Directory:
         current: Manifest | None,
         base: Manifest,
     ) -> Manifest:
-        """Writes the files of a version from those of a directory, and renames them to their names."""
+        """Writes the files of a version from those of a directory, under temporary names, and then renames them."""
         save = uuid.uuid4().hex
         total = sum(file.nbytes for file, _ in sources)
         ending = f"-v{self._version:06d}.safetensors"
@@ -279,7 +282,7 @@ class _Directory:
 
                 if file.nbytes != record.nbytes:
                     raise ChecksumMismatch(
-                        f"{storage.path}/{file.name} has {file.nbytes:,} bytes, and version {self._version} of it "
+                        f"{storage.path}/{file.name} has {file.nbytes:,} bytes, but version {self._version} of it has "
                         f"{record.nbytes:,}"
                     )
                 copied(storage, file, chain, record, take)
@@ -320,13 +323,13 @@ class _Directory:
             stored = base.stored(name)
             hashed, nbytes = hashlib.sha256(), storage.head(stored)
             if nbytes != record.nbytes:
-                raise ChecksumMismatch(f"{storage.path}/{stored}, {name}, no longer has its {record.nbytes:,} bytes")
+                raise ChecksumMismatch(f"{storage.path}/{stored} ({name}) no longer has its {record.nbytes:,} bytes")
             with written_file(self._storage, f"{name}.{save}.publish.tmp", nbytes) as write:
                 for block in read_blocks(storage, stored):
                     hashed.update(block)
                     write(memoryview(block))
                 if hashed.hexdigest() != record.sha256:
-                    raise ChecksumMismatch(f"{storage.path}/{stored}, {name}, is not what was published: it is damaged")
+                    raise ChecksumMismatch(f"{storage.path}/{stored} ({name}) is not what was published: it is damaged")
         return list(base.others)
 
     def _clear(self, manifest: Manifest | None) -> None:
@@ -363,8 +366,8 @@ def _check_apart(target: Path, published: Published) -> None:
 class _Journal:
     """The files that an attempt to update a directory has written there, recorded in its lock file.
 
-    Files are identified by their identity, which survives renaming. So if the attempt is killed, the next one removes
-    these files, and no others of the same names.
+    The journal also records the identities of the files, which survive renaming. So if the attempt is killed, the next
+    one removes these files, and no others of the same names.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -464,7 +467,8 @@ class _Tensors:
     def _verified(self, changes: Chain, tensor: StoredBytes) -> list[list[memoryview]]:
         """Verifies the result for a tensor, and returns its deltas as they were read.
 
-        Held in memory, they can change the tensor, and restore it, even if the published files are removed meanwhile.
+        Because the deltas are in memory, they can change the tensor, and restore it, even if the published files are
+        removed in the meantime.
         """
         array = _view(self._target[tensor.key]).array
 
@@ -677,7 +681,7 @@ def verify_versions(
         for name, record in base.others.items() if copy is None else ():
             _compare(folder, base.stored(name), record, count)
             files += 1
-            if base.publication and folder.head(name) is not None:  # a name of the same file, or of a copy of it
+            if base.publication and folder.head(name) is not None:  # another name of the same file, or a copy of it
                 _compare(folder, name, record, lambda nbytes: None)
 
     damages = []

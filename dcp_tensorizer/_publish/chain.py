@@ -67,8 +67,8 @@ def read_delta(published: Published, manifest: Manifest) -> Delta:
                 )
             if tensor.dtype != "U8" or tensor.shape != (tensor.nbytes,):
                 raise MetadataError(
-                    f"{storage.path}/{name} must hold {tensor.key!r} as a row of bytes, got {tensor.dtype} of shape "
-                    f"{tensor.shape}"
+                    f"{storage.path}/{name} must hold {tensor.key!r} as a one-dimensional tensor of dtype U8, got "
+                    f"{tensor.dtype} of shape {tensor.shape}"
                 )
             changes[tensor.key] = _Change(name, tensor, digest)
     return Delta(manifest, storage, changes)

@@ -1,4 +1,4 @@
-"""The delta of a tensor: the XOR of its bytes with those of the previous version, compressed by zstd.
+"""The delta of a tensor: the XOR of its bytes with those of the previous version, compressed with zstd.
 
 After a training step most bytes of a weight are unchanged, so most bytes of the XOR are 0. XOR needs no dtype, and is
 exact: applied to the previous version, it gives the new one. Applied twice, it gives the previous one again, so a delta
@@ -60,7 +60,7 @@ class DeltaEncoder:
         self._is_changed = False
 
     def update(self, new: np.ndarray, old: np.ndarray) -> None:
-        """Takes the next bytes of both versions, as arrays of ``uint8`` of one size."""
+        """Takes the next bytes of both versions, as arrays of ``uint8`` of equal size."""
         self._hash.update(new.data)
         difference = np.bitwise_xor(new, old)
         self._is_changed = self._is_changed or bool(difference.any())
@@ -120,7 +120,7 @@ class DeltaDecoder:
                 if not data and self._decompressor.needs_input:
                     break
         except self._module.ZstdError as error:
-            raise ValueError(f"its delta is not of zstd, or damaged: {error}") from None
+            raise ValueError(f"its delta is not zstd data, or is damaged: {error}") from None
         return b""
 
 

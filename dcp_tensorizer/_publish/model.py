@@ -72,9 +72,9 @@ Read = Callable[[StoredBytes, int, np.ndarray], object]
 
 @contextmanager
 def reading_tensors(storage: Storage, name: str) -> Iterator[Read]:
-    """Opens a file for the block, and yields a function that reads its tensors.
+    """Opens a file for the duration of the ``with`` statement, and yields a function that reads its tensors.
 
-    Both raise `ReadError`, naming the file and the tensor.
+    Raises `ReadError`, naming the file; the function also names the tensor.
     """
     path = f"{storage.path}/{name}"
     try:
@@ -122,9 +122,9 @@ def written_file(storage: Storage, name: str, nbytes: int) -> Iterator[Callable[
 
 
 def header_of(sizes: Mapping[str, int], notes: Mapping[str, str]) -> bytes:
-    """Returns the header of a safetensors file of rows of bytes.
+    """Returns the header of a safetensors file whose tensors are one-dimensional, of dtype U8.
 
-    ``sizes`` has the number of bytes of each row by its name, and ``notes`` becomes the ``__metadata__``.
+    ``sizes`` has the size of each tensor in bytes, by its name. ``notes`` becomes the ``__metadata__``.
     """
     described: dict[str, Any] = {"__metadata__": dict(notes)}
     position = 0

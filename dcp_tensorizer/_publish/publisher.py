@@ -76,8 +76,9 @@ def publish(
 ) -> PublishedVersion:
     """Publishes a model as the next version of a directory: the whole model, or its changes since the previous version.
 
-    A version is whole if it is the first one, or if ``max_deltas`` follow the last whole one. It is also whole if the
-    model has other tensors, dtypes, shapes, locations in the files, or other files beside the weights.
+    A version is whole if it is the first one, or if ``max_deltas`` deltas follow the last whole one. It is also whole
+    if the model differs from the last whole version in the names, dtypes, shapes or locations of its tensors, or in the
+    files beside the weights.
 
     A directory has one publisher at a time. A later publisher takes the lease of the directory, and the earlier one
     raises `Refused`. If the earlier one's manifest arrives first nevertheless, its version stays, and the later one
@@ -117,7 +118,7 @@ class Publish:
     """Options to publish each model that a `SafetensorsStorageWriter` saves, for inference servers; see `publish`.
 
     Attributes:
-        path: The directory of versions, of this job alone.
+        path: The directory of versions, to which only this job publishes.
         max_deltas, keep_latest: As for `publish`.
 
     Raises:
@@ -226,7 +227,7 @@ class _Publisher:
         return PublishedVersion(**asdict(self._folder.info(manifest)), why_whole=why)
 
     def _drop(self) -> None:
-        """Removes the files of this publication, which can no longer commit."""
+        """Removes the files of this publication, which can no longer be committed."""
         with suppress(Exception):
             self._target.discard(*self._written)
             self.lease.check()  # another publisher may need the directory
@@ -381,7 +382,7 @@ class _Publisher:
         return FileRecord(new.nbytes, hashed.hexdigest()), written
 
     def _write_frames(self, frames: Mapping[str, tuple[bytes, str]]) -> dict[str, tuple[dict[str, str], int]]:
-        """Writes deltas to a file, as rows of bytes, with the digests of the resulting tensors.
+        """Writes deltas to a file, as one-dimensional tensors of dtype U8, with the digests of the resulting tensors.
 
         Returns the digests and the file's size, by its name.
         """

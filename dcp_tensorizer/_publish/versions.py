@@ -80,7 +80,7 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     version: int
     base_version: int | None = None  # of a delta, the version that it changes
-    chain: int  # the base that a delta builds on, directly or by other deltas; of a base, its own number
+    chain: int  # the base that a delta builds on, directly or through other deltas; of a base, its own number
     files: dict[str, FileRecord]  # the model's safetensors files at this version, by their names in the base
     others: dict[str, FileRecord] = {}  # of a base, the other files, which do not change within a chain
     tensors: dict[str, _Digest] = {}  # the digests of a base's tensors; of a delta, those of the changed tensors
@@ -148,8 +148,8 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
         notes = index.metadata or {}
         if "dcp_tensorizer" not in notes:
             raise UnsupportedFormat(
-                f"{path} is the index of a model, not a manifest of dcp_tensorizer: it has no SHA-256 of the files to "
-                f"verify"
+                f"{path} is the index of a model, not a manifest of dcp_tensorizer: it has no SHA-256 with which to "
+                f"verify the files"
             )
         ours = msgspec.convert(notes["dcp_tensorizer"], dict[str, Any])
         if (number := ours.get("format", FORMAT)) != FORMAT:
@@ -331,7 +331,7 @@ class Published:
         """Removes a version, its manifest first, so that no incomplete version is visible. Raises `OSError`."""
         folder = self.folder(version)
         self._manifests.pop(version, None)
-        for _ in range(2):  # a delayed publication may put its manifest between two steps
+        for _ in range(2):  # a delayed publication may write its manifest between two of these steps
             folder.remove(INDEX)
             folder.sync_directory()
             folder.discard(*_files_in(folder))
@@ -339,7 +339,8 @@ class Published:
                 break
 
     def tidy(self, manifest: Manifest, *, is_new: bool = False) -> None:
-        """Removes the leftovers of other publications of a version, and names the files beside its weights.
+        """Removes the leftovers of other publications of a version, and gives the files beside its weights the names
+        that programs expect.
 
         Call it only if the version has its manifest: until then, any of its publications may commit. In a new version,
         all files of other publications are leftovers. Raises `OSError` and `WriteError`.

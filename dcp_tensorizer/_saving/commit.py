@@ -37,8 +37,8 @@ def begin(storage: Storage, timeout: float) -> DirectoryLock:
     """Locks a directory for a save before any rank writes, and removes the files of dead saves.
 
     While no save is in progress, recorded files that no metadata names can never become part of a checkpoint. Raises
-    `WriteError` if the directory cannot be opened, or if another save's clean-up holds it longer than ``timeout``
-    seconds.
+    `WriteError` if the directory cannot be opened, or if another save's clean-up holds its lock for longer than
+    ``timeout`` seconds.
     """
     lock = storage.lock_directory()
     with suppress(Exception):
@@ -58,7 +58,7 @@ def put_records(storage: Storage, save_ids: Iterable[str]) -> None:
 
 
 def remove_records(storage: Storage, save_ids: Iterable[str]) -> None:
-    """Removes the records of saves whose files are removed, or named by the metadata."""
+    """Removes the records of saves whose files have been removed, or are named by the metadata."""
     if storage.locks_are_visible:  # other storages have no records, and checking costs requests
         remove(storage, map(record_file_name, set(save_ids)))
 
@@ -152,7 +152,8 @@ def commit(
         storage: The checkpoint's directory.
         index: The contents of ``.metadata``.
         files: The sizes of the files of all ranks.
-        replaced: Returns the files of the checkpoint at the path when data was written (`replaced_files`).
+        replaced: Returns the files of the checkpoint that was at the path while the data was written
+            (`replaced_files`).
         save_id: The id of the save.
         rank: If ranks save without collectives, the rank that commits its own part; otherwise None.
         sync: Make the metadata durable.
@@ -258,7 +259,10 @@ _decode = msgspec.json.Decoder(dict[str, str]).decode
 
 
 def put_uploads(storage: Storage, save_id: str, tokens: Mapping[str, str]) -> None:
-    """Records the uploads of a save: tokens by file name, empty before the upload has begun. Raises `WriteError`."""
+    """Records the uploads of a save: their tokens by file name. Raises `WriteError`.
+
+    The token of an upload that has not begun is empty.
+    """
     if storage.uploads_are_hidden:
         storage.put(record_file_name(save_id), msgspec.json.encode(tokens), sync=True)
 
@@ -266,7 +270,7 @@ def put_uploads(storage: Storage, save_id: str, tokens: Mapping[str, str]) -> No
 def put_replaced(storage: Storage, names: Iterable[str]) -> list[str]:
     """Records which saves wrote the files that the calling save is about to remove; returns the ids of those saves.
 
-    If the calling save dies, the records prove whose the leftovers are. Files that carry no id are not recorded.
+    If the calling save dies, the records prove which save wrote the leftovers. Files that carry no id are not recorded.
     """
     if not storage.uploads_are_hidden:
         return []
@@ -315,13 +319,13 @@ def abort_uploads(storage: Storage, recorded: Mapping[str, Mapping[str, str]]) -
 
 
 def agree_on_key(cipher: Cipher | None, parts: Sequence[RankLocations]) -> None:
-    """Raises `WriteError` if a rank has another key than the coordinator's ``cipher``."""
+    """Raises `WriteError` if a rank's key differs from that of the coordinator's ``cipher``."""
     other = find_other_key(cipher, ((part.rank, part.check) for part in parts))
     if other is not None:
         raise WriteError(
-            f"rank {other} has another encryption key than the coordinator, or only one of them has a key. Give every "
-            f"rank's writer the same EncryptionParams, made on one rank and sent to the others, or made of one "
-            f"passphrase and one salt: EncryptionParams.from_string(passphrase, salt=...)."
+            f"the encryption key of rank {other} differs from the coordinator's, or only one of them has a key. Give "
+            f"every rank's writer the same EncryptionParams, made on one rank and sent to the others, or derived from "
+            f"one passphrase and one salt: EncryptionParams.from_string(passphrase, salt=...)."
         )
 
 
@@ -339,7 +343,10 @@ def withdraw(storage: Storage, names: Sequence[str]) -> None:
 
 
 def remove_files(storage: Storage, names: Sequence[str]) -> None:
-    """Removes all files but the metadata, and then an empty directory. Raises `OSError` if a removal fails."""
+    """Removes all files but the metadata, and then the directory if it is empty.
+
+    Raises `OSError` if a removal fails.
+    """
     storage.remove(*itertools.filterfalse(is_metadata_file_name, names))
     remove_records(storage, map(save_id_in, filter(is_data_file_name, names)))
     storage.remove_directory()
@@ -347,8 +354,8 @@ def remove_files(storage: Storage, names: Sequence[str]) -> None:
 
 # --- files of a save that has failed on another rank ------------------------------------------------------------------
 #
-# A rank whose own part fails removes its files. The others have written theirs by then, and learn of the failure from
-# DCP's error. If locks are visible, the next save or restore removes their files. On other storages only
+# A rank whose own part fails removes its files. The other ranks have written their files by then, and learn of the
+# failure from DCP's error. If locks are visible, the next save or restore removes these files. On other storages only
 # the rank itself knows its files, so each rank removes its own.
 
 _MARK = "_dcp_tensorizer_before_commit"  # attribute of an error that goes to the other ranks

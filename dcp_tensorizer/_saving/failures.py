@@ -44,7 +44,7 @@ class _Outcome:
 
 
 class FailuresInARow:
-    """The saves that were not committed since the last one that was."""
+    """The saves that have failed since the last committed save."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -61,9 +61,9 @@ class FailuresInARow:
         self.count, self.last_committed = 0, path
 
     def check(self, limit: int | None, count: int | None = None) -> None:
-        """Raises `WriteError` when ``limit`` saves in a row have failed; None: never.
+        """Raises `WriteError` when ``limit`` saves in a row have failed. If ``limit`` is None, never raises.
 
-        ``count`` replaces this rank's count by another rank's.
+        ``count`` is another rank's count, which is then checked instead of this rank's.
         """
         count = self.count if count is None else count
         if limit is not None and count >= limit:

@@ -103,7 +103,7 @@ class Flushing:
     def follow(self, entry: FlushEntry, report: SaveReport, on_arrival: Callable[[SaveReport, float], object]) -> None:
         """Calls ``on_arrival`` when the remote has a save of this rank, with the report and the time of arrival.
 
-        The time is that of ``time.time()``. ``entry`` is the record of the rank's part.
+        The time of arrival is a value of ``time.time()``. ``entry`` is the record of the rank's part.
         """
         future: Future[float] = Future()
         followed = _following[report.save_id] = _Followed(self.queue, entry, report, on_arrival, future)
@@ -112,7 +112,7 @@ class Flushing:
         self._futures = waited_for | {report.save_id: future}
 
     def report_lost(self, words: str) -> None:
-        """Logs that a checkpoint is lost; `check` raises it."""
+        """Logs that a checkpoint is lost. The next call of `check` raises this as an error."""
         logger.error("%s", words)
         self._given_up.append(words)
 
@@ -151,8 +151,8 @@ class Flushing:
     def pending(self) -> list[tuple[FlushEntry, FlushRecord]]:
         """Returns the records of saves that the remote does not have yet, if their states can be followed.
 
-        If the disk cannot be written, only the writer process knows the states. Then logs an error once, and returns an
-        empty list.
+        If the disk cannot be written, logs an error once, and returns an empty list: only the writer process then knows
+        the states.
         """
         found = self.queue.records(OPEN, self.target.name, self.entries())
         if not found or self.queue.is_writable:
@@ -197,7 +197,7 @@ class Flushing:
 
         Args:
             deadline: When to give up in any case.
-            until: The condition to wait for instead.
+            until: The condition to wait for, instead of waiting until the remote has everything.
             progress: Returns a value that changes while anything besides the flush makes progress.
             timeout: The timeout without progress; by default the target's.
             every: Seconds between two checks.
@@ -236,7 +236,7 @@ class Flushing:
                 self._lock.release()
 
     def check(self) -> None:
-        """Raises `WriteError` if a checkpoint has been given up since the last call."""
+        """Raises `WriteError` if the flush has given up a checkpoint since the last call."""
         given_up, self._given_up = self._given_up, []
         if given_up:
             raise WriteError(given_up[0] + (f" (and {len(given_up) - 1} more)" if len(given_up) > 1 else ""))
@@ -249,13 +249,13 @@ class Flushing:
         logger.info("%s: waiting for the flush of %d checkpoint(s)", self.target.name, self.unflushed())
         if not self.wait(deadline, until=lambda: not self.unflushed()):
             logger.error(
-                "%d checkpoint(s) have not reached %s. They are in %s. Start a job with the same local folder, which "
-                "flushes them.",
+                "%d checkpoint(s) have not reached %s. They are in %s. Start a job with the same local folder to flush "
+                "them.",
                 *(self.unflushed(), self.target.name, self.target.local),
             )
 
     def stop(self) -> None:
-        """Stops restarting the writer process for the flush alone."""
+        """From now on, does not restart the writer process only to continue the flush."""
         self._has_ended = True
         if self._lock.acquire(timeout=1.0):  # waits for a thread that is just starting the process
             self._lock.release()

@@ -30,7 +30,7 @@ _SHOWN_SECONDS = 0.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """One save, as one rank sees it. Seconds are wall-clock time; those of the writer process overlap.
+    """One save, as one rank sees it. Durations are wall-clock seconds; those of the writer process overlap each other.
 
     Attributes:
         path: The checkpoint's path, without credentials.
@@ -163,7 +163,7 @@ class Reports:
             transfer(total(), total())
 
     def publish(self, report: SaveReport) -> None:
-        """Logs a report, and passes it to ``on_report``. Logs an error of ``on_report``, which fails no save."""
+        """Logs a report, and passes it to ``on_report``. An error of ``on_report`` is only logged: no save fails."""
         self.last = report
         logger.info("%s", report)
         self._call(report)
@@ -234,7 +234,7 @@ def warn_if_stale(path: str, step: int, unchanged: Sequence[tuple[str, ...] | No
     if found and all(found):
         keys = list(dict.fromkeys(key for keys in found for key in keys))
         logger.warning(
-            "%s: step %d holds the same values as the save before, in every floating-point tensor that was compared "
+            "%s: step %d holds the same values as the previous save, in every floating-point tensor that was compared "
             "(%s). Check that the saved state is the one that is trained.",
             path,
             step,

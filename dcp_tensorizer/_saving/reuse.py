@@ -2,10 +2,11 @@
 
 The bytes of a file follow from the names, dtypes, shapes, kinds and elements of its tensors. So two files with equal
 `TensorContent` in the same order are equal, even if the tensors have other keys, chunks or ranks in each save. Elements
-are compared by XXH3-128. Each save has its own file names, so an adopted file gets a new name.
+are compared by XXH3-128. A save adopts a file of an earlier save: the storage links or copies it under a new name
+(`Storage.adopt`), because each save has its own file names.
 
-Only whole files can be adopted. So tensors that have not changed lately, by the digests of earlier saves, go to other
-files than changing ones. If a tensor that counts as unchanging changes, it must stay the same for twice as many saves
+Only whole files can be adopted. So tensors that have not changed in the last saves, according to their digests, are
+written to separate files. If a tensor that counts as unchanging changes, it must stay the same for twice as many saves
 before it counts as unchanging again.
 """
 
@@ -104,7 +105,7 @@ class KnownFiles:
         return number, found, histories
 
     def end(self, number: int, files: Sequence[_KnownFile], histories: Mapping[TensorSource, _History]) -> None:
-        """Adds the files and histories of a save that has written, and drops those that no later save can use."""
+        """Adds the files and histories of a save that has written its files. Drops those that no later save can use."""
         with self._changing:
             known = {
                 tensor: history for tensor, history in self._histories.items() if number - history.seen < _SAVES
@@ -203,8 +204,9 @@ class FilesOfSave:
         for request, result in zip(self._requests, done.files, strict=True):
             file = self._adopted.get(request.name)  # an earlier file of the same bytes
             if not result.adopted:
-                # In a job that saves to two storages in turn, an earlier file cannot be adopted, and is written again.
-                # The new file inherits its number of adoptions, so that neither is adopted too often.
+                # In a job that saves to two storages in turn, an earlier file on the other storage cannot be adopted.
+                # The file that is written instead inherits the number of adoptions, so that neither file is adopted
+                # too often.
                 uses = 0 if file is None else file.uses
                 contents = tuple((tensor, self._contents[tensor]) for tensor in map(_described, request.tensors))
                 file = _KnownFile(contents, result.tensors, result.nbytes, request.earlier, self.options.sha256, uses)
@@ -223,8 +225,8 @@ class FilesOfSave:
     def _changed(self, done: WriteDone, digest: _Digest) -> set[TensorSource]:
         """Returns the tensors that were written from the trainer's memory and no longer match their digests.
 
-        Training must not change a tensor during its save. If it does, that checkpoint is bad, but later checkpoints
-        must not be.
+        Training must not change a tensor during its save. If it does, the checkpoint of that save is invalid, but no
+        later checkpoint may be.
         """
         written = {file.name for file in done.files if not file.adopted}
         tensors = [tensor for file in self._requests if file.name in written for tensor in file.tensors]

@@ -123,7 +123,7 @@ class Save:
 
     @property
     def is_dropped(self) -> bool:
-        """Returns whether DCP has dropped the staged state, which no save can write then."""
+        """Returns whether DCP has dropped the staged state, so that no save can write it."""
         return self._staged is not None and self._staged.over()
 
     # --- DCP's hooks ------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ class Save:
             return plan if self.commits else self._tables.offer(plan)
 
     def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: adds to each rank's plan the digests of tables that the rank may leave out."""
+        """On the coordinator: adds to each rank's plan the digests of tables that the rank's results may omit."""
         with self.or_fail():
             return [self._tables.answer(plan) for plan in plans]
 
@@ -192,7 +192,7 @@ class Save:
             cleaning = None if hung is None else hung.cleaning
 
             def drop() -> None:
-                if cleaning is not None:  # until the files are removed, the record proves whose they are
+                if cleaning is not None:  # until the files are removed, the record proves which save they belong to
                     cleaning.exception()
                 drop_record(self.storage, self.id)
 
@@ -311,7 +311,7 @@ class Save:
 
     @contextmanager
     def or_fail(self) -> Iterator[None]:
-        """Makes the save fail with any error of the block."""
+        """If the ``with`` block raises an error, records it as the reason of the failure, and ends the save."""
         try:
             yield
         except BaseException as error:
@@ -419,7 +419,7 @@ class Save:
         lock, self._lock = self._lock, None
         if lock is None:
             return
-        if not self.is_given_up and self.storage.locks_are_visible:  # a lock of the kernel's, which no storage delays
+        if not self.is_given_up and self.storage.locks_are_visible:  # a lock of the kernel: no storage delays a release
             lock.release()
         else:
             self._clean_up(lock.release)

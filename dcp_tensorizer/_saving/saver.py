@@ -153,14 +153,14 @@ class Saver:
             return self.stager.refuse(error)
         staged = self.stager.stage(state_dict, save.omitted, is_kept=save.on_staged is not None)
         spans = Span("wait", called, started), Span("stage", started, time.perf_counter())
-        # without ``on_staged``, whose owner may hold the copy
+        # without ``on_staged``: its owner may hold the copy, which would then be in a reference cycle
         staged.staged_save.description = save._replace(on_staged=None, spans=spans)
         if save.on_staged is not None:
             save.on_staged(staged)
         return staged
 
     def hold(self, state_dict: dict[str, Any], on_staged: Callable[[StagedStateDict], object]) -> None:
-        """Copies a state dict that no save writes, beside a save in progress."""
+        """Copies a state dict that no save writes. Another save may be in progress."""
         staged = self.stager.stage(state_dict, is_kept=True)
         staged.staged_save.abandoned = True  # no save waits for this copy
         on_staged(staged)
@@ -293,9 +293,9 @@ class Saver:
         return absolute_path(path, directory)
 
     def _check_group(self, where: str | Path, staged_save: StagedSave | None) -> None:
-        """Warns, once, if a background save uses training's gloo group: both may then hang or abort.
+        """Warns, once, if a background save uses training's gloo group: the job may then hang or abort.
 
-        If the group also has a GPU backend, does not warn: training's collectives use that backend.
+        If the group also has a GPU backend, does not warn, because training's collectives use that backend.
         """
         if staged_save is None or not staged_save.distributed or self.engine.warned_of_group:
             return
@@ -311,7 +311,7 @@ class Saver:
         if rank_of_job() == 0:
             logger.warning(
                 "the save to %s runs its collectives on the job's default process group, from a thread. If training "
-                "uses that group during the save, the job hangs in silence or is aborted by gloo. Make a group for "
+                "uses that group during the save, the job hangs silently, or gloo aborts it. Make a group for "
                 'saves, once, on every rank, and pass it to each save: process_group=dist.new_group(backend="gloo")',
                 redact(str(where)),
             )

@@ -34,7 +34,8 @@ logger = logging.getLogger("dcp_tensorizer")
 
 _POLL_SECONDS = 0.5
 _MAX_FILE_BYTES = 1 << 30
-"""The largest file to flush. Other nodes see only whole files arrive. After a timeout without any, they give up."""
+"""The largest file to flush. Other nodes see a file only when all of it has arrived, and give up after a timeout in
+which no file arrives."""
 
 
 class TieredSave(Save):
@@ -89,7 +90,8 @@ class TieredSave(Save):
     def write_items(self, items: Sequence[Item]) -> WriteDone:
         try:
             self._writing, self._lock = self._in_time(self._begin)
-            # Because DCP calls no hook if another rank fails. Not at exit, when a daemon thread may still be saving.
+            # The finalizer ends the save if another rank fails, because DCP then calls no hook. It does not run at
+            # exit, when a daemon thread may still be saving.
             Finalizer(self, _end, self._writing, self._lock).atexit = False
             return self._write_locally(items)
         except WriterProcessHung as error:
@@ -107,7 +109,7 @@ class TieredSave(Save):
     def _begin(self) -> tuple[Writing, DirectoryLock]:
         """Records the save, and locks the local folder against removal.
 
-        Sets no attributes: if the disk hangs, this may still be running when the save goes on without it.
+        Sets no attributes: if the disk hangs, this method may still run when the save continues on the remote.
         """
         self._saver.show_alive()
         record = FlushRecord(self._flushing.target.name, self._subpath, self.rank, self.id, self._saver.id)
@@ -218,7 +220,7 @@ class TieredSave(Save):
     def _wait_for_turn(self, commit: Commit) -> None:
         """Waits until the remote has the earlier saves, and the files of all ranks.
 
-        Raises `Refused` if nothing has arrived for the timeout, or the save was abandoned, and `ReadError` if the
+        Raises `Refused` if nothing arrives within the timeout, or if the save was abandoned, and `ReadError` if the
         remote cannot be read.
         """
         missing, ahead = set(commit.files), list[tuple[FlushEntry, FlushRecord]]()
@@ -269,7 +271,7 @@ class TieredSave(Save):
         self._lock = self._shared(self.storage)
 
     def _copy_to_remote(self, error: Exception) -> None:
-        """Copies this rank's local files to the remote, because the local folder takes no record of them.
+        """Copies this rank's local files to the remote, because their record cannot be written to the local folder.
 
         Raises `WriteError` if the files cannot be read, or cannot be written to the remote.
         """
@@ -294,7 +296,7 @@ class TieredSave(Save):
         return self._flushing.target.open(self._subpath)
 
     def _shared(self, storage: Storage) -> DirectoryLock:
-        """Locks a directory that this rank writes to against removal."""
+        """Locks a directory that this rank writes to, so that no other process removes it."""
         lock = storage.lock_directory()
         lock.share(self._saver.options.limits.timeout)
         return lock

@@ -42,7 +42,8 @@ from ..errors import CheckpointError, UntrustedObject, WriteError, describe
 
 logger = logging.getLogger("dcp_tensorizer")
 
-# The part of an object that is searched. A longer search would hold the GIL for more than 0.1 s beside training.
+# Limits of the search for unsafe types in an object. A longer search would hold the GIL for more than 0.1 s while
+# training runs.
 _MAX_BYTES = 4 << 20
 _MAX_OPCODES = 25_000
 
@@ -107,7 +108,7 @@ def resolve(
     fqns = [item[0][0] if type(item) is tuple else item.index.fqn for item in wanted]
     if unstaged := next((fqn for fqn in fqns if fqn in omitted), None):
         raise WriteError(
-            f"{unstaged!r} is to be written by this rank, which has not staged it: in the save before, another rank "
+            f"{unstaged!r} is to be written by this rank, which has not staged it: in the previous save, another rank "
             f"wrote it. This save fails, and the next one stages everything."
         )
     if len(wanted) >= _MANY_ITEMS and type(planner) is DefaultSavePlanner:
@@ -131,8 +132,8 @@ def resolve(
 @functools.cache  # once in a process
 def _recommend_planner() -> None:
     logger.info(
-        "this rank saves thousands of items with torch's planner, which holds the GIL for 55 to 88 us per item beside "
-        "training; dcp_tensorizer.SavePlanner holds it for 13 to 15 us. Pass planner=SavePlanner() to saves."
+        "this rank saves thousands of items with torch's planner, which holds the GIL for 55 to 88 us per item while "
+        "training runs; dcp_tensorizer.SavePlanner holds it for 13 to 15 us. Pass planner=SavePlanner() to saves."
     )
 
 
@@ -256,7 +257,7 @@ def _resolve(
     key = item.index.fqn
     try:
         data = planner.resolve_data(item)
-        if is_ordinary(data) and item.type is not WriteItemType.BYTE_IO:  # nearly all items: saves calls
+        if is_ordinary(data) and item.type is not WriteItemType.BYTE_IO:  # fast path for nearly all items
             _check_shape(item, data)
             return "tensor", detached(data) if is_stable(data) else _copy(data)
         if item.type == WriteItemType.BYTE_IO:
@@ -282,8 +283,8 @@ def _check_shape(item: WriteItem, tensor: torch.Tensor) -> None:
     planned = None if item.tensor_data is None or item.tensor_data.chunk is None else item.tensor_data.chunk.sizes
     if planned is not None and planned != tensor.shape:
         raise WriteError(
-            f"{item.index.fqn!r}: the planner has planned a part of shape {tuple(planned)}, and its resolve_data gave "
-            f"{tuple(tensor.shape)}. Return the planned part."
+            f"{item.index.fqn!r}: the planner has planned a part of shape {tuple(planned)}, and its resolve_data "
+            f"returned {tuple(tensor.shape)}. Return the planned part."
         )
 
 

@@ -197,7 +197,7 @@ def _is_empty_in_list(context: Context, difference: Difference) -> bool:
 
 
 def _has_other_shape(context: Context, difference: Difference) -> bool:
-    return difference.path[0] == "saves" and _ours_fails(difference, "and its resolve_data gave")
+    return difference.path[0] == "saves" and _ours_fails(difference, "and its resolve_data returned")
 
 
 def _is_asked_at_once(context: Context, difference: Difference) -> bool:

@@ -345,7 +345,7 @@ def test_ranks_must_have_one_key(by_two):
         for failure in failures.values():
             (cause,) = failure.causes.values()
             assert type(cause) is WriteError
-            assert "rank 1 has another encryption key than the coordinator" in str(cause)
+            assert "the encryption key of rank 1 differs from the coordinator's" in str(cause)
 
 
 def test_encrypting_leaves_memory_alone_and_can_be_repeated(tmp_path):

@@ -359,7 +359,7 @@ def export_steps(rank, folder):
             manager.save(step, state)
             whole = {key: tensor.full_tensor().detach() for key, tensor in model.state_dict().items()}
             wanted[step] = {key: tensor.to(torch.bfloat16) for key, tensor in whole.items()}
-    words = r"step 4 was saved, and not exported: .*holds a model already"
+    words = r"step 4 was saved, but not exported: .*holds a model already"
     again = CheckpointManager(folder / "again", export=Export(folder / "models" / "4"))
     again.save(4, state, wait=True)
     with pytest.raises(WriteError, match=words):

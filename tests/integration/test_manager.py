@@ -794,7 +794,7 @@ def test_a_state_that_does_not_change(tmp_path: Path, caplog: pytest.LogCaptureF
     with manager_of(tmp_path) as manager:
         manager.save(1, frozen, wait=True)
         manager.save(2, frozen | {"step": 2}, wait=True)
-        assert "step 2 holds the same values as the save before" in said(caplog)
+        assert "step 2 holds the same values as the previous save" in said(caplog)
         assert "'model.weight'" in said(caplog)
         caplog.clear()
         manager.save(3, state_of(3), wait=True)

@@ -644,7 +644,7 @@ def test_a_save_whose_files_another_has_removed_is_refused(
         return original(self, *arguments, **given)
 
     monkeypatch.setattr(S3Storage, "put_if", late)
-    assert "another save has just put a model there" in refused(url, state, **shards)
+    assert "another save has just written a model" in refused(url, state, **shards)
     assert puts == [INDEX]
     index = s3.client().get_object(Bucket=s3.bucket, Key=f"{prefix}/model/{INDEX}")["Body"].read()
     named = set(json.loads(index)["weight_map"].values())

@@ -147,7 +147,7 @@ def test_ranks_that_read_two_saves_are_refused(tmp_path: Path) -> None:
                 dcp.save(state(float(number)), storage_writer=writer)
         plans.append(plan_of(reader))
     assert ranks[0].prepare_global_plan(plans[:2]) == plans[:2]
-    with pytest.raises(MetadataError, match="rank 2 found another save there than rank 0"):
+    with pytest.raises(MetadataError, match="rank 2 and rank 0 found different saves"):
         ranks[0].prepare_global_plan(plans)
 
 

@@ -210,7 +210,7 @@ def _records(view: CheckpointView) -> dict[str, bytes | StoredTensor]:
                 torch.save(state, f"{folder}/archive")
         except (RuntimeError, OSError) as error:  # torch raises RuntimeError for a full disk
             raise WriteError(
-                f"cannot write the frame of the archive to {tempfile.gettempdir()}: {error}. "
+                f"cannot write the temporary archive, which has no tensor data, to {tempfile.gettempdir()}: {error}. "
                 f"Set TMPDIR to another folder."
             ) from error
         with zipfile.ZipFile(f"{folder}/archive") as template:

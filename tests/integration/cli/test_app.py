@@ -648,7 +648,7 @@ def test_a_copy_without_hidden_files_is_told_from_other_directories(checkpoint: 
         shutil.copy(path, tmp_path / "copy")
     for command in (["verify", tmp_path / "copy"], ["convert", tmp_path / "copy", tmp_path / "m", "--to", "torch"]):
         code, _, err = run(*command)
-        assert (code, "copy the directory itself, by `cp -r`" in " ".join(err.split())) == (2, True), err
+        assert (code, "copy the directory itself, with `cp -r`" in " ".join(err.split())) == (2, True), err
 
 
 def test_paths_in_records_are_absolute(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

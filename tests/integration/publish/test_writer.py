@@ -151,8 +151,8 @@ def test_an_export_is_not_blamed_for_the_one_before(tmp_path: Path, monkeypatch:
         with pytest.raises(WriteError) as caught:
             manager.wait()
     assert str(caught.value) == (
-        f"step 2 was exported; but of an earlier export: the model is saved to {tmp_path / 'model-1'}, and cannot be "
-        f"published: no space left"
+        f"step 2 was exported, but an earlier export was not published: the model is saved to {tmp_path / 'model-1'}, "
+        f"but cannot be published: no space left"
     )
     assert weights_of(tmp_path / "published" / "weight_v000001") == weights_of(tmp_path / "model-2")
 
@@ -215,7 +215,7 @@ def test_a_job_that_stops_waits_for_a_publication_only_so_long(
     assert manager.stopping
     manager.close()
     words = (
-        f"the model is saved to {model}, and cannot be published: the writer was closed before the model was published"
+        f"the model is saved to {model}, but cannot be published: the writer was closed before the model was published"
     )
     assert words in caplog.text
     assert (model / "model.safetensors").exists()
@@ -269,9 +269,9 @@ def test_a_model_that_cannot_be_published_is_saved(tmp_path: Path) -> None:
         wait_until_idle(writer.saver.versions)  # type: ignore[attr-defined]
         with pytest.raises(CheckpointException) as of_save:
             dcp.save(state(3), storage_writer=writer, checkpoint_id=tmp_path / "d")
-    assert str(unwrap(of_save.value)).startswith(f"the model is saved to {tmp_path / 'c'}, and cannot be published: ")
+    assert str(unwrap(of_save.value)).startswith(f"the model is saved to {tmp_path / 'c'}, but cannot be published: ")
     message = str(caught.value)
-    assert message.startswith(f"the model is saved to {tmp_path / 'b'}, and cannot be published: ")
+    assert message.startswith(f"the model is saved to {tmp_path / 'b'}, but cannot be published: ")
     assert "now belongs to another run" in message
     assert [Path(report.path).name for report in reports] == list("abcd")
     assert all((tmp_path / name / "model.safetensors").exists() for name in "abcd")
@@ -355,7 +355,7 @@ def test_a_model_on_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path, caplo
     version = versions.wait(Deadline(WAIT))
     assert version is not None
     assert (version.version, versions.is_busy) == (1, False)
-    assert "a: files of the model before may be left over: " in caplog.text
+    assert "a: files of the model that it replaced may be left over: " in caplog.text
     versions._write = SaveOptions(thread_count=1, limits=SaveLimits(timeout=0.01))
     versions.add(SavedModel(LocalStorage(tmp_path / "b"), None, None, lambda: None))
     with pytest.raises(WriteError, match=r"a has not answered for 0\.01 s: its disk or its server hangs"):

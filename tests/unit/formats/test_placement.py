@@ -129,7 +129,7 @@ def test_a_region_is_carried_element_by_element(side: Renaming) -> None:
         ({"x": Parts("a", "b", dim=1)}, {"x": (4,)}, r"'x' of shape \(4,\) cannot be cut"),
         ({Parts("e.{}"): "x"}, {"e.0": (1,), "e.2": (1,)}, "part 1 of 'e.{}' is missing"),
         ({Parts("a", "b"): "x"}, {"a": (1,)}, "part 0 of 'b' is missing"),
-        ({Parts("a", "b", dim=1): "x"}, {"a": (1,), "b": (1,)}, "and dim=1 along which it would be joined"),
+        ({Parts("a", "b", dim=1): "x"}, {"a": (1,), "b": (1,)}, "and cannot be joined along dim=1"),
         ({Parts("e.{}"): "x"}, {"e.0": (1,), "e.1": (2,)}, r"'e.1' has the shape \(2,\)"),
         ({Parts("a", "b"): "x"}, {"a": (3,), "b": (1,)}, r"'a' has the shape \(3,\), and as a part of 'x'"),
     ],

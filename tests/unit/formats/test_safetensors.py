@@ -62,7 +62,7 @@ def test_the_index_names_the_file_of_each_tensor() -> None:
     ("key", "dtype", "shape", "fault"),
     [
         ("a", torch.complex128, (1,), "is of torch.complex128, which safetensors does not have"),
-        ("a", PAIRS, (), "is a pair of elements without a dimension"),
+        ("a", PAIRS, (), "is a 0-dimensional tensor of torch.float4_e2m1fn_x2"),
         ("__metadata__", torch.float32, (), "cannot be a key in safetensors"),
         ("\ud800", torch.float32, (), "it is not valid Unicode"),
         (7, torch.float32, (), "is a key of type int"),
@@ -84,5 +84,5 @@ def test_a_described_tensor_has_its_dtype_and_shape_in_torch() -> None:
     with pytest.raises(ValueError, match="is of dtype F6, which torch does not have"):
         in_torch("F6", (2,))
     for shape in ((), (3,)):
-        with pytest.raises(ValueError, match="has a last dimension that is not of pairs"):
+        with pytest.raises(ValueError, match="and dtype F4 must have an even last dimension"):
             in_torch("F4", shape)

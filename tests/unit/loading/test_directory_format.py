@@ -69,11 +69,15 @@ def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "step-1", {"w": torch.ones(5000)})
     (data,) = (tmp_path / "step-1").glob("*.tensors")
     for content, words in (
-        (by_torch, "of torch.save: load it by torch.load, or make a checkpoint of it by `dcp-tensorizer convert`."),
-        (pickle.dumps({}), "of torch.save: load it"),
-        (data.read_bytes(), "of a checkpoint: give the directory that it is in."),
-        ((tmp_path / "step-1" / ".metadata").read_bytes(), "of a checkpoint: give the directory that it is in."),
-        (b'\x10\0\0\0\0\0\0\0{"w": {}}', "of safetensors: make a checkpoint"),
+        (
+            by_torch,
+            "that torch.save wrote: load it with torch.load, or convert it to a checkpoint with `dcp-tensorizer "
+            "convert`.",
+        ),
+        (pickle.dumps({}), "that torch.save wrote: load it"),
+        (data.read_bytes(), "of a checkpoint: pass the directory that it is in."),
+        ((tmp_path / "step-1" / ".metadata").read_bytes(), "of a checkpoint: pass the directory that it is in."),
+        (b'\x10\0\0\0\0\0\0\0{"w": {}}', "in the safetensors format: convert it"),
         (b"", "of another kind, and checkpoints are directories."),
     ):
         path.write_bytes(content)
@@ -91,9 +95,9 @@ def test_what_a_directory_without_metadata_holds(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "step-1", {"w": torch.ones(5000)})
     (tmp_path / "step-1" / ".metadata").unlink()
     assert reason("step-1").startswith(
-        "data lies there without .metadata. The save that wrote it never finished, or is "
+        "it holds data without .metadata. The save that wrote the data never finished, or is "
     )
-    assert reason("step-1").endswith("as `cp step/* ...` does: copy the directory itself, by `cp -r`.")
+    assert reason("step-1").endswith("as `cp step/* ...` does: copy the directory itself, with `cp -r`.")
     assert reason("") == (
         "there is no .metadata, and it holds step-1/. The path is wrong, or a save there never finished."
     )

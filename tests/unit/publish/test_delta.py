@@ -65,7 +65,7 @@ def test_the_same_bytes_have_no_delta() -> None:
     [
         (lambda frame: frame[:-1], "end of its delta is missing|ends .* bytes before the end"),
         (lambda frame: frame[: len(frame) // 2], "bytes before the end of the tensor"),
-        (lambda frame: b"no zstd at all" + frame, "not of zstd, or damaged"),
+        (lambda frame: b"no zstd at all" + frame, "not zstd data, or is damaged"),
         (lambda frame: frame + b"\0" * 10, "other bytes follow"),
         (lambda frame: frame + zstd().compress(b"more"), "other bytes follow"),
         (lambda frame: zstd().compress(b"\0" * 5001, level=1), "has more bytes than the tensor"),

@@ -72,5 +72,5 @@ def test_all_ranks_must_agree(
     with caplog.at_level(logging.WARNING, "dcp_tensorizer"):
         warn_if_stale("/run/step-7", 7, unchanged)
     compared = f"in every floating-point tensor that was compared ({named}). Check that the saved state"
-    expected = f"/run/step-7: step 7 holds the same values as the save before, {compared}"
+    expected = f"/run/step-7: step 7 holds the same values as the previous save, {compared}"
     assert [entry.getMessage()[: len(expected)] for entry in caplog.records] == ([] if named is None else [expected])

@@ -116,6 +116,6 @@ def test_a_full_temporary_directory_is_named(tmp_path: Path, monkeypatch: pytest
         raise RuntimeError("[enforce fail] unexpected pos 64 vs 0")
 
     monkeypatch.setattr(torch_file.torch, "save", full)
-    with pytest.raises(WriteError, match=r"cannot write the frame of the archive to .*\. Set TMPDIR"):
+    with pytest.raises(WriteError, match=r"cannot write the temporary archive, which .*\. Set TMPDIR"):
         convert(tmp_path / "a", tmp_path / "out", "torch")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
