@@ -20,13 +20,13 @@ _IN_MEMORY = 512 << 20  # bytes of tensors, unless a single one is larger
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """Options of a conversion. The options of one format raise `ConversionError` with any other.
+    """Options of a conversion. An option of one format raises `ConversionError` with any other format.
 
     Attributes:
         include: Shell-style patterns of the keys to convert, in which ``*`` also matches dots. Empty: all keys.
         strip_prefix: Removed from the beginning of keys that have it.
         dtype: The dtype to which floating-point tensors are converted.
-        source_format: One of `FORMATS`; None: recognised by the source's contents.
+        source_format: One of `FORMATS`; None: recognise the format from the source's contents.
         shard_bytes: safetensors: the maximum size of a file. A larger tensor gets a separate file.
         tensor_parallel: tensorizer: the number of files to split into, one for each rank of an inference server.
         split: tensorizer: maps patterns of keys to the dimension along which to split. The first pattern that matches
@@ -76,7 +76,7 @@ def check_options(options: ConvertOptions, to: str, path: str) -> None:
         )
     if (options.tensor_parallel > 1) != bool(options.split):
         raise ConversionError(
-            f"tensor_parallel (--tensor-parallel N) and split (--split FILE) need each other, got "
+            f"tensor_parallel (--tensor-parallel N) and split (--split FILE) must be used together, got "
             f"tensor_parallel={options.tensor_parallel} and split={dict(options.split)}. Give both."
         )
 
@@ -101,8 +101,8 @@ def _check_values(options: ConvertOptions) -> None:
 def naming(storage: Storage, path: str) -> Iterator[None]:
     """Converts errors from parsing a file to `ConversionError` with the path and without credentials.
 
-    `CheckpointError` and `OSError` pass through. Enter `Storage.reading` inside this context if a truncated file is
-    damage: then it raises `ReadError`.
+    `CheckpointError` and `OSError` pass through. To report a truncated file as damage (`ReadError`), enter
+    `Storage.reading` inside this context.
     """
     try:
         yield

@@ -19,7 +19,7 @@ function drawLines(box, lines, field, show, log) {
   const scale = scaleOf(lines.flatMap((line) => line[field]), log);
   box.replaceChildren();
   if (scale.low === null) {
-    box.append(element("p", { class: "empty" }, "Nothing here has floating-point values at two checkpoints."));
+    box.append(element("p", { class: "empty" }, "No tensor here has floating-point values in two checkpoints."));
     return;
   }
   const x = xScale(room.left, width - room.right);
@@ -98,7 +98,7 @@ function drawSteps(picture, x, height) {
   });
 }
 
-// Round values. On a logarithmic scale: powers of ten, with fewer than three also their multiples by 2 and 5.
+// Round values. On a logarithmic scale: powers of ten; if there are fewer than three, also 2 and 5 times each power.
 function ticks(scale, log) {
   const { low, high } = scale;
   if (low === high) return [low];

@@ -22,8 +22,8 @@ function showDetail(tensor) {
 }
 
 function noValues(tensor, values) {
-  if (!values) return tensor.values.some(Boolean) ? "It is not in this checkpoint." : `There is no arithmetic for ${tensor.dtype}.`;
-  return values.elements ? "None of its elements is finite." : "It has no elements.";
+  if (!values) return tensor.values.some(Boolean) ? "This checkpoint does not have the tensor." : `No statistics: torch has no arithmetic for ${tensor.dtype}.`;
+  return values.elements ? "The tensor has no finite elements." : "The tensor has no elements.";
 }
 
 function largeHistogram(values) {
