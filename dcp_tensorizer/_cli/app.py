@@ -203,7 +203,7 @@ def ls(
 def inspect(
     checkpoint: Checkpoint,
     pattern: Annotated[
-        str, typer.Argument(metavar="PATTERN", help="Keys to show, as in a shell: 'model.*.weight'.")
+        str, typer.Argument(metavar="PATTERN", help="A shell-style pattern of keys: 'model.*.weight'.")
     ] = "*",
     chunks: Annotated[bool, typer.Option("--chunks", help="Show the location of each chunk of a tensor.")] = False,
     key_file: KeyFile = None,

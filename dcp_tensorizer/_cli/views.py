@@ -123,7 +123,7 @@ def show_verified(verified: Verified) -> None:
         + (f"{count(verified.checkpoints, 'checkpoint')}, " if verified.checkpoints != 1 else "")
         + f"{count(verified.files, 'file')}, {count(verified.items, 'item')}, "
         f"{size(verified.nbytes)} in {verified.seconds:.1f} s ({rate:.2f} GB/s)"
-        + (f", {count(len(verified.damages), 'damage')}" if verified.damages else "")
+        + (f", {count(len(verified.damages), 'problem')}" if verified.damages else "")
         + ("" if verified.digests else ". The format has no digests: all bytes could be read, and all sizes match"),
         "bold red" if verified.damages else "bold green",
     )
@@ -235,7 +235,7 @@ def show_versions(versions: Sequence[VersionInfo]) -> None:
 def show_applied(applied: Applied, copy: str) -> None:
     """Shows the version to which a copy was updated."""
     if not applied.nbytes:
-        print_line(f"{redact(copy)} has version {applied.version} already")
+        print_line(f"{redact(copy)} already has version {applied.version}")
         return
     how = ([f"a whole version of {size(applied.nbytes)}"] if applied.is_whole else []) + (
         [count(applied.deltas, "delta")] if applied.deltas else []

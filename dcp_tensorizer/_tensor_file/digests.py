@@ -87,8 +87,8 @@ def digests_of(data: bytes | memoryview) -> bytes:
 class DigestCheck:
     """A check of blocks of an item against their digests, as in `check_digests`, for data in pieces.
 
-    All pieces but the last consist of whole blocks, so that one call hashes each block: after each call a thread may
-    have to wait for the GIL.
+    All pieces but the last consist of whole blocks, so that each block takes a single call: after each call, a thread
+    may have to wait for the GIL.
     """
 
     def __init__(self, item: StoredItem, start: int, nbytes: int) -> None:

@@ -298,7 +298,7 @@ class _Encryption(NamedTuple):
 
 
 class PartMemory:
-    """A pool of memory for parts, which files use one after the other. A written part releases its memory to the pool.
+    """A pool of memory for the parts of one file after another. A written part releases its memory to the pool.
 
     Fresh memory costs as much as a copy of its size, and several times that if a hypervisor must provide it. So `clear`
     retains ``kept_bytes`` for the next file. Callers of `take` hold ``changed``, which `release` notifies.

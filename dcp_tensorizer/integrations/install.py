@@ -120,7 +120,7 @@ _replaced: list[tuple[Any, str, Any]] = []  # module, name, original value
 
 
 class InstalledWriter(TensorizerStorageWriter, FileSystemWriter):  # type: ignore[misc]
-    """Replacement of ``FileSystemWriter``, with its arguments and attributes."""
+    """Replacement for ``FileSystemWriter``, with its arguments and attributes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = _given(FileSystemWriter, args, kwargs, _UNDERSTOOD | _IRRELEVANT)
@@ -151,7 +151,7 @@ class InstalledWriter(TensorizerStorageWriter, FileSystemWriter):  # type: ignor
 
 
 class InstalledReader(AnyFormatReader, FileSystemReader):
-    """Replacement of ``FileSystemReader``, with its arguments and attributes."""
+    """Replacement for ``FileSystemReader``, with its arguments and attributes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = _given(FileSystemReader, args, kwargs, {"path", _EXTENSIONS})
@@ -173,7 +173,7 @@ class InstalledReader(AnyFormatReader, FileSystemReader):
 
 
 def _torch_path(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Returns the path as torch's ``FileSystem`` makes it, or a URL, which torch does not open, unchanged."""
+    """Returns the path that torch's ``FileSystem`` would make. A URL, which torch cannot open, stays unchanged."""
     return Path(os.path.expanduser(path)) if isinstance(absolute_path(path), Path) else path
 
 

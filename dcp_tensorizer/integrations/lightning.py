@@ -317,7 +317,7 @@ def _refuse(**arguments: object) -> None:
 def _model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:
     models = [(key, value) for key, value in state.items() if isinstance(value, nn.Module)]
     if len(models) != 1:
-        raise ValueError(f"the state must have one model, got {len(models)}. Save each by itself.")
+        raise ValueError(f"the state must have one model, got {len(models)}. Save each model separately.")
     return models[0]
 
 

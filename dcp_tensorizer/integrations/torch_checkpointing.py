@@ -288,7 +288,7 @@ def _name(key: str, item: CheckpointItem, rank: int) -> str:
 
 
 def _found(key: str, item: CheckpointItem, rank: int, there: set[str]) -> str:
-    """Returns the name of an item in a checkpoint, which may have been saved with a resharder and be loaded without
+    """Returns the name of an item in a checkpoint. The item may have been saved with a resharder and be loaded without
     one, or vice versa.
     """
     name, others = _name(key, item, rank), {key, f"{key}@{rank}"} & there

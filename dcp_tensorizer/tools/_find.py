@@ -54,7 +54,7 @@ class CheckpointInfo:
 
     Attributes:
         path: The path, without credentials.
-        step: The last number in the directory's name.
+        step: The step that a manager recorded, if the directory's name has it; otherwise the last number in the name.
         saved: The time of the save in UTC, as the checkpoint records it. Without a record, the time of the last write
             to a file in the directory. None if the storage has no times, or for a year beyond 9999.
         state: ``committed``: complete. ``unfinished``: a save is in progress, or has died. ``unflushed``: in a local
@@ -65,7 +65,8 @@ class CheckpointInfo:
         nbytes: Bytes of all files in the directory.
         shared_nbytes: Bytes of files that this checkpoint shares with others, and that take up space only once
             (``reuse_unchanged``).
-        ranks, tensors, objects: Number of ranks that wrote the checkpoint, and of its values; None unless committed.
+        ranks: Number of ranks that wrote the checkpoint; None unless committed.
+        tensors, objects: Number of its tensors and of its other values; None unless committed.
         leftover_nbytes: Bytes of files that are not part of the checkpoint, as far as a listing shows.
         metrics: The metrics that a manager recorded.
         best: The metric of ``keep_best`` by which this is the best of its manager's checkpoints; otherwise None.
@@ -282,7 +283,7 @@ def _walk(storage: Storage, saves: Mapping[str, str], uploads: _Uploads) -> Fold
         try:
             folders.append(_walk(storage.child(name), saves, below.get(name, _Uploads((), uploads.unknown))))
         except NotCommitted:
-            pass  # removed meanwhile
+            pass  # removed since the listing
         except CheckpointError as error:  # other directories may be readable
             logger.warning("a directory is missing from the listing: %s", error)
     here = uploads.here(storage, files)
@@ -434,7 +435,7 @@ def _counted(folders: Sequence[Folder]) -> list[Folder]:
 
 
 def steps_of(folders: Sequence[Folder]) -> list[Step]:
-    """Returns the steps of `lines_of_steps` as a manager sees them."""
+    """Returns the folders of `lines_of_steps` as a manager's `Step` objects."""
     return [
         Step(folder.step, folder.name, saved_at=int(folder.saved * 1e9), record=folder.record)
         for folder in folders

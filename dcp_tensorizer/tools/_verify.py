@@ -67,7 +67,7 @@ class Verified:
 
     Attributes:
         files: Number of data files.
-        items: Number of chunks of tensors, and of objects.
+        items: Number of tensor chunks and objects.
         nbytes: Bytes read.
         seconds: The time taken.
         damages: The damages, sorted by file and offset.
@@ -109,7 +109,8 @@ def verify(
         UnsupportedFormat: the checkpoint was written by a newer version.
         MetadataError: the metadata is damaged, so that there is nothing to compare with.
         ConversionError: a checkpoint of another format is damaged, or has values that cannot be read.
-        ReadError: the checkpoint cannot be read, which proves no damage, or was replaced or removed meanwhile.
+        ReadError: the checkpoint cannot be read, which does not prove damage, or it was replaced or removed during the
+            verification.
     """
     storage = open_storage(checkpoint, storage_options)
     try:
@@ -130,7 +131,7 @@ def _verify_each(
     storage_options: Mapping[str, Any] | None,
     on_progress: Callable[[int, int], object],
 ) -> Verified:
-    """Verifies the checkpoints of a folder, and skips those that are deleted meanwhile."""
+    """Verifies the checkpoints of a folder. Skips those that are deleted during the verification."""
     started = time.monotonic()
     results: list[Verified] = []
     damages: list[Damage] = []

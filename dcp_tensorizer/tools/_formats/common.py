@@ -157,8 +157,8 @@ def check_no_objects(view: CheckpointView, format_name: str) -> None:
         key = next(iter(view.objects))
         others = f" (and {len(view.objects) - 1:,} more)" if len(view.objects) > 1 else ""
         raise ConversionError(
-            f"{key!r}{others} is not a tensor, which {format_name} cannot hold. Leave it out with exclude (--exclude), "
-            f"or choose keys with include (--include)."
+            f"{key!r}{others} is not a tensor, and {format_name} holds only tensors. Leave it out with exclude "
+            f"(--exclude), or choose keys with include (--include)."
         )
 
 

@@ -81,7 +81,7 @@ def check(view: CheckpointView, options: ConvertOptions) -> None:
 
 @functools.cache
 def _is_planned(dtype: torch.dtype) -> bool:
-    """Returns whether DCP's planner supports a dtype. The planner calls ``torch.iinfo``, which does not know all."""
+    """Returns whether DCP's planner supports a dtype. The planner calls ``torch.iinfo``, which does not support all."""
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
         return True
     try:
@@ -205,7 +205,7 @@ def _untransformed(info: StorageInfo, key: str) -> StorageInfo:
     """Returns ``info``; raises `ConversionError` if the item is transformed, and so cannot be read by ranges."""
     if info.transform_descriptors:
         raise ConversionError(
-            f"{key!r} is stored transformed ({', '.join(info.transform_descriptors)}), and cannot be read by ranges. "
-            f"Load it with torch, and save it again."
+            f"{key!r} is stored in a transformed form ({', '.join(info.transform_descriptors)}), and cannot be read "
+            f"by ranges. Load it with torch, and save it again."
         )
     return info

@@ -136,7 +136,7 @@ def _locate(path: str | os.PathLike[str], options: Mapping[str, Any], expected_f
         if pickled is None:
             raise ConversionError(
                 f"{storage.path} is in torch's own format, and each rank has saved for itself (use_collectives=False). "
-                f"Load it with torch's FileSystemReader on as many ranks, and save it with collectives."
+                f"Load it with torch's FileSystemReader on the same number of ranks, and save it with collectives."
             )
         if is_index(pickled):  # from before this package's first release: `read_parts` raises
             actual = "dcp_tensorizer"
@@ -188,7 +188,7 @@ def _file_format(storage: Storage, name: str) -> str:
 
 
 def _is_directory(storage: Storage, name: str) -> bool:
-    """Returns whether a name is a directory. On object stores, the error of reading it as a file does not tell."""
+    """Returns whether a name is a directory. On object stores, reading a directory is like reading a missing file."""
     with suppress(CheckpointError):
         files, folders = storage.child(name).listing()
         return bool(folders) or [file.name for file in files] != [name]  # fsspec lists a file as itself

@@ -225,8 +225,8 @@ def _loaded(stored: StoredObject, path: str) -> Any:
         value = load_object(stored.read())
     except UntrustedObject as error:
         raise UntrustedObject(
-            f"{stored.key!r} in {path} could run code when loaded, and a torch.save file can only be made of loaded "
-            f"objects: {error}. Leave it out."
+            f"{stored.key!r} in {path} could run code when loaded, and writing a torch.save file requires loading the "
+            f"object: {error}. Leave it out."
         ) from None
     if tensors_in(value):  # their elements would not be written
         raise ConversionError(

@@ -24,7 +24,7 @@ function drawLines(box, lines, field, show, log) {
   }
   const x = xScale(room.left, width - room.right);
   const y = (value) => height - room.bottom - scale.share(value) * (height - room.top - room.bottom);
-  const picture = drawn("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${field} of ${many(lines.length, "part")}` });
+  const picture = drawn("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${field === "norms" ? "norm" : METRICS.moved.name} of ${many(lines.length, "part")}` });
   for (const value of ticks(scale, log)) {
     picture.append(drawn("line", { class: "grid", x1: room.left, x2: width - room.right, y1: y(value), y2: y(value) }),
       drawn("text", { x: room.left - 6, y: y(value) + 4, "text-anchor": "end" }, show(value)));

@@ -34,7 +34,7 @@ function largeHistogram(values) {
 }
 
 function stepsTable(tensor) {
-  const head = ["checkpoint", "norm", "mean", "deviation", "smallest", "largest", "NaN, ∞", "moved", "distribution"];
+  const head = ["checkpoint", "norm", "mean", "deviation", "smallest", "largest", "NaN, ∞", "relative distance", "distribution"];
   const rows = tensor.values.map((values, at) => {
     const before = at ? tensor.values[at - 1] : null;
     const moved = values && before && values.distance !== null && before.norm ? values.distance / before.norm : null;

@@ -26,7 +26,7 @@ def test_a_model_is_published_and_followed(tmp_path: Path) -> None:
     assert (code, "updated to version 1 with a whole version" in out) == (0, True)
     code, out, _ = run("publish", "apply", published, copy)
     assert (code, "updated from version 1 to version 2 with 1 delta, in" in out) == (0, True)
-    assert "has version 2 already" in run("publish", "apply", published, copy)[1]
+    assert "already has version 2" in run("publish", "apply", published, copy)[1]
     assert weights_of(copy) == weights_of(tmp_path / "two")
     assert run("publish", "verify", published)[1].startswith("ok: version 2: 3 files")
     assert told("publish", "verify", copy)["ok"] is True  # type: ignore[index]
