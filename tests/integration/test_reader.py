@@ -330,6 +330,10 @@ def test_no_checkpoint(tmp_path):
             load(path, {"w": target})
         assert isinstance(cause(caught), NotCommitted)
         assert str(path) in str(cause(caught))
+    torch.save({"w": target}, tmp_path / "model.pt")
+    with pytest.raises(CheckpointException) as caught:
+        load(tmp_path / "model.pt", {"w": target})
+    assert "it is a file of torch.save: load it by torch.load" in str(cause(caught))
     assert target.item() == 1
 
 
