@@ -106,8 +106,8 @@ class CheckpointManager:
         save_every: Save when a multiple of this many steps has been reached since the last save.
         save_interval: Save when this many seconds have passed since the last save, by rank 0's clock. ``"auto"``: the
             interval that loses the least time, computed from the cost of saves and the failures of the job in all its
-            runs. ``(60, 3600)``: the same, with a lower and an upper bound. With ``save_every`` as well, either is
-            enough. With neither, every call of `save` saves.
+            runs. ``(60, 3600)``: the same, with a lower and an upper bound. With ``save_every`` as well, a save is due
+            when either condition holds. With neither, every call of `save` saves.
         keep_latest: Retain this many of the newest checkpoints. After each commit, the manager deletes the checkpoints
             that no ``keep_`` rule retains, except the newest. Without rules it deletes nothing.
         keep_every: Retain the checkpoints whose step is a multiple of this.
@@ -116,7 +116,7 @@ class CheckpointManager:
         delete_after: Minimum age in seconds of a checkpoint that the manager deletes on object stores and network
             mounts, where a job that loads a checkpoint cannot lock it.
         delete_other_files: Also delete checkpoints that contain files that no save wrote, together with these files.
-        must_change: Patterns of keys. The manager warns if none of their floating-point tensors differs from the
+        must_change: Patterns of keys. The manager warns if none of the matching floating-point tensors differs from the
             previous save: the saved state may not be the one in training.
         stop_signals: Signals that ask the job to stop. The next `save` on every rank then saves at once and waits, and
             `stopping` is true. Earlier handlers are called as well. A second signal, 5 seconds later or more, acts as
@@ -277,7 +277,9 @@ class CheckpointManager:
             return
         if kind is not None and not (isinstance(error, SystemExit) and not error.code):
             self._survival.leave()
-        with suppress(*() if kind is None else (CheckpointError,)):  # the error of the block itself is raised
+        with suppress(
+            *() if kind is None else (CheckpointError,)
+        ):  # if the ``with`` block has raised an error, that error wins
             self.close()
 
     # --- what every rank calls --------------------------------------------------------------------------------------
@@ -594,7 +596,7 @@ class CheckpointManager:
             )
 
     def _come_home(self) -> None:
-        """In a forked child, replaces the parts: a child reads by itself, over new connections."""
+        """In a forked child, replaces the manager's parts, because a child reads by itself, over new connections."""
         if not self._home_of_parts.is_here:
             self._folder = self._open_folder()
             self._make_parts(Agreement(None), Heartbeats(None), 0.0, None)
@@ -611,7 +613,7 @@ class CheckpointManager:
         force: bool,
         must_write: bool,
     ) -> tuple[Action, Future[str] | None]:
-        """Decides on all ranks what to do for a step, and does it. Returns also the result of `save`."""
+        """Decides on all ranks what to do for a step, and does it. Returns the action, and the result of `save`."""
         self._survival.find_predecessors()
         self._survival.start_keeper()
         self._survival.find_partners()
@@ -622,8 +624,9 @@ class CheckpointManager:
         action, vote = self._decide(step, stop=stop, force=force, must_write=must_write)
         if vote.is_lost or vote.memory.is_superseded:
             superseded = (
-                f"{self._folder.path}: a later run of this job has claimed the memory of another host, to which this "
-                f"run copies its states. This run can no longer save. Stop it; or stop the other, and restart this one."
+                f"{self._folder.path}: a later run of this job has taken over the memory of another host, to which "
+                f"this run copies its states. This run can no longer save. Stop it, or stop the other run and restart "
+                f"this one."
             )
             raise WriteError(self._agreement.decided(lambda: self._lease.lost or superseded))
         if step < self._position.step:  # true on all ranks or none: they have just compared their steps

@@ -74,7 +74,7 @@ class Export(ModelOptions):
         object.__setattr__(self, "path", path)
         if self.every is not None and not self.overwrite and self.path_of(1) == self.path_of(2):
             raise ValueError(
-                "every= exports several models to one path. Put {} for the step into it, or pass overwrite=True."
+                "every= exports several models to one path. Put {} for the step into the path, or pass overwrite=True."
             )
 
     def path_of(self, step: int) -> str | os.PathLike[str]:
@@ -94,15 +94,15 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
 
     Every rank writes its part of each tensor to the tensor's offset in the files. No rank gathers tensors, and each
     byte is written once. Each file has the same bytes as if ``safetensors.torch.save_file`` had written it. Training
-    only waits for the copy to the staging buffer, as with `TensorizerStorageWriter`; both writers share buffers and
-    process.
+    only waits for the copy to the staging buffer, as with `TensorizerStorageWriter`; both writers share the buffers and
+    the writer process.
 
     ``model.safetensors.index.json`` is the commit: it is written last, and atomically. A model of one file has no
     index, and is committed when the file gets its final name. If a save fails or is killed, the path holds the old
     model, or no model.
 
-    Tied tensors are written once, under the name that comes first in the state dict. A state dict with other values
-    than tensors is an error.
+    Tied tensors are written once, under the name that comes first in the state dict. A value that is not a tensor is an
+    error.
 
     Args:
         path: Where to save: a local directory or a mount that all ranks share, or a URL of S3. A save's
@@ -114,8 +114,9 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
             that ``open_reader(path, rename=...)`` loads the model with them.
         max_shard_bytes: Maximum size of a file. A larger tensor gets a separate file.
         files: Files to copy to the model, such as ``config.json`` and those of the tokenizer. Of a directory, all files
-            without weights are copied. The coordinator reads the files when the save begins, and replaces old ones
-            right after the commit. With ``dtype``, the copied ``config.json`` names the new dtype.
+            without weights are copied. The coordinator reads the files when the save begins, and replaces existing
+            files of the same names right after the commit. With ``dtype``, the copied ``config.json`` names the new
+            dtype.
         overwrite: Replace a model at the path. File names then contain the save's id, and the files that the old index
             names are removed after the new index is in place. If False, a model at the path is an error.
         publish: Where to publish each model as the next version for inference servers, as a whole or as a delta. A
@@ -128,8 +129,8 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
     Raises:
         TypeError: an argument is of a wrong type.
         ValueError: an argument has a value that is not allowed.
-        WriteError: the path is relative, and there is no working directory; or its URL is of a storage where ranks
-            cannot write one file together, of an unknown protocol, or needs a library that is missing.
+        WriteError: the path is relative, and there is no working directory; or its URL has an unknown protocol, needs a
+            library that is missing, or is on a storage where several ranks cannot write one file.
 
     A save raises, on each rank:
         WriteError: the path holds a model, or a file that would hide one; safetensors cannot hold a value or a dtype;

@@ -47,15 +47,15 @@ class SavePlanner(DefaultSavePlanner):
         for step in ...:
             dcp.async_save(state_dict, storage_writer=writer, planner=planner)
 
-    The checkpoints and their ``Metadata`` are the same as with torch's planner. That one makes a dozen objects per item
-    on each rank, sends all of them, and compares them one by one on the coordinator. This one sends columns, or only a
-    digest if a rank's plan equals its plan of one of the last saves.
+    The checkpoints and their ``Metadata`` are the same as with torch's planner. torch's planner makes a dozen objects
+    per item on each rank, sends all of them, and compares them one by one on the coordinator. This planner sends
+    columns, or only a digest if a rank's plan equals its plan of one of the last saves.
 
     If chunks overlap, are missing or lie outside their tensor, or if ranks have tensors of different shapes or dtypes
     under one key, planning raises `WriteError`, naming the keys.
 
     Subclasses may override the methods that subclasses of ``DefaultSavePlanner`` may. If columns cannot hold a plan,
-    torch makes it.
+    torch's planner makes it.
 
     Args:
         flatten_state_dict: Save the members of nested dicts and lists one by one.
@@ -225,8 +225,8 @@ class LoadPlanner(DefaultLoadPlanner):
 
     It loads the same values, except in dicts whose keys are not strings: see `load_bytes`.
 
-    torch's planner intersects the stored chunks with the target of each tensor. This one does so once for all tensors
-    of one shape and sharding that are one chunk in the metadata: see `TensorizerStorageReader.read_metadata`.
+    torch's planner intersects the stored chunks with the target of each tensor. This planner does so once for all
+    tensors of one shape and sharding that are one chunk in the metadata: see `TensorizerStorageReader.read_metadata`.
 
     Subclasses may override the methods that subclasses of ``DefaultLoadPlanner`` may. The arguments are that class's,
     by name:

@@ -110,7 +110,7 @@ class TensorizerStorageReader(StorageReader):
 
     Raises:
         ValueError, TypeError: an argument is invalid.
-        DecryptionError: there is a key, but no libsodium.
+        DecryptionError: a key was given, but libsodium is missing.
         WriteError: the path is relative, but there is no working directory; the protocol of the URL is unknown; or a
             library that it needs is missing.
     """
@@ -199,8 +199,8 @@ class TensorizerStorageReader(StorageReader):
 
         DCP swallows an error of this method, and calls it again with ``rank=``. A rank for which that call succeeds
         skips the collectives in which the other ranks wait. So for a checkpoint of all ranks, a call with ``rank=``
-        always fails, but this method only records the error. `set_up_storage_reader` raises it, or the returned
-        metadata does when a planner reads it earlier. DCP then sends the error to every rank.
+        always fails, but this method only records the error. `set_up_storage_reader` raises the error, or the returned
+        metadata raises it when a planner reads the metadata earlier. DCP then sends the error to every rank.
 
         Raises:
             NotCommitted: there is no metadata of all ranks, and ``rank`` was not given.
@@ -279,7 +279,7 @@ class TensorizerStorageReader(StorageReader):
         return self._plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Checks that all ranks have read the metadata of one save: another job may have replaced it meanwhile.
+        """Checks that all ranks have read the metadata of one save: another job may have replaced the checkpoint.
 
         Raises:
             MetadataError: the ranks have read different metadata; no target has changed.
@@ -395,11 +395,12 @@ def open_reader(
     The reader loads checkpoints of this package, of torch's ``FileSystemWriter`` and ``FsspecWriter``, and directories
     of safetensors files in Hugging Face's layout: the files that the index names, or the parts of tensors that torch's
     ``HuggingFaceStorageWriter`` writes without consolidation. The reader multiplies FP8 weights by the scales of their
-    blocks (``weight_scale_inv``), unless the target has the same FP8 dtype. Each load recognises the format anew, so
+    blocks (``weight_scale_inv``), unless the target has the same FP8 dtype. Each load recognises the format again, so
     that a job may switch its storage between two saves.
 
-    A checkpoint of any format cannot run code. torch's ``.metadata`` is a pickle, from which only DCP's own records are
-    built. Objects load under the same rules as those of this package. ``allow_pickle=True`` lifts the rules for both.
+    Loading a checkpoint of any format runs no code from it. torch's ``.metadata`` is a pickle, from which only DCP's
+    own records are built. Objects load under the same rules as those of this package. ``allow_pickle=True`` lifts the
+    rules for the metadata and for objects.
 
     Args:
         path: A local path, or any URL that fsspec opens. The ``checkpoint_id`` of ``dcp.load`` overrides it.
@@ -413,7 +414,7 @@ def open_reader(
 
     ``dcp.load`` then raises, on each rank:
         NotCommitted: there is nothing at the path.
-        MetadataError: the path holds none of these formats; names what was found.
+        MetadataError: the path holds no checkpoint in any of these formats; names what was found.
         ReadError: ``rename`` does not fit the model, or the path does not hold a model.
     """
     return AnyFormatReader(path, rename=rename, **options)
@@ -449,13 +450,13 @@ class AnyFormatReader(TensorizerStorageReader):
                 f"a .metadata, or with safetensors files. `dcp-tensorizer convert` reads more formats."
             )
         if self._rename is not None and found != "safetensors":
-            raise ReadError(f"{storage.path} is of the format {found}. Omit rename=, which is for safetensors only.")
+            raise ReadError(f"{storage.path} is in the format {found}. Omit rename=, which is for safetensors only.")
         if found == "dcp_tensorizer":
             return super()._find(rank)
         if self._encryption is not None:
-            raise DecryptionError(f"{storage.path} is of the format {found}, which is not encrypted. Omit encryption=.")
+            raise DecryptionError(f"{storage.path} is in the format {found}, which is not encrypted. Omit encryption=.")
         if found == "safetensors":
-            # Models have no per-rank metadata: this one appeared after DCP's first call, which found nothing.
+            # Models have no per-rank metadata: this model appeared after DCP's first call, which found nothing.
             if rank is not None:
                 raise nothing_committed(storage)
             return storage, ModelCatalog(storage, self._rename)

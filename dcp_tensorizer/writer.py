@@ -99,18 +99,18 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     writer's last save, you need not close the writer.
 
     Memory: one buffer of the size of the rank's state is cached between saves. `prewarm` allocates the buffer in the
-    background; without it, the first save does, and takes longer. If the state outgrows the buffer, the buffer is
-    allocated again. The writer process takes some 40 MB for its imports (200 MB with ``staging="device"``), and up to
-    ``limits.buffer_bytes`` for the parts of files (64 MB for local files, cached between saves). ``dcp.save`` writes
-    from the tensors themselves.
+    background; without `prewarm`, the first save allocates it, and takes longer. If the state outgrows the buffer, the
+    buffer is allocated again. The writer process takes some 40 MB for its imports (200 MB with ``staging="device"``),
+    and up to ``limits.buffer_bytes`` for the parts of files (64 MB for local files, cached between saves). ``dcp.save``
+    writes from the tensors themselves.
 
     Args:
         path: Where to save: a local directory that all ranks share, or any URL that fsspec opens. A save's
             ``checkpoint_id`` overrides it for that save.
         cache_staged_state_dict: Cache the staging buffer between saves.
         staging: ``"buffer"``: all tensors are copied to the staging buffer. ``"shared"``: CPU tensors in shared memory
-            are not copied, but written from that memory, and may be changed once they are written; all others are
-            copied. It cannot be combined with encryption. ``"device"``: the writer process, with a separate CUDA
+            are not copied, but written from that memory, and may be changed once they are written; all other tensors
+            are copied; encryption is not possible. ``"device"``: the writer process, with a separate CUDA
             context, copies CUDA tensors to the buffer. Unless staging overlaps, ``async_save`` returns when the state
             may be changed.
         overlap_staging: ``async_save`` returns before the state is copied, with an ``AsyncSaveResponse``. The state may
@@ -123,17 +123,17 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         storage_options: Passed to the fsspec filesystem. They reach the writer process through a socket, and are never
             written to disk.
         on_report: Called once with the `SaveReport` of each save, on the save's thread: on the coordinator when the
-            save is committed, elsewhere when this rank has written it. The report is also logged (logger
+            save is committed, on other ranks when they have written their parts. The report is also logged (logger
             ``dcp_tensorizer``).
         on_progress: Called with the bytes that this rank has written and the bytes that it writes in all: before the
             first byte, about once a second, and at the end; by one thread at a time. `ProgressLine` shows them on a
             terminal. An error of ``on_progress`` is logged, and does not fail the save.
-        sha256: Put a SHA-256 of each tensor into the files, beside the CRC-32. It takes 0.6 s of CPU time per GB in the
-            writer process. Both hashes detect damage. Neither protects against an attacker who changes the data, and
-            can also change the hash.
-        reuse_unchanged: Do not rewrite tensors that have not changed since the last saves. Their files get another name
-            by a hard link, or are copied by the object store. Every checkpoint is still complete. It cannot be combined
-            with encryption or ``local``.
+        sha256: Store a SHA-256 of each tensor in the files, besides the CRC-32. This takes 0.6 s of CPU time per GB in
+            the writer process. Both hashes detect damage. Neither protects against an attacker, who can change the hash
+            together with the data.
+        reuse_unchanged: Do not rewrite tensors that have not changed since the last saves. Their files get an
+            additional name by a hard link, or are copied by the object store. Every checkpoint is still complete. This
+            option cannot be combined with encryption or ``local``.
         encryption: `tensorizer.EncryptionParams`, the same on every rank, with the key that encrypts all tensors and
             objects. Names, shapes and dtypes stay readable. The key reaches the writer process through a socket, and is
             never written to disk.
@@ -298,9 +298,10 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             with writer.lock():
                 optimizer.step()
 
-        It is not a real lock: several threads may be inside at once, and leaving does nothing. Other checkpointers use
-        the same name. If all remaining copies are from a GPU, entering returns at once, and work that is queued inside
-        on the current stream waits for the copies. Otherwise entering waits until the state may be changed.
+        It is not a real lock: several threads may be inside at once, and leaving does nothing. The name is that of the
+        same method of other checkpointers. If all remaining copies are from a GPU, entering returns at once, and work
+        that is queued inside on the current stream waits for the copies. Otherwise entering waits until the state may
+        be changed.
 
         Raises:
             StagingError: a CUDA graph is being captured; its replays would not wait.
@@ -415,7 +416,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         return plan_with(prepared, wholes_of(plan, prepared.storage_data))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: adds to each plan the tables that the rank may leave out of its results.
+        """On the coordinator: adds to each plan the digests of the tables that the rank's results may omit.
 
         Raises:
             WriteError: ranks have tensors of different shapes or dtypes under one key, so all but one would be lost.

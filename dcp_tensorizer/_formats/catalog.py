@@ -96,7 +96,7 @@ def check_chunks(path: str, key: str, shape: Sequence[int], regions: Sequence[Re
         held = sum(math.prod(region.size) for region in regions)
         raise MetadataError(
             f"{path}: the stored chunks of {key!r} do not make up its {math.prod(shape):,} elements: they hold "
-            f"{held:,}, and a rank's part is missing or stored twice"
+            f"{held:,}, so a rank's part is missing or stored twice"
         )
 
 

@@ -88,8 +88,8 @@ class ModelCatalog(Catalog):
             return None
         if len(boxes) > 1 or not boxes[0].is_same:  # the blocks would no longer match the scales
             raise ReadError(
-                f"{self.path}: {weights[0].name!r} is quantised, and rename= cuts it or joins it. Load it under a name "
-                f"of its own."
+                f"{self.path}: {weights[0].name!r} is quantised, so rename= cannot cut it, or join it with others. "
+                f"Load it as one tensor."
             )
         return _BlockCoder(self, weights[0], (*item.storage_offsets, 0, 0)[:2])
 

@@ -53,7 +53,7 @@ class Parts:
         kinds = {(name.count("*"), name.count("{}")) for name in names}
         if len(kinds) > 1 or kinds.pop()[1] > 1:
             raise ValueError(
-                f"names of Parts must have equally many *, and either all or none one {{}}, got {names!r}."
+                f"names of Parts must all have the same number of *, and either one {{}} each or none, got {names!r}."
             )
         self.names: tuple[str, ...] = names
         if len(names) == 1 and not self.is_numbered:
@@ -149,7 +149,9 @@ class Renaming:
                 raise ValueError(f"one side of a rule must be a whole tensor, got Parts on both: {old!r}, {new!r}.")
             rule = Rule(_patterns(old), _patterns(new), old, new)
             if not all(pattern.text for pattern in rule.new) or rule.new[0].stars > rule.old[0].stars:
-                raise ValueError(f"{old!r} cannot become {new!r}: the new name is empty or has more *")
+                raise ValueError(
+                    f"{old!r} cannot become {new!r}: the new name is empty, or has more * than the old one"
+                )
             self._rules.append(rule)
         self.unused = dict.fromkeys(rules)
 

@@ -119,7 +119,7 @@ class TorchCatalog(Catalog):
         if nbytes is None or end > nbytes:
             found = "does not exist" if nbytes is None else f"has {nbytes:,} bytes"
             raise ReadError(
-                f"{self._storage.path}/{info.relative_path} {found}, and {index.fqn!r} is at bytes {info.offset:,} to "
+                f"{self._storage.path}/{info.relative_path} {found}, but {index.fqn!r} is at bytes {info.offset:,} to "
                 f"{end:,}. Load another checkpoint."
             )
         whole = Region((0,), (info.length,))

@@ -202,7 +202,7 @@ def _check(record: Any) -> None:
 
 
 def _check_location(key: Any, info: StorageInfo) -> None:
-    """Checks that a location is in a file beside the metadata, and has numbers that a file can have."""
+    """Checks that a location is in a file in the metadata's directory, with an offset and a length that are valid."""
     name, offset, length = info.relative_path, info.offset, info.length
     if type(name) is not str or os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
         raise MetadataError(f"names a data file {name!r} for {key!r} that is not in the same directory")

@@ -157,7 +157,7 @@ def read_header(
     (length,) = LENGTH.unpack(prefix)
     base = LENGTH.size + length
     if length > MAX_HEADER or base > nbytes:
-        raise ValueError(f"its header claims to have {length:,} bytes, and the file has {nbytes:,}")
+        raise ValueError(f"its header claims to have {length:,} bytes, but the file has {nbytes:,}")
     text = read(LENGTH.size, length)
     raw = decode_json(_decode_header, text)
     notes = decode_json(_decode_notes, raw.pop("__metadata__", Raw(b"{}")))
@@ -166,9 +166,9 @@ def read_header(
     for key, record in sorted(records, key=lambda item: (item[1].data_offsets, item[0])):
         start, stop = record.data_offsets
         if start != end or stop < start:
-            raise ValueError(f"{key!r} is at bytes {start:,} to {stop:,}, and the tensor before it ends at {end:,}")
+            raise ValueError(f"{key!r} is at bytes {start:,} to {stop:,}, but the tensor before it ends at {end:,}")
         tensors.append(StoredBytes(key, base + start, stop - start, record.dtype, record.shape))
         end = stop
     if base + end != nbytes:
-        raise ValueError(f"its tensors have {end:,} bytes, and {nbytes - base:,} follow its header")
+        raise ValueError(f"its tensors have {end:,} bytes, but {nbytes - base:,} follow its header")
     return prefix + text, tuple(tensors), notes

@@ -26,7 +26,7 @@ class GoodputReport:
         failures: Number of saves that failed.
         stall_seconds: Time that training spent in `save`, without `wait` and `close`.
         restore_seconds: Time spent in `restore`.
-        durable_seconds: From the call to the commit, on average over the saves.
+        durable_seconds: Time from the call of `save` to the commit, on average over the saves.
         saving_seconds: The part of ``stall_seconds`` that was spent in calls that began a save.
         lived_seconds: Time that the job has run, in all its runs, each up to the save that the next one restored.
         restarts: Number of times that the job resumed after a failed run. Runs ended by a stop signal do not count.
@@ -56,7 +56,7 @@ class GoodputReport:
 
     @property
     def mean_time_between_failures(self) -> float:
-        """Returns the mean seconds between failures, by the job's runs so far. A new job starts at 10 minutes."""
+        """Returns the mean seconds between failures, estimated from the job's runs so far; for a new job, 600."""
         return (self.lived_seconds + ASSUMED) / (self.restarts + 1)
 
     def young_interval(self, mean_time_between_failures: float | None = None) -> float:
@@ -73,7 +73,7 @@ class GoodputReport:
 
     def __str__(self) -> str:
         interval = (
-            f"; for a failure a day Young's interval is {self.young_interval(86_400):,.0f} s" if self.saves else ""
+            f"; with one failure a day, Young's interval is {self.young_interval(86_400):,.0f} s" if self.saves else ""
         )
         return (
             f"goodput {self.goodput:.2%} of {self.seconds:,.1f} s: {self.saves} saves, {self.failures} failed; "

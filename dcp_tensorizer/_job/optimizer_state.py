@@ -25,7 +25,7 @@ _Path = Sequence[str | int]
 class OptimizerTarget:
     """Optimizer that a checkpoint is loaded into. ``key`` is its key in the state.
 
-    ``collected`` is the result of its ``state_dict``. This class changes only that, not the optimizer itself.
+    ``collected`` is the result of its ``state_dict``. This class changes only ``collected``, not the optimizer itself.
     """
 
     def __init__(self, key: str, optimizer: torch.optim.Optimizer, collected: Any) -> None:
@@ -37,7 +37,7 @@ class OptimizerTarget:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             state = collected["state"]
         except (LookupError, TypeError, AttributeError):
-            return  # the optimizer has its own kind of state dict
+            return  # the state dict of this optimizer has another structure
         if not isinstance(state, dict) or len(numbers) != len(params):
             return
         # A copy, because the optimizer's own groups must not change before the whole state is loaded.

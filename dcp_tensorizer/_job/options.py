@@ -77,7 +77,7 @@ def check_state(state: object) -> None:
     """Raises `TypeError` unless a state is a mapping whose keys can be sorted."""
     if not isinstance(state, Mapping):
         name = "optimizer" if isinstance(state, torch.optim.Optimizer) else "model"
-        raise TypeError(f'state must be a dict, as {{"{name}": {name}}}, got {type(state).__name__}.')
+        raise TypeError(f'state must be a dict, such as {{"{name}": {name}}}, got {type(state).__name__}.')
     try:
         sorted(state)  # dcp.load does the same
     except TypeError:
@@ -99,7 +99,7 @@ def split_limits(writer_options: dict[str, Any], own: Iterable[str] = ()) -> tup
         choices = {*own, *known}.difference(unknown)  # `own` has the name of the constructor's ``**``
         hint = did_you_mean(unknown[:1], sorted(choices)) or "."
         raise TypeError(
-            f"CheckpointManager has no option {unknown[0]!r}{hint} Besides its own it takes those of "
+            f"CheckpointManager has no option {unknown[0]!r}{hint} Besides its own options, it takes those of "
             f"TensorizerStorageWriter."
         )
     limits = writer_options.pop("limits", SaveLimits())
@@ -139,7 +139,9 @@ def check_export(export: object, writer_options: Mapping[str, Any]) -> None:
         return
     check_type("export", export, Export)
     if writer_options.get("staging") == "shared":
-        raise ValueError("export cannot be combined with staging='shared': training changes a state without a copy.")
+        raise ValueError(
+            "export cannot be combined with staging='shared': training changes a state that is not copied."
+        )
     if not writer_options.get("cache_staged_state_dict", True):
         raise ValueError("export cannot be combined with cache_staged_state_dict=False: exports read the buffer.")
 

@@ -53,7 +53,7 @@ class Vote:
         must_write: If a save is due, the rank's caller wants the step on storage, not only in memory.
         is_busy: The previous save still runs, and this step could be held only in memory.
         is_due_in_memory: The step is to be held in memory, even if no save is due.
-        is_lost: First: another run has claimed the folder.
+        is_lost: First: another run has taken the lease of the folder.
         memory: Facts about states in memory, and their copies on other hosts.
     """
 
@@ -118,7 +118,7 @@ class SavePolicy:
 
     A save is due when a multiple of ``every`` steps has been reached since the last save, or when ``interval`` has
     passed. Without either, every step is due. A step is due in memory when a multiple of ``every_in_memory`` has been
-    reached since the last step that was saved or held; None: never.
+    reached since the last step that was saved or held. If ``every_in_memory`` is None, no step is due in memory.
 
     ``interval`` is in seconds. With ``"auto"``, or a pair of bounds, it is computed from the cost of saves and
     failures. Raises `TypeError` or `ValueError` for invalid values.
@@ -263,8 +263,8 @@ class StopSignals:
             before(number, frame)
 
 
-# A child may receive a signal before it has restored the handlers. Its C handler would only set a flag, which Python
-# clears after a fork. So the forking thread blocks the signals until the child has restored the handlers.
+# A child may receive a signal before it has restored the handlers. Python's C handler would only set a flag, which
+# Python clears after a fork. So the forking thread blocks the signals until the child has restored the handlers.
 
 
 def _block_signals() -> None:

@@ -48,7 +48,7 @@ class OwnGroup:
     def group(self) -> dist.ProcessGroup:
         """Returns the group. Raises `WriteError` after `destroy`."""
         if self._made is None:
-            raise WriteError("the manager is closed, and its process group destroyed")
+            raise WriteError("the manager is closed, and its process group is destroyed")
         return self._made
 
     def destroy(self) -> None:
@@ -200,14 +200,14 @@ class Agreement:
 # --- naming the ranks that a collective waits for ---------------------------------------------------------------------
 
 _REPORT_SECONDS = 2.0  # timeout for the reports of other ranks
-_STORE_SECONDS = 5.0  # timeout for the store, which never answers from an unreachable host
+_STORE_SECONDS = 5.0  # timeout for the store: a request to an unreachable host would never end
 _CLOSED = "pair closure"  # gloo's error in a group in which an earlier collective has timed out
 
 
 class RollCall:
     """Record in a group's store of the collective that each rank has reached, to name absent ranks after a timeout.
 
-    Each rank counts the collective operations called ``name``. When it reaches one, it puts the count into the store
+    Each rank counts the collective operations called ``name``. When it reaches one, it writes the count to the store
     (`here`). For a frequent operation it does so only after a wait of ``pause``, a tenth of ``timeout``.
     """
 
@@ -223,7 +223,7 @@ class RollCall:
             self._store.set(str(self._rank), str(number))
 
     def explain(self, number: int, error: BaseException, what: str) -> str:
-        """Returns the text of a failed collective: its ranks, and how long it waited for the others to do ``what``."""
+        """Describes a failed collective: the ranks, and how long this rank waited for the others to do ``what``."""
         who = f"rank {self._ranks[self._rank]}"
         if _CLOSED in str(error):
             return f"{who}: the ranks went out of sync in an earlier step. Restart the job."
@@ -236,12 +236,12 @@ class RollCall:
         try:
             absent, silent = finding.result(_STORE_SECONDS)
         except (FutureTimeout, RuntimeError):
-            return f"{waited}. The job's store does not answer either: this host or that of the store is cut off"
+            return f"{waited}. The job's store does not answer either: this host or the host of the store is cut off"
         if absent:
-            return f"{waited}. {_have(absent)} not come: stopped, busy, or cut off"
+            return f"{waited}. {_have(absent)} not arrived: stopped, busy, or cut off"
         if silent:
             return f"{waited}. {_have(silent)} not answered since: stopped, or cut off"
-        return f"{waited}. All of them have come, so the network between them may be down. {words}"
+        return f"{waited}. All of them have arrived, so the network between them may be down. {words}"
 
     def _missing(self, number: int) -> tuple[list[int], list[int]]:
         """Returns the ranks that have not reached the operation, and those that have not reported their own timeout.
@@ -276,9 +276,10 @@ class Heartbeats:
     """Heartbeats of slow ranks during saves and loads, which wait for a silent rank up to the group's timeout.
 
     DCP gathers the results of all ranks in a collective. A rank that has written its part within seconds waits there
-    for a rank that takes minutes, and cannot distinguish it from a dead rank. So a small collective of the same group
-    runs repeatedly before: busy ranks join it at intervals, and ready ranks wait in it. When all ranks are ready, they
-    enter DCP's collective. Nothing else may use ``group`` at that time. Without a group, this rank is alone.
+    for a rank that takes minutes, and cannot distinguish it from a dead rank. So before DCP's collective, a small
+    collective of the same group runs repeatedly: busy ranks join it at intervals, and ready ranks wait in it. When all
+    ranks are ready, they enter DCP's collective. Nothing else may use ``group`` at that time. Without a group, this
+    rank is alone.
     """
 
     def __init__(self, group: OwnGroup | None) -> None:
@@ -313,7 +314,7 @@ class Heartbeats:
 
     @contextmanager
     def watch(self, done: str) -> Iterator[None]:
-        """Sends heartbeats during the block, for work between saves that may take longer on one rank."""
+        """Sends heartbeats during the ``with`` block, for work between saves that may take longer on one rank."""
         if (calls := self._calls) is None:
             yield
             return

@@ -102,7 +102,7 @@ class Selection:
         """
         for pattern in (*self.include, *self.exclude, *(pattern for pattern, _ in self.grow)):
             if not matches(known, [pattern]):
-                raise MetadataError(f"no key of the state matches {pattern!r}. Keys are as these: {listed(keys)}")
+                raise MetadataError(f"no key of the state matches {pattern!r}. It has keys such as {listed(keys)}")
 
 
 def load_first(
@@ -126,7 +126,7 @@ def load_first(
         except (ReadError, MetadataError) as error:
             if number + 1 == len(steps) or isinstance(error, _NO_DAMAGE):
                 raise
-            logger.error("%s cannot be restored; trying the one before: %s", storage.path, error)
+            logger.error("%s cannot be restored; trying the previous checkpoint: %s", storage.path, error)
             if planner.has_begun:  # part of the state may be overwritten, so the next load must overwrite all of it
                 selection = dataclasses.replace(selection, strict=True, allow_shape_mismatch=False)
         else:
@@ -176,7 +176,7 @@ class Problem(NamedTuple):
 
     error: CheckpointError
     is_damage: bool  # the state is damaged; if False, it does not fit the target
-    is_whole: bool  # all parts of the state were available; if False, it may fit with all of them
+    is_whole: bool  # all parts of the state were available; if False, the state may fit once all are available
     has_touched: bool  # part of the target may have been overwritten
 
 
@@ -279,7 +279,8 @@ def error_of_load(path: str, error: BaseException) -> CheckpointError:
     cause = unwrap(error)
     if isinstance(cause, CheckpointError):
         return cause
-    advice = ". With strict=False it stays as it is" if "Missing key in checkpoint" in str(cause) else ""
+    is_missing = "Missing key in checkpoint" in str(cause)
+    advice = ". With strict=False, the value of a missing key stays as it is" if is_missing else ""
     misfit = StateMismatch(f"{path} cannot be loaded: {describe(cause).rstrip('.')}{advice}")
     misfit.__cause__ = cause
     return misfit
@@ -350,7 +351,7 @@ class SelectivePlanner(LoadPlanner):
             self._drop(self._report_lost(more, metadata, optimizers))  # so that the reader does not report them again
             asked = tuple(f"{key}." for key in state_dict)
             if is_coordinator and (unasked := [key for key in more if key.startswith(asked)]):
-                logger.info("%s also has %s, which the state does not ask for", self._path, listed(unasked))
+                logger.info("%s also has %s, which the state does not have", self._path, listed(unasked))
 
     def _growing(self, value_of: Callable[[str], tuple[float | None] | None]) -> dict[str, tuple[float | None]]:
         """Finds the tensors that are larger than the stored ones in some dimension, and smaller in none.
@@ -382,7 +383,7 @@ class SelectivePlanner(LoadPlanner):
             self._grown[key] = entry.size, value
             stored[key] = dataclasses.replace(entry, size=whole_size(self.state_dict[key]))
         self.metadata = dataclasses.replace(self.metadata, state_dict_metadata=stored)
-        shown = [f"{key!r}, of which {tuple(size)} are there" for key, (size, _) in self._grown.items()]
+        shown = [f"{key!r}, stored in shape {tuple(size)}" for key, (size, _) in self._grown.items()]
         logger.info("%s is loaded into larger tensors (grow): %s", self._path, listed(shown))
 
     def _of_parameters(self, of_keys: Mapping[str, _T]) -> Callable[[torch.Tensor], _T | None]:
@@ -439,7 +440,7 @@ class SelectivePlanner(LoadPlanner):
         return {key: entry for key, entry in stored.items() if key in more} if more else {}
 
     def _has_older_keys(self) -> bool:
-        """Returns whether a torch before 2.4 saved the checkpoint. If so, torch maps keys, and reports missing ones."""
+        """Returns whether torch before 2.4 saved the checkpoint. If so, torch maps keys, and reports missing ones."""
         assert self.metadata is not None
         return has_older_keys(self.metadata, self.state_dict, self.original_state_dict)
 
@@ -452,11 +453,11 @@ class SelectivePlanner(LoadPlanner):
             if isinstance(value, torch.Tensor) and isinstance(entry, TensorStorageMetadata):
                 shape = whole_size(value)
                 if shape != entry.size:
-                    misfits[key] = f"{key!r} is {tuple(entry.size)} there and {tuple(shape)} here"
+                    misfits[key] = f"{key!r} is {tuple(entry.size)} in the checkpoint and {tuple(shape)} in the state"
         return misfits
 
     def _report(self, misfits: Mapping[str, str], left: Set[str]) -> None:
-        """Warns of keys that stay unchanged, or raises `StateMismatch` if the selection does not allow it."""
+        """Warns about keys that stay unchanged, or raises `StateMismatch` if the selection does not allow that."""
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
         missing = [key for key in self.state_dict if key not in stored]
@@ -501,7 +502,7 @@ class SelectivePlanner(LoadPlanner):
     def _report_lost(
         self, more: Mapping[str, Any], metadata: Metadata, optimizers: Sequence[OptimizerTarget]
     ) -> list[str]:
-        """Warns of stored values that the state cannot take, and returns their keys.
+        """Warns about stored values that the state cannot take, and returns their keys.
 
         If the selection is strict, raises `StateMismatch` instead.
         """
@@ -517,8 +518,9 @@ class SelectivePlanner(LoadPlanner):
             )
         elif lost:
             advice = (
-                "the optimizer cannot take them: it has other parameters or groups than the saved one, or they have "
-                "another shape than their sharded parameter. Then take a step of the optimizer before restore()"
+                "the optimizer cannot take them: its parameters or groups differ from those of the saved one, or the "
+                "values differ in shape from their sharded parameters. In the latter case, call the optimizer's step() "
+                "before restore()"
             )
         elif lost := keys_below_empty_dicts(self.original_state_dict, more, metadata):
             advice = EMPTY_DICT
@@ -526,7 +528,7 @@ class SelectivePlanner(LoadPlanner):
             return []
         problem = f"{self._path} has {listed(lost)}, and {advice}"
         if self._selection.strict:
-            raise StateMismatch(f"{problem}. Leave them out by exclude=, or pass strict=False, which warns of them")
+            raise StateMismatch(f"{problem}. Leave them out with exclude=, or pass strict=False, which only warns")
         logger.warning("%s. They are not loaded (strict=False)", problem)
         return lost
 

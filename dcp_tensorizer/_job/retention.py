@@ -170,7 +170,10 @@ class Retaining:
         self._has_failed = False
 
     def after(self, saved: Step) -> None:
-        """Does the work for a committed checkpoint, once it is on the remote. Called on a background thread."""
+        """Does the work for a committed checkpoint, once the checkpoint is on the remote.
+
+        Called on a background thread.
+        """
         if self._rules is None:
             return
         self._warn_of_metric(saved)
@@ -195,21 +198,23 @@ class Retaining:
         wait_for(self._running, deadline.left)
 
     def _warn_of_metric(self, saved: Step) -> None:
-        """Warns, once, of a checkpoint without a value of the metric of ``keep_best``."""
+        """Warns, once, about a checkpoint without a value of the metric of ``keep_best``."""
         assert self._rules is not None
         metric = self._rules.metric
         if metric is None or self._has_warned or self._rules.best([saved]) is not None:
             return
         self._has_warned = True
         if metric in saved.metrics:
-            problem = f"the metric {metric!r} of step {saved.number} is NaN, and keep_best needs a number"
+            problem = f"the metric {metric!r} of step {saved.number} is NaN, but keep_best needs a number"
         else:
             given = f" (its metrics are {listed(sorted(saved.metrics))})" if saved.metrics else ""
             problem = (
                 f"step {saved.number} was saved without the metric {metric!r}, which keep_best needs{given}: pass "
                 f"metrics={{{metric!r}: ...}} to save"
             )
-        logger.warning("%s: %s. While no checkpoint has a value of it, none is deleted", self._folder.path, problem)
+        logger.warning(
+            "%s: %s. While no checkpoint has a value of this metric, none is deleted", self._folder.path, problem
+        )
 
     def _begin(self, what: Callable[[], None]) -> None:
         running = [other for other in self._running if not other.done()]

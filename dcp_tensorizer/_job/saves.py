@@ -112,7 +112,7 @@ class Saves:
         self._after = after
         self._exports = exports
         self._is_warm = False
-        self._unmatched: set[str] = set()  # the patterns that have been warned of
+        self._unmatched: set[str] = set()  # the patterns that a warning has named
         self._last: StepSave | None = None
         self._held: StepSave | None = None
         self._following = threading.local()
@@ -223,8 +223,8 @@ class Saves:
     def _collected(self, collect: Collect) -> tuple[dict[str, Any], BaseException | None]:
         """Collects the state. Returns it, and the error of a failed ``state_dict`` or None.
 
-        Warns once of each pattern that matches nothing on the first rank. The state of the first rank may lack keys of
-        other ranks.
+        Warns once about each pattern that matches nothing on the first rank. The state of the first rank may lack keys
+        of other ranks.
         """
         try:
             collected, unmatched = collect()
@@ -369,7 +369,7 @@ def collected_part(
     """Collects a part of a state, with the state dicts of ``Stateful`` values. Does not change the state itself.
 
     Leaves out keys that a pattern of ``exclude`` matches, and with ``trainable_only`` frozen parameters. The keys of
-    nested dicts are joined by dots. A list counts as one value. Returns also the patterns that match no key. Raises
+    nested dicts are joined by dots. A list counts as one value. Also returns the patterns that match no key. Raises
     `StagingError` if ``trainable_only`` is set, and the state has no module or parameter.
     """
     collected = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}

@@ -23,7 +23,7 @@ from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, de
 
 logger = logging.getLogger("dcp_tensorizer")
 
-# --- branches: a job that goes back to an earlier checkpoint begins one -----------------------------------------------
+# --- branches: a job that goes back to an earlier checkpoint begins a branch ------------------------------------------
 #
 # A branch is its whole history: the name of each branch on the path, and the step at which it left the previous branch.
 # So checkpoints in between may be deleted. Checkpoints that were saved without a manager are on the `TRUNK`.
@@ -33,7 +33,7 @@ TRUNK: Branch = (("", 0),)
 
 
 def new_branch(at: Step | None) -> Branch:
-    """Makes a new branch that begins at a checkpoint, or with None at no checkpoint."""
+    """Makes a new branch that begins at a checkpoint. If ``at`` is None, it begins without a checkpoint."""
     name = uuid.uuid4().hex
     return ((name, 0),) if at is None else (*at.branch, (name, at.number))
 
@@ -315,11 +315,11 @@ class Position:
         return self.names.get(step) or names.name_of(step)
 
     def warn_of_others(self, path: str) -> None:
-        """Warns of checkpoints on other branches."""
+        """Warns about checkpoints on other branches."""
         if self.others:
             logger.warning(
-                "%s: this job does not continue from %s: they are not counted and not deleted. A save of the same step "
-                "replaces one of them.",
+                "%s: this job does not resume from %s, so these checkpoints do not count, and are not deleted. A save "
+                "of the same step replaces one of them.",
                 path,
                 listed(self.others),
             )
@@ -340,8 +340,9 @@ def sound(steps: Sequence[Step]) -> list[Step]:
 def first_position(folder: Storage, names: StepNames, step: int) -> Position:
     """Finds the position of a job that saves a step without having restored.
 
-    If the step is beyond the newest checkpoint, the job counts as having loaded that one by other means. Otherwise it
-    counts as a new job. Raises `CheckpointError` if the folder cannot be read, or two directories are of one step.
+    If the step is beyond the newest checkpoint, the job is assumed to have loaded that checkpoint by other means.
+    Otherwise it counts as a new job. Raises `CheckpointError` if the folder cannot be read, or two directories are of
+    one step.
     """
     clean_up(folder, names)
     steps = read_steps(folder, names)
@@ -359,7 +360,7 @@ def restorable(
 ) -> tuple[list[tuple[Step, Branch]], list[Step]]:
     """Finds the checkpoints that a job can be restored from: step ``number`` (None: the newest), then the fallbacks.
 
-    Each comes with the job's branch after restoring it. Without ``fallback`` there is at most one. Returns also all
+    Each comes with the job's branch after the restore. Without ``fallback`` there is at most one. Also returns all
     checkpoints of the folder.
 
     Raises `NotCommitted` if that step has no checkpoint, `MetadataError` if the folder has only checkpoints of unknown
@@ -376,14 +377,14 @@ def restorable(
         asked = [step for step in steps if step.number == number]
         if not asked:
             there = listed([step.number for step in steps]) or "none"
-            raise NotCommitted(f"{folder.path} has no committed checkpoint of step {number}. There are: {there}")
+            raise NotCommitted(f"{folder.path} has no committed checkpoint of step {number}. The folder has: {there}")
         candidates = [*(step for step in candidates if step.number < number), *asked]
     if not candidates:
         _check_others(folder, names)
         if unfinished:
             logger.warning(
-                "%s has no committed checkpoint, so the job begins anew. The save of %s never finished, and its files "
-                "are removed",
+                "%s has no committed checkpoint, so the job starts from the beginning. The save of %s never finished, "
+                "and its files are removed",
                 folder.path,
                 listed(unfinished),
             )
@@ -397,8 +398,8 @@ def restorable(
 def _check_others(folder: Storage, names: StepNames) -> None:
     """Checks the other contents of a folder in which `read_steps` found no checkpoint.
 
-    Raises `MetadataError` for directories and files that look like checkpoints, and warns of steps' directories that
-    have data without metadata. Makes one request for the folder and for each directory. Raises `ReadError`.
+    Raises `MetadataError` for directories and files that look like checkpoints, and warns about steps' directories that
+    have data without metadata. Makes one request for the folder and one for each directory. Raises `ReadError`.
     """
     try:
         files, folders = folder.listing()
@@ -420,12 +421,12 @@ def _check_others(folder: Storage, names: StepNames) -> None:
     if unknown:
         raise MetadataError(
             f"{folder.path} has no checkpoint named {names.template!r}, but has {listed(unknown)}. Pass a matching "
-            f"name=, load one of them by dcp.load, convert it, or choose another folder."
+            f"name=, load one of them with dcp.load, convert it, or choose another folder."
         )
     if lost:
         logger.warning(
             "%s has no committed checkpoint, but %s has data without .metadata. A save has not finished there, or a "
-            "copy has left out hidden files, as `cp step/* ...` does. Copy by `cp -r`",
+            "copy has left out hidden files, as `cp step/* ...` does. Copy with `cp -r`",
             folder.path,
             listed(lost),
         )

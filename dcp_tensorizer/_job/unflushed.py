@@ -58,11 +58,11 @@ class _Loss(NamedTuple):
 
 
 def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str]:
-    """Continues the flush of saves of an earlier job. Waits for it if they can only be loaded from the remote.
+    """Continues the flush of saves of an earlier job. Waits for the flush if a save can only be loaded from the remote.
 
-    A save of which each rank has all files in its local folder is loaded from there. Saves of a lost node are given
-    up: each rank logs an error, and their files on the remote are removed. Collective. Returns the ids of the given-up
-    saves, the same on all ranks. Raises `WriteError` if a rank is gone.
+    If each rank has all files of a save in its local folder, the save is loaded from there. Saves of a lost node are
+    given up: each rank logs an error, and their files on the remote are removed. Collective. Returns the ids of the
+    given-up saves, the same on all ranks. Raises `WriteError` if a rank is gone.
     """
     if flushing is None:
         return set()
@@ -83,7 +83,7 @@ def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str
     is_far = any(
         part.committed is not None and not part.committed.keys() <= held for left in everybody for part in left.parts
     )
-    (must_wait,) = agreement.largest(int(is_far))  # after it, all ranks have given up the lost saves
+    (must_wait,) = agreement.largest(int(is_far))  # after this collective, all ranks have given up the lost saves
     for loss in losses:
         if agreement.is_first:
             _clear(flushing, loss)

@@ -192,9 +192,9 @@ def check_own_parts(path: str, metadata: Metadata, plan: LoadPlan, targets: Mapp
 
 
 EMPTY_DICT = (
-    "the target state dict is empty there, so nothing is loaded. For a new optimizer, pass the optimizer "
-    "itself to CheckpointManager.restore, or use get_optimizer_state_dict of torch.distributed.checkpoint.state_dict. "
-    "Other dicts need the keys that are to be loaded"
+    "the target state dict has an empty dict in their place, so they are not loaded. For a new optimizer, pass the "
+    "optimizer itself to CheckpointManager.restore, or use get_optimizer_state_dict of "
+    "torch.distributed.checkpoint.state_dict. Other dicts must contain the keys that are to be loaded"
 )
 """Explanation and advice for messages about `keys_below_empty_dicts`."""
 

@@ -1,4 +1,4 @@
-"""Reads data that all ranks of a group need once, and exchanges it by collectives.
+"""Exchanges data that all ranks of a group need, by collectives, so that only one rank reads it from the storage.
 
     votes     --all_gather-->                whether all ranks can exchange, and whether one has failed
     requests  --broadcast, all_reduce-->     the bytes that every rank requests
@@ -364,7 +364,7 @@ def reads_alone(path: str, group: dist.ProcessGroup | None, carried: Sequence[ob
             raise ReadError(
                 f"{path}: the exchange group of rank {rank} has {plan.group_size - 1} other ranks, of which "
                 f"{loading[plan.group] - 1} load with it and pass the same group. Pass exchange= on all of its ranks, "
-                f"and dcp.load a process_group that has all of them."
+                f"and call dcp.load with a process_group that has all of them."
             )
     return False
 

@@ -54,7 +54,7 @@ class ModelOptions:
         if self.publish is not None:
             check_type("publish", self.publish, Publish)
             if self.is_adapter:
-                raise ValueError(f"publish= takes whole models, and files= contains {_ADAPTER_CONFIG}. Omit publish=.")
+                raise ValueError(f"publish= takes whole models, but files= contains {_ADAPTER_CONFIG}. Omit publish=.")
             zstd()
         if self.dtype is not None:
             check_type("dtype", self.dtype, torch.dtype)
@@ -245,7 +245,7 @@ class RankLayout:
 
     @property
     def has_granules(self) -> bool:
-        """Returns whether some file is written in blocks of one writer each."""
+        """Returns whether any file is written in blocks that each have a single writer."""
         return self.ranks > 1 and any(part.granule > 1 for part in self.files)
 
     def dropped(self, fqns: Iterable[str]) -> list[str]:

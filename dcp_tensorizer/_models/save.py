@@ -286,7 +286,8 @@ class ModelSave(Save):
         storage, count = self.storage, len(plan.files)
         if self._is_adapter and count > 1:
             raise WriteError(
-                f"{storage.path}: PEFT loads adapters of one file, but this one has {count}. Raise max_shard_bytes."
+                f"{storage.path}: PEFT loads only adapters of one file, but this adapter needs {count} files. Raise "
+                f"max_shard_bytes."
             )
         if self._has_single and (count > 1 or self._index_before is not None):
             raise WriteError(

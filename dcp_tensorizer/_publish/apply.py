@@ -181,7 +181,7 @@ class _Directory:
         if before is not None and before > self._version and not self._may_go_back:
             raise StateMismatch(
                 f"{self._path} has version {before}, but the newest in {self._published.path} is {self._version}. "
-                f"Check that this copy comes from there. To go back, name the version."
+                f"Check that this copy comes from there. To go back, pass the version."
             )
         self._clear(current)
         is_whole = (
@@ -223,7 +223,7 @@ class _Directory:
                 )
         raise StateMismatch(
             f"the model in {self._path} is not a version in {self._published.path}, so no delta fits it. "
-            f"Name an empty directory, which gets version {target.version} whole."
+            f"Pass an empty directory, to which all of version {target.version} is copied."
         )
 
     def _check_others(self, current: Manifest | None, base: Manifest) -> None:
@@ -358,8 +358,8 @@ def _check_apart(target: Path, published: Published) -> None:
     if is_version or real.is_relative_to(source) or source.is_relative_to(real):
         raise WriteError(
             f"{target} cannot be updated to a version in {published.path}: "
-            + (f"it is a version in {real.parent}" if is_version else "one of them is in the other")
-            + ". Name another directory."
+            + (f"it is a version in {real.parent}" if is_version else "one directory contains the other")
+            + ". Pass another directory."
         )
 
 

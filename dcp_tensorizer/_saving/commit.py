@@ -64,7 +64,7 @@ def remove_records(storage: Storage, save_ids: Iterable[str]) -> None:
 
 
 def drop_record(storage: Storage, save_id: str) -> None:
-    """Removes the record of a failed save. If files of the save are left, the record stays: it proves them dead."""
+    """Removes the record of a failed save, unless files of the save are left: it proves that they are leftovers."""
     if storage.locks_are_visible:
         with suppress(Exception):  # if the directory cannot be listed, the record stays
             names = [file.name for file in storage.listing()[0]]
@@ -159,10 +159,10 @@ def commit(
         sync: Make the metadata durable.
         overwrite: Replace a checkpoint at the path. If False, an existing checkpoint is an error, even one that another
             job has committed since the save began.
-        check: Called just before the metadata is put, because checking all ranks' data may take seconds. Raises
+        check: Called just before the metadata is written, because checking all ranks' data may take seconds. Raises
             `Refused` if the save must no longer be committed.
-        is_owned: ``check`` ensures that only this run uses the directory. Metadata that another run puts there after
-            the check is not replaced, as far as the storage can tell (`Storage.put_if`).
+        is_owned: ``check`` ensures that only this run uses the directory. Metadata that another run writes after the
+            check is not replaced, as far as the storage can detect that (`Storage.put_if`).
 
     Raises:
         WriteError: nothing is committed, the previous checkpoint is untouched, and the save's files are removed; or the
@@ -198,15 +198,15 @@ def check_data(storage: Storage, files: Mapping[str, int]) -> None:
     try:
         sizes = in_threads(storage.head, names)
     except CheckpointError as error:
-        raise Refused(f"{storage.path}: cannot check whether all data is there: {error}") from error
+        raise Refused(f"{storage.path}: cannot check whether all data files exist: {error}") from error
     missing = [name for name, size in zip(names, sizes, strict=True) if size != files[name]]
     if missing:
         ranks = sorted({data_file_rank(name) for name in missing})
         raise Refused(
             f"{storage.path} lacks data that was just written there, of rank{'s' if len(ranks) > 1 else ''} "
-            f"{listed_ranks(ranks)} ({missing[0]}): the ranks do not share this path (a relative path in different "
-            f"working directories, a local disk of each machine), or the directory was moved or emptied during the "
-            f"save, which is not committed. Pass a path that all ranks share."
+            f"{listed_ranks(ranks)} ({missing[0]}), so the save is not committed. Either the ranks do not share this "
+            f"path (a relative path in different working directories, a local disk of each machine), or the directory "
+            f"was moved or emptied during the save. Pass a path that all ranks share."
         )
 
 
@@ -333,7 +333,7 @@ def agree_on_key(cipher: Cipher | None, parts: Sequence[RankLocations]) -> None:
 
 
 def withdraw(storage: Storage, names: Sequence[str]) -> None:
-    """Removes the metadata. The directory then holds no checkpoint, and its other files count as a dead save's.
+    """Removes the metadata. The directory then holds no checkpoint, and its other files count as leftovers.
 
     ``names`` are all files in the directory. Raises `OSError` if the metadata cannot be removed.
     """

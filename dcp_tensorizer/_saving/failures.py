@@ -147,7 +147,8 @@ class FailureCounter:
     def _coordinates(self, save: _Outcome) -> bool:
         if save.is_coordinator is not None:
             return save.is_coordinator
-        # If a save failed before DCP named its coordinator, the coordinator of the group's earlier saves, or rank 0.
+        # If a save failed before DCP named its coordinator, the coordinator of the group's earlier saves, or else rank
+        # 0, counts the failure.
         return self._is_coordinator.get(save.group, rank_of_job() == 0)
 
 

@@ -50,8 +50,8 @@ class CommittedMeta(StorageMeta):
     """The storage's metadata of a committed save, which informs the other ranks of the commit.
 
     DCP has no hook for that. But after the commit DCP sends the metadata to all ranks: unpickling this object records
-    the commit on the rank (`Queue.confirm`), and returns an ordinary ``StorageMeta``. A confirmed save holds back later
-    saves of the rank until it is on the remote, and its loss is an error.
+    the commit on the rank (`Queue.confirm`), and returns an ordinary ``StorageMeta``. The rank sends no later save
+    before the remote has the confirmed one, and the loss of a confirmed save is an error.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -322,7 +322,7 @@ class Flushing:
         On a rank that does not commit, the save may have been replaced or deleted in the meantime.
         """
         report = followed.report
-        words = f"rank {report.rank} has not found {report.path} on the remote: {reason}"
+        words = f"rank {report.rank} cannot confirm that {report.path} is on the remote: {reason}"
         commits = report.commit_seconds is not None
         logger.log(logging.ERROR if commits else logging.WARNING, "%s", words)
         if commits:

@@ -60,7 +60,7 @@ logger = logging.getLogger("dcp_tensorizer")
 class SaveDescription(NamedTuple):
     """The description of a save by the caller that stages it."""
 
-    record: SaveRecord | None = None  # of the manager, for the index
+    record: SaveRecord | None = None  # the manager's record, for the index
     error: StagingError | None = None  # if this rank has no state: the error with which the save fails on all ranks
     omitted: frozenset[str] = frozenset()  # keys of tensors that other ranks write, and this rank need not stage
     # Called with the staged copy, whose tensors may not have their values yet. The caller holds the copy's buffer
@@ -239,7 +239,8 @@ class Save:
         try:
             self._committed()
         finally:
-            # Before the user's callback: until the removal, a load that began earlier may find files of both saves.
+            # The removal precedes the user's callback, because until then a load that began earlier may find files of
+            # both saves.
             if replaced:
                 self.remove(replaced)
             self.end()

@@ -130,7 +130,7 @@ class Saver:
         """Copies a state dict into the staging buffer, once the previous saves are over.
 
         If too many saves in a row were not committed, the coordinator copies nothing: the save fails on all ranks, and
-        `raise_refusal` raises.
+        `raise_refusal` raises the error.
         """
         called = time.perf_counter()
         self.end_save()  # a failed synchronous save still holds its directory
@@ -310,7 +310,7 @@ class Saver:
         self.engine.warned_of_group = True
         if rank_of_job() == 0:
             logger.warning(
-                "the save to %s runs its collectives on the job's default process group, from a thread. If training "
+                "the save to %s runs its collectives on the job's default process group, in a thread. If training "
                 "uses that group during the save, the job hangs silently, or gloo aborts it. Make a group for "
                 'saves, once, on every rank, and pass it to each save: process_group=dist.new_group(backend="gloo")',
                 redact(str(where)),

@@ -140,9 +140,9 @@ def _recommend_planner() -> None:
 def in_files(items: Sequence[Item], *, is_encrypted: bool) -> list[Item]:
     """Returns the items to write to a rank's data files: those with bytes, and tensors without elements.
 
-    Other readers of tensorizer files look up tensors without elements in the files. As tensorizer does, encrypted files
-    omit such tensors, and all files omit those of dtypes that would make a file unreadable. If no item has bytes, no
-    file is made.
+    Other readers of tensorizer files look up tensors without elements in the files. As with tensorizer, encrypted files
+    omit such tensors, and all files omit such tensors of dtypes that would make a file unreadable. If no item has
+    bytes, no file is made.
     """
     written = [item for item in items if item.has_bytes]
     if is_encrypted or not written or len(written) == len(items):

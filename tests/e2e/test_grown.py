@@ -106,7 +106,7 @@ def test_one_process_restores_into_a_larger_vocabulary(tmp_path):
         larger = Job(17)
         before = larger.tensors()
         for grow in ({}, {"model.0.weight": 0.0}):
-            with pytest.raises(StateMismatch, match=r"'model\.1\.weight' is \(11, 8\) there and \(17, 8\) here"):
+            with pytest.raises(StateMismatch, match=r"'model\.1\.weight' is \(11, 8\) in the checkpoint and \(17, 8\)"):
                 manager.restore(larger.state(), grow=grow)
         assert all(torch.equal(value, before[key]) for key, value in larger.tensors().items())
         with pytest.raises(StateMismatch, match="shapes differ"):

@@ -93,7 +93,7 @@ def test_a_rank_that_is_stopped(tmp_path):
         f"rank 0 has waited {TIMEOUT:g} s, the timeout of the job's process group" in words
         for words, _ in told.values()
     )
-    assert all("Rank 1 has not come" in words for words, _ in told.values())
+    assert all("Rank 1 has not arrived" in words for words, _ in told.values())
     assert "make the same call" in told["agreement"][0]
     assert "have written their part" in told["write"][0] and "step-1 was not saved" in told["write"][0]
     assert "have read their part" in told["read"][0] and "step-0 was not loaded" in told["read"][0]

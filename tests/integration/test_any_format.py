@@ -261,7 +261,7 @@ def test_a_tensor_that_only_the_index_names_is_missed(tmp_path: Path, by: str) -
 def test_new_names_are_for_safetensors(tmp_path: Path) -> None:
     """For other formats, rename= is refused, and so is a rule that does not fit the model."""
     dcp.save(SAVED, storage_writer=FileSystemWriter(tmp_path / "torch"))
-    assert "is of the format dcp. Omit rename=" in str(error_of(tmp_path / "torch", rename={"w": "v"}))
+    assert "is in the format dcp. Omit rename=" in str(error_of(tmp_path / "torch", rename={"w": "v"}))
     (tmp_path / "model").mkdir()
     save_file({"e.0": torch.ones(2), "e.1": torch.ones(3)}, tmp_path / "model" / "model.safetensors")
     error = error_of(tmp_path / "model", rename={"w": Parts("e.{}")})
@@ -397,7 +397,7 @@ def test_a_key_is_refused_where_nothing_is_encrypted(tmp_path: Path) -> None:
     dcp.save(SAVED, storage_writer=FileSystemWriter(tmp_path))
     error = error_of(tmp_path, encryption=DecryptionParams.from_key(b"k" * 32))
     assert isinstance(error, DecryptionError)
-    assert "is of the format dcp, which is not encrypted" in str(error)
+    assert "is in the format dcp, which is not encrypted" in str(error)
 
 
 def test_arguments_are_checked_where_they_are_given(tmp_path: Path) -> None:

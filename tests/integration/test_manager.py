@@ -210,7 +210,7 @@ def test_going_back_begins_a_branch(tmp_path: Path, caplog: pytest.LogCaptureFix
     saved(tmp_path, 5, 10, 15, 20)
     with manager_of(tmp_path, keep_latest=1) as manager:
         assert manager.restore(state_of(0), 10) == 10
-        assert "does not continue from 'step-15', 'step-20': they are not counted and not deleted" in said(caplog)
+        assert "does not resume from 'step-15', 'step-20', so these checkpoints do not count" in said(caplog)
         manager.save(12, state_of(12), wait=True)
         assert manager.steps() == [12]
     assert directories_in(tmp_path) == ["step-12", "step-15", "step-20"]
@@ -446,7 +446,7 @@ def test_flags_of_calls_are_booleans(tmp_path: Path) -> None:
 def test_a_step_that_is_not_there(tmp_path: Path) -> None:
     """The error lists the existing steps."""
     saved(tmp_path, 1, 2)
-    with manager_of(tmp_path) as manager, pytest.raises(NotCommitted, match=r"of step 3\. There are: 1, 2$"):
+    with manager_of(tmp_path) as manager, pytest.raises(NotCommitted, match=r"of step 3\. The folder has: 1, 2$"):
         manager.restore(state_of(0), 3)
 
 
@@ -467,7 +467,7 @@ def test_falling_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         assert manager.restore(state, fallback=True) == 1
         assert (state["step"], state["model"]["weight"][0].item()) == (1, 1.0)
         for step in (3, 2):
-            assert f"{tmp_path}/step-{step} cannot be restored; trying the one before: " in said(caplog)
+            assert f"{tmp_path}/step-{step} cannot be restored; trying the previous checkpoint: " in said(caplog)
         levels = {entry.levelno for entry in caplog.records if "cannot be restored" in entry.getMessage()}
         assert levels == {logging.ERROR}
         assert manager.steps() == [1]
@@ -689,7 +689,9 @@ def test_an_optimizer_that_does_not_fit(tmp_path: Path, caplog: pytest.LogCaptur
         manager.save(1, state, wait=True)
         new = trainer("tensor_lr")
         fewer = torch.optim.Adam([*new["model"].parameters()][:3], lr=torch.tensor(0.7))
-        with pytest.raises(StateMismatch, match=r"'optimizer\.state\.3\.step'.*cannot take them: it has other param"):
+        with pytest.raises(
+            StateMismatch, match=r"'optimizer\.state\.3\.step'.*cannot take them: its parameters or groups"
+        ):
             manager.restore({"model": new["model"], "optimizer": fewer})
         assert (fewer.state_dict()["state"], fewer.param_groups[0]["lr"].item()) == ({}, pytest.approx(0.7))
         assert_same({"model": new["model"]}, {"model": trainer("tensor_lr")["model"]})
@@ -726,7 +728,9 @@ def test_an_empty_dict_does_not_swallow_what_was_saved(tmp_path: Path, caplog: p
         new = trainer("momentum")
         with pytest.raises(StateMismatch, match=rf"{lost}.*pass the optimizer itself"):
             manager.restore({"optimizer": new["optimizer"].state_dict(), "losses": {1: 0.0, 2: 0.0}})
-        with pytest.raises(StateMismatch, match=r"'losses\.1', 'losses\.2', and the target state dict is empty there"):
+        with pytest.raises(
+            StateMismatch, match=r"'losses\.1', 'losses\.2', and the target state dict has an empty dict in"
+        ):
             manager.restore(new | {"losses": {}})
         assert said(caplog) == ""
         manager.restore(new | {"losses": {}}, strict=False)
@@ -737,7 +741,7 @@ def test_an_empty_dict_does_not_swallow_what_was_saved(tmp_path: Path, caplog: p
         losses = {1: 0.0}  # less than there is, on purpose
         with caplog.at_level(logging.INFO, "dcp_tensorizer"):
             manager.restore({"losses": losses})
-        assert "step-1 also has 'losses.2', which the state does not ask for" in caplog.text
+        assert "step-1 also has 'losses.2', which the state does not have" in caplog.text
         assert losses == {1: 0.5}
     caplog.clear()
     new = trainer("momentum")
@@ -761,12 +765,13 @@ def test_tensors_of_another_shape(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         manager.save(1, state, wait=True)
         new = trainer("adamw", rows=7)
         shapes = (
-            r"'model\.0\.weight' is \(5, 3\) there and \(7, 3\) here; 'model\.0\.bias' is .*; 'model\.1\.weight' is"
+            r"'model\.0\.weight' is \(5, 3\) in the checkpoint and \(7, 3\) in the state; 'model\.0\.bias' is .*; "
+            r"'model\.1\.weight' is"
         )
         with pytest.raises(StateMismatch, match=shapes):
             manager.restore(new)
         manager.restore(new, allow_shape_mismatch=True)
-        assert "'model.0.weight' is (5, 3) there and (7, 3) here; " in said(caplog)
+        assert "'model.0.weight' is (5, 3) in the checkpoint and (7, 3) in the state; " in said(caplog)
         assert said(caplog).count("\n") == 0
         kept = trainer("adamw", rows=7)["model"].state_dict() | {"1.bias": state["model"].state_dict()["1.bias"]}
         torch.testing.assert_close(new["model"].state_dict(), kept, rtol=0, atol=0)
@@ -907,8 +912,8 @@ def test_nothing_is_deleted_while_the_metric_is_nan(tmp_path: Path, caplog: pyte
             manager.save(step, state_of(step), metrics={"loss": math.nan}, wait=True)
         assert (manager.steps(), manager.best()) == ([1, 2, 3], None)
         assert said(caplog) == (
-            f"{tmp_path}: the metric 'loss' of step 1 is NaN, and keep_best needs a number. While no checkpoint has a "
-            f"value of it, none is deleted"
+            f"{tmp_path}: the metric 'loss' of step 1 is NaN, but keep_best needs a number. While no checkpoint has a "
+            f"value of this metric, none is deleted"
         )
         manager.save(4, state_of(4), metrics={"loss": 0.5}, wait=True)
         assert manager.steps() == [4]

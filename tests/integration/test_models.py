@@ -294,7 +294,7 @@ def test_an_adapter_is_one_file_beside_its_configuration(tmp_path: Path) -> None
     save(tmp_path / "to", {key: torch.zeros(2, 4)}, overwrite=True, **options)
     assert load_file(tmp_path / "to" / "adapter_model.safetensors").popitem()[1].tolist() == [[0.0] * 4] * 2
     two = adapter | {"more.lora_A.default.weight": torch.ones(2, 4)}
-    assert "PEFT loads adapters of one file, but this one has 2" in refused(
+    assert "PEFT loads only adapters of one file, but this adapter needs 2 files" in refused(
         tmp_path / "2", two, max_shard_bytes=40, **options
     )
     with pytest.raises(ValueError, match="publish= takes whole models"):
@@ -450,7 +450,7 @@ def test_an_index_that_cannot_be_written_leaves_the_old_model(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"every": 2}, ValueError, "every= exports several models to one path. Put {} for the step into it"),
+        ({"every": 2}, ValueError, "every= exports several models to one path. Put {} for the step into the path"),
         ({"every": 0}, ValueError, "every must be an int of at least 1, or None, got 0."),
         ({"include": "model.*"}, TypeError, "include must be a list of patterns, got 'model.*'"),
         ({"dtype": torch.int8}, ValueError, "dtype must be a floating-point dtype of safetensors, got torch.int8"),

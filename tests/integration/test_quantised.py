@@ -107,4 +107,4 @@ def test_a_quantised_weight_may_have_another_name(tmp_path: Path) -> None:
     rules = {"x.weight": Parts("b.weight", "d.weight")}
     with pytest.raises(CheckpointException) as caught:
         dcp.load(joined, storage_reader=open_reader(tmp_path, rename=rules))
-    assert "'b.weight' is quantised, and rename= cuts it or joins it" in str(unwrap(caught.value))
+    assert "'b.weight' is quantised, so rename= cannot cut it, or join it" in str(unwrap(caught.value))

@@ -68,7 +68,7 @@ def test_a_record_that_is_gone_is_no_arrival(tmp_path: Path, commits: bool) -> N
     assert told == []
     assert flushing.future("a" * 32).exception() is not None  # type: ignore[union-attr]
     if commits:
-        with pytest.raises(WriteError, match="has not found remote/step-1 on the remote"):
+        with pytest.raises(WriteError, match="cannot confirm that remote/step-1 is on the remote"):
             flushing.check()
     flushing.check()
 
@@ -117,7 +117,7 @@ def test_the_saves_of_a_read_only_disk(
             flushing.wait()
     future = flushing.future("a" * 32)
     assert future is not None and words in str(future.exception())
-    with pytest.raises(WriteError, match=f"has not found remote/step-1 on the remote: {words}"):
+    with pytest.raises(WriteError, match=f"cannot confirm that remote/step-1 is on the remote: {words}"):
         flushing.check()
     assert caplog.text.count(f"{words}: gave up waiting for its saves") == 1
     assert told == []

@@ -127,7 +127,7 @@ def test_a_step_whose_commit_was_on_a_lost_node(
         words = f"{run.remote}/step-2 is given up, and will not be on the remote: no node of this job has its metadata"
         errors = [entry.getMessage() for entry in caplog.records if entry.levelno == logging.ERROR]
         # The job before, which is in this process, may say of its own that it has not seen it arrive.
-        assert [error.startswith(words) for error in errors if not error.startswith("rank 0 has not found")] == [
+        assert [error.startswith(words) for error in errors if not error.startswith("rank 0 cannot confirm")] == [
             True
         ] * is_confirmed
         if is_confirmed:

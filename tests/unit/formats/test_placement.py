@@ -119,8 +119,12 @@ def test_a_region_is_carried_element_by_element(side: Renaming) -> None:
         ({"m.*": "*"}, {"m.a": (1,), "a": (1,)}, "'m.a' and 'a' would both be 'a'"),
         ({"x": Parts("e.{}")}, {"x": (2, 3), "e.1": (3,)}, "'x' and 'e.1' would both be 'e.1'"),
         ({Parts("a", "b"): "c"}, {"a": (1,), "b": (1,), "c": (2,)}, "'a' and 'c' would both be 'c'"),
-        ({Parts("a", "b"): "c"}, {"a": (1,), "b": ()}, r"'b' has the shape \(\), and dim=0 along which"),
-        ({Parts("a", "b", dim=1): "c"}, {"a": (1, 1), "b": (2,)}, r"'b' has the shape \(2,\), and dim=1 along which"),
+        ({Parts("a", "b"): "c"}, {"a": (1,), "b": ()}, r"'b' has the shape \(\), and cannot be joined along dim=0"),
+        (
+            {Parts("a", "b", dim=1): "c"},
+            {"a": (1, 1), "b": (2,)},
+            r"'b' has the shape \(2,\), and cannot be joined along dim=1",
+        ),
         ({Parts("a", "b"): "c"}, {"c": (2,), "a": (1,), "b": (1,)}, "'c' and 'a' would both be 'c'"),
         ({"x": Parts("e.{}")}, {"x": ()}, r"'x' of shape \(\) cannot be cut"),
         ({"x": Parts("a", "b")}, {"x": (3,)}, r"'x' of shape \(3,\) cannot be cut"),
@@ -131,7 +135,7 @@ def test_a_region_is_carried_element_by_element(side: Renaming) -> None:
         ({Parts("a", "b"): "x"}, {"a": (1,)}, "part 0 of 'b' is missing"),
         ({Parts("a", "b", dim=1): "x"}, {"a": (1,), "b": (1,)}, "and cannot be joined along dim=1"),
         ({Parts("e.{}"): "x"}, {"e.0": (1,), "e.1": (2,)}, r"'e.1' has the shape \(2,\)"),
-        ({Parts("a", "b"): "x"}, {"a": (3,), "b": (1,)}, r"'a' has the shape \(3,\), and as a part of 'x'"),
+        ({Parts("a", "b"): "x"}, {"a": (3,), "b": (1,)}, r"'a' has the shape \(3,\), but as a part of 'x'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -46,7 +46,7 @@ def test_states() -> None:
         (torch.optim.SGD(model.parameters()), '{"optimizer": optimizer}, got SGD.'),
         ([model], '{"model": model}, got list.'),
     ):
-        with pytest.raises(TypeError, match="^" + re.escape(f"state must be a dict, as {words}")):
+        with pytest.raises(TypeError, match="^" + re.escape(f"state must be a dict, such as {words}")):
             check_state(state)
 
 

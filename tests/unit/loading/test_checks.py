@@ -69,7 +69,7 @@ def test_coverage_is_checked_of_the_tensors_that_are_loaded() -> None:
     with pytest.raises(MetadataError) as caught:
         check_coverage("/ckpt", index, {"whole", "gap"})
     assert str(caught.value) == (
-        "/ckpt: the stored chunks of 'gap' do not make up its 8,000 elements: they hold 6,000, and a rank's part is "
+        "/ckpt: the stored chunks of 'gap' do not make up its 8,000 elements: they hold 6,000, so a rank's part is "
         "missing or stored twice"
     )
 

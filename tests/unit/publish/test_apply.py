@@ -601,7 +601,7 @@ def test_a_version_is_no_target(tmp_path: Path, target: str, source: str) -> Non
     (tmp_path / "link").symlink_to(versions)
     before = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
     where = f"file://{tmp_path}/published" if source.startswith("file:") else tmp_path / source
-    with pytest.raises(WriteError, match=r"Name another directory"):
+    with pytest.raises(WriteError, match=r"Pass another directory"):
         apply_delta(f"{tmp_path}/{target}", where)
     assert {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()} == before
 
