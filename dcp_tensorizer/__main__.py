@@ -14,7 +14,8 @@ _INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 def main() -> None:
     """Runs the command line.
 
-    If rich or typer is missing, only shows the version; otherwise exits with code 2, and names the extra to install.
+    If rich or typer is missing, only ``--version`` works. Any other command prints which extra to install, and exits
+    with code 2.
     """
     try:
         import rich  # noqa: F401
@@ -39,7 +40,7 @@ def main() -> None:
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Ends the command by an exception, so that ``finally`` blocks remove unfinished results."""
+    """Ends the command with an exception, so that ``finally`` blocks remove unfinished results."""
     sys.exit(128 + number)
 
 

@@ -53,7 +53,10 @@ class DataParallelState(Stateful):
 
 
 def other_sizes(missing: Iterable[str], stored: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Finds missing values that another number of data-parallel ranks saved: name to (that number, today's number)."""
+    """Finds missing values that another number of data-parallel ranks saved.
+
+    Returns the names, each with that number and the current number.
+    """
     now = {match[1]: int(match[2]) for key in missing if (match := _NAME.match(key))}
     if not now:
         return {}

@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 8 -m dcp_tensorizer.run train.py ARGUMENTS
     python -m dcp_tensorizer.run -m package.train ARGUMENTS
 
-The replacement also applies in processes that the script spawns by ``multiprocessing``.
+The replacement also applies in processes that the script spawns with ``multiprocessing``.
 """
 
 from .integrations.install import run

@@ -1,1 +1,1 @@
-"""How to use dcp_tensorizer: `training` is a job that saves and resumes, and `demo` kills it and checks the rest."""
+"""Examples: `training` is a job that saves and resumes, and `demo` kills this job and checks the resumed runs."""

@@ -5,15 +5,15 @@
 1. undisturbed: what the losses should be;
 2. with a save every few steps, until all of its processes are killed in the middle of one;
 3. resumed from the newest whole checkpoint on as many ranks: the losses must be those of 1, to the last bit;
-4. resumed on fewer ranks: the same, but for the order in which gradients are added up;
-5. undisturbed on fewer ranks: what that order does by itself;
+4. resumed on fewer ranks: the losses must be the same, except for the effect of adding up gradients in another order;
+5. undisturbed on fewer ranks: the effect of that order alone;
 6. with each step held in memory, until all its processes are killed between two saves;
-7. resumed from memory: the newest step, and not that of the last save; the losses must be those of 1;
-8. on three hosts, which are namespaces of this machine, with each step copied to another host, until one is lost whole;
+7. resumed from memory, at the newest step, which is later than the last save; the losses must be those of 1;
+8. on three hosts, which are namespaces of this machine, with each step copied to another host, until one host is lost;
 9. resumed on the two remaining hosts and a new one: from a step that is not older than that of 7; the losses must be
    those of 1.
 
-8 and 9 need root; without it the demo prints that, and leaves them out. Its results are in ``demo-output/``.
+Runs 8 and 9 need root. Without root, the demo prints that, and skips them. The results are in ``demo-output/``.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _STEPS = 30
 _SAVE_EVERY = 6
 _KILL_AT = 18  # the step whose save is never finished
 _LOST_HOST = 1
-_KILL_AFTER = 17  # the step after which a run is killed that keeps its states in memory: its last save is of step 12
+_KILL_AFTER = 17  # the step after which the run that holds its states in memory is killed; its last save is of step 12
 _RANKS, _FEWER = 3, 2
-# On fewer ranks the losses may differ by this many times what the changed order of additions makes by itself, which
-# is about 1e-6. For scale: resuming with a fresh optimizer makes 1e-1, and without the first moments of one matrix
-# 4e-2. What is too small to show in the losses shows in the digests of the states.
+# On fewer ranks, the losses may differ by this many times the difference that the changed order of additions alone
+# causes, which is about 1e-6. For comparison: resuming with a fresh optimizer causes a difference of 1e-1, and resuming
+# without the first moments of one matrix one of 4e-2. Smaller errors in a state show in its digest.
 _TOLERANCE = 10
 
 
@@ -101,7 +101,7 @@ def _run_all() -> Runs:
     _introduce()
     undisturbed = _launch(f"1. Undisturbed, on {_RANKS} ranks", _RANKS)
     killed = _launch(
-        f"2. The same, saving every {_SAVE_EVERY} steps, until it is killed", _RANKS, saves=True, kill_at=_KILL_AT
+        f"2. The same, saving every {_SAVE_EVERY} steps, until the job is killed", _RANKS, saves=True, kill_at=_KILL_AT
     )
     where = "Resumed from the newest whole checkpoint,"
     return Runs(
@@ -111,7 +111,7 @@ def _run_all() -> Runs:
         _launch(f"4. {where} on {_FEWER} ranks", _FEWER, resumes=True, saves=True),
         _launch(f"5. Undisturbed, on {_FEWER} ranks", _FEWER),
         _launch(
-            f"6. Each step kept in memory, saving every {_SAVE_EVERY} steps, until it is killed",
+            f"6. Each step held in memory, saving every {_SAVE_EVERY} steps, until the job is killed",
             _RANKS,
             saves=True,
             kill_after=_KILL_AFTER,
@@ -125,12 +125,12 @@ def _run_all() -> Runs:
 def _lose_a_host() -> tuple[Run, Run] | tuple[()]:
     """Runs the job on several hosts, until one host is lost, and then on the remaining hosts and a new one."""
     if (reason := missing()) is not None:
-        print(f"\n8 and 9, the loss of a host, are left out: {reason}")
+        print(f"\nSkipped runs 8 and 9, the loss of a host: {reason}")
         return ()
     folder = _OUTPUT / "hosts"
     names = (
         f"8. On {_RANKS} hosts, each step copied to another one, until host {_LOST_HOST + 1} is lost",
-        f"9. Resumed on the {_RANKS - 1} hosts that are left, and a new one",
+        f"9. Resumed on the {_RANKS - 1} remaining hosts and a new one",
     )
     job = Job(_STEPS, SHARED / "rendezvous", SHARED / "checkpoints", _SAVE_EVERY, survives=True, copies=2)
     with Lab(folder.resolve()) as lab:
@@ -171,8 +171,8 @@ def _introduce() -> None:
     print(
         f"A transformer of {parameters / 1e6:.1f} M parameters learns Python from the standard library's sources.\n"
         f"With AdamW's moments it has {parameters * 3 * 4 / 1e6:.0f} MB of state, which FSDP2 shards. For each save:\n"
-        f"   stall          how long training stood still\n"
-        f"   durable after  when the whole checkpoint was on disk, while training went on"
+        f"   stall          how long training waited\n"
+        f"   durable after  how long until the whole checkpoint was on disk, while training continued"
     )
 
 
@@ -235,7 +235,7 @@ def _events(context: ProcessContext, receiving: Connection) -> Iterator[Event]:
 
 
 def _kill_in_mid_save(context: ProcessContext, checkpoint: Path) -> str:
-    """Kills all ranks while data is being written and nothing is committed. Returns what is left.
+    """Kills all ranks while data is being written and nothing is committed. Describes the files that remain.
 
     A data file shows that every rank has staged its state: the ranks plan the save after that.
     """
@@ -333,11 +333,11 @@ def _check_close(runs: Runs) -> None:
     what = f"resumed on {fewer.ranks} ranks, steps {min(fewer.losses)}-{max(fewer.losses)}"
     if difference > _TOLERANCE * by_order:
         raise DemoError(
-            f"{what}: the losses differ by up to {difference:.1e}; the order of additions makes {by_order:.1e}"
+            f"{what}: the losses differ by up to {difference:.1e}; the order of additions alone causes {by_order:.1e}"
         )
     print(
         f"   ok  {what}: largest difference of the losses {difference:.1e}\n"
-        f"       (the order in which {fewer.ranks} ranks add up gradients makes {by_order:.1e} by itself: 5 against 1)"
+        f"       (the order in which {fewer.ranks} ranks add up gradients alone causes {by_order:.1e}: 5 against 1)"
     )
 
 

@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """Predicts the next byte."""
+    """A transformer that predicts the next byte."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,12 +51,12 @@ class ByteTransformer(nn.Module):
         self.head = nn.Linear(_WIDTH, _VOCABULARY)
 
     def forward(self, windows: torch.Tensor) -> torch.Tensor:
-        """The mean loss, in nats per byte, over windows of ``CONTEXT + 1`` bytes each."""
+        """Returns the mean loss, in nats per byte, over windows of ``CONTEXT + 1`` bytes each."""
         inputs, targets = windows[:, :-1], windows[:, 1:]
         return cross_entropy(self.logits(inputs).flatten(0, 1), targets.flatten())
 
     def logits(self, inputs: torch.Tensor) -> torch.Tensor:
-        """How likely each byte is to follow, for each place in some windows of ``CONTEXT`` bytes at most."""
+        """Returns the logits of the next byte, for each position in windows of at most ``CONTEXT`` bytes."""
         x = self.byte(inputs) + self.position(torch.arange(inputs.shape[1]))
         for block in self.blocks:
             x = block(x)
@@ -64,7 +64,7 @@ class ByteTransformer(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: bytes, count: int) -> bytes:
-        """Continues a text by so many bytes, drawn by their likelihood: always the same ones for the same weights."""
+        """Continues a text by ``count`` bytes, sampled with a fixed seed: the same weights give the same text."""
         chance = torch.Generator().manual_seed(0)
         text = list(prompt)
         for _ in range(count):
@@ -74,17 +74,17 @@ class ByteTransformer(nn.Module):
 
 
 def python_sources() -> torch.Tensor:
-    """The modules of the standard library, one after the other in the order of their names, as bytes."""
+    """Returns the modules of the standard library as bytes, concatenated in the order of their names."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def batch(text: torch.Tensor, step: int, size: int, rank: int, world: int) -> torch.Tensor:
-    """A rank's part of a step's batch.
+    """Returns a rank's part of a step's batch.
 
-    The batch depends on the step alone, so that a job sees the same data on any number of ranks, and also when it
-    takes up again in the middle.
+    The batch depends on the step alone, so that a job sees the same data on any number of ranks, and also after it has
+    resumed.
     """
     starts = torch.randint(len(text) - CONTEXT, (size,), generator=torch.Generator().manual_seed(step))
     return torch.stack([text[start : start + CONTEXT + 1] for start in starts.chunk(world)[rank]]).long()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["draw"]
 
 _GREY, _BLUE, _ORANGE, _RED = "#c3c9d0", "#0072b2", "#e07b00", "#c1121f"
-_WIDE, _MEDIUM, _THIN = 9, 4.5, 1.8  # so that curves which coincide all show
+_WIDE, _MEDIUM, _THIN = 9, 4.5, 1.8  # so that curves that coincide are all visible
 _STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -94,7 +94,7 @@ def _draw_memory(axes: Axes, killed: Run, resumed: Run) -> None:
 def _draw_losses(axes: Axes, runs: Runs) -> None:
     killed, resumed = runs.killed, runs.resumed_on_fewer
     _curve(axes, runs.undisturbed.losses, _GREY, _WIDE, f"undisturbed, {runs.undisturbed.ranks} ranks")
-    _curve(axes, killed.losses, _BLUE, _MEDIUM, f"until it is killed, {killed.ranks} ranks")
+    _curve(axes, killed.losses, _BLUE, _MEDIUM, f"until the kill, {killed.ranks} ranks")
     _curve(axes, resumed.losses, _ORANGE, _THIN, f"resumed, {resumed.ranks} ranks")
     for run, color in ((killed, _BLUE), (resumed, _ORANGE)):
         axes.plot(list(run.saved), [run.losses[step] for step in run.saved], **_circle(color), linestyle="none")
@@ -114,7 +114,7 @@ def _draw_differences(axes: Axes, runs: Runs) -> None:
         reference = runs.undisturbed.losses
         _curve(axes, {step: abs(loss - reference[step]) for step, loss in run.losses.items()}, color, width, label)
     ranks = runs.undisturbed.ranks
-    axes.set_title(f"Difference in loss: on {fewer.ranks} ranks, sums are taken in another order than on {ranks}")
+    axes.set_title(f"Difference in loss: on {fewer.ranks} ranks, sums are computed in another order than on {ranks}")
     axes.set_ylabel(f"difference from the\nundisturbed {ranks} ranks")
     axes.set_xlabel("step")
     axes.set_xlim(0, max(fewer.losses) + 0.5)

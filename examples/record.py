@@ -125,7 +125,7 @@ class Table:
     def show_kill(self, step: int, what_is_left: str) -> None:
         """Shows that the run was killed in the save of a step."""
         self._row(step, f"{self._stall(step)}  SIGKILL to every rank, in mid-save")
-        self._print(f"   left of {what_is_left}")
+        self._print(f"   remaining in {what_is_left}")
 
     def show_death(self, step: int) -> None:
         """Shows that the run was killed after a step, between two saves."""

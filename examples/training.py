@@ -1,6 +1,6 @@
-"""A training job that saves without stopping: what to copy into your own.
+"""A training job that saves while it trains: a template for your own job.
 
-FSDP2 shards model and optimizer over the ranks; every few steps each rank hands its shards to a `CheckpointManager`
+FSDP2 shards model and optimizer over the ranks. Every few steps, each rank passes its shards to a `CheckpointManager`,
 and continues training. A killed job resumes from its newest checkpoint, on any number of ranks.
 """
 
@@ -50,15 +50,15 @@ class Job:
     save_every: int = 0
     """Steps between two saves; 0: save nothing."""
     survives: bool = False
-    """Hold each step in memory, for a run after this one."""
+    """Hold each step in memory, for the next run."""
     copies: int = 1
     """Number of hosts that hold each step in memory."""
 
 
 class App(Stateful):
-    """Everything that a job needs to resume: model, optimizer and how far it has come.
+    """Everything that a job needs to resume: the model, the optimizer and the number of its last step.
 
-    DCP calls `state_dict` and `load_state_dict` by itself.
+    DCP calls `state_dict` and `load_state_dict`.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -81,7 +81,7 @@ class App(Stateful):
 
 
 def save(app: App, manager: CheckpointManager, every: int, report: Reporter) -> None:
-    """Call it after each optimizer step. If a save is due, it returns when the state is copied."""
+    """Saves if a save is due, and returns when the state is copied. Call it after each optimizer step."""
     step, checkpoint = app.step, Path(manager.path(app.step))
     digest = "" if step % every else state_digest(app)  # for the demo's check; your job needs none
     started = time.monotonic()
@@ -135,7 +135,7 @@ def open_manager(job: Job) -> CheckpointManager:
 
 
 def build(world: int) -> App:
-    """Model and optimizer, sharded over all ranks."""
+    """Returns the model and the optimizer, sharded over all ranks."""
     torch.manual_seed(_SEED)  # every rank makes the same model, and holds its own shards
     model = ByteTransformer()
     mesh = init_device_mesh("cpu", (world,))
@@ -146,7 +146,7 @@ def build(world: int) -> App:
 
 
 def steps(app: App, last: int, rank: int, world: int) -> Iterator[float]:
-    """Trains up to a step; yields the loss of each batch, averaged over the ranks."""
+    """Trains up to step ``last``; yields the loss of each batch, averaged over the ranks."""
     text = python_sources()
     while app.step < last:
         app.step += 1
@@ -160,15 +160,15 @@ def steps(app: App, last: int, rank: int, world: int) -> Iterator[float]:
 
 
 def load(app: App, manager: CheckpointManager, report: Reporter) -> None:
-    """Loads the newest checkpoint onto however many ranks there are now: each reads the bytes of its own shards."""
-    dist.barrier()  # so that the time is that of the loading, not of waiting for ranks that have yet to start
+    """Loads the newest checkpoint, on any number of ranks: each rank reads the bytes of its own shards."""
+    dist.barrier()  # so that the measured time does not include waiting for ranks that have yet to start
     started = time.monotonic()
     if manager.restore({"app": app}) is not None:
         report(Loaded(app.step, time.monotonic() - started, state_digest(app)))
 
 
 def state_digest(app: App) -> str:
-    """SHA-256 of the whole state, the same on any number of ranks; a collective."""
+    """Returns the SHA-256 of the whole state, which is the same on any number of ranks. Collective."""
     digest = hashlib.sha256()
     for key, value in _leaves(app.state_dict()):
         whole = value.full_tensor() if isinstance(value, DTensor) else value

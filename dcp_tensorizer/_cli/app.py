@@ -95,7 +95,7 @@ def flushed(code: int) -> int:
 
 
 def unwritten(error: OSError) -> int:
-    """Reports that stdout could not be written; returns the exit code. A closed pipe is not reported."""
+    """Reports that stdout could not be written, unless its pipe is closed; returns the exit code."""
     # Send the rest of the buffer to /dev/null: at exit, the interpreter would fail to flush it.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     with suppress(OSError, ValueError, AttributeError):  # stdout was replaced or is None
@@ -120,7 +120,7 @@ _app = typer.Typer(
     rich_markup_mode=None,  # rich's help tables would show a type for each switch
     pretty_exceptions_enable=False,
     help="List, inspect, verify, compare, convert and collect checkpoints of dcp_tensorizer.",
-    epilog="Exit codes: 0 fine, 1 damaged or different, 2 not done, 3 unreadable by this version, 130 interrupted, "
+    epilog="Exit codes: 0 success, 1 damaged or different, 2 failed, 3 unreadable by this version, 130 interrupted, "
     "129 and 143 ended by a signal, 141 pipe closed.",
 )
 
@@ -203,7 +203,7 @@ def ls(
 def inspect(
     checkpoint: Checkpoint,
     pattern: Annotated[
-        str, typer.Argument(metavar="PATTERN", help="Keys to show, as in a shell: 'model.*.weight'.")
+        str, typer.Argument(metavar="PATTERN", help="A shell-style pattern of keys: 'model.*.weight'.")
     ] = "*",
     chunks: Annotated[bool, typer.Option("--chunks", help="Show the location of each chunk of a tensor.")] = False,
     key_file: KeyFile = None,
@@ -227,7 +227,7 @@ def verify(
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
-    """Compare a checkpoint's files with what was saved. The exit code is 1 if any is damaged."""
+    """Compare a checkpoint's files with what was saved. The exit code is 1 if a file is damaged."""
     from .. import tools
     from ..tools._atomic_output import shown_path
     from .terminal import fields, progress
@@ -295,9 +295,7 @@ def convert(
     add_prefix: Annotated[
         str, typer.Option(metavar="PREFIX", help="Prepend this to all keys, after all other changes.")
     ] = "",
-    dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="For floating-point tensors: bfloat16, float32, ...")
-    ] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="The new dtype of floating-point tensors.")] = None,
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="safetensors: the maximum size of a file.")] = "5GB",
     tensor_parallel: Annotated[
         int, typer.Option(min=1, metavar="N", help="tensorizer: split into one file per rank.")
@@ -402,7 +400,7 @@ def gc(
         str | None, typer.Option(metavar="AGE", help="Remove only what is older: 90s, 30m, 12h, 7d, 2w.")
     ] = None,
     only_data: Annotated[
-        bool, typer.Option("--only-data", help="Retain other files in a checkpoint's directory.")
+        bool, typer.Option("--only-data", help="Retain files that this package did not write.")
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
     storage_option: StorageOptions = None,
@@ -515,7 +513,7 @@ def publish_verify(
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
-    """Compare the SHA-256 of all files with what was published. The exit code is 1 if any is damaged."""
+    """Compare the SHA-256 of all files with what was published. The exit code is 1 if a file is damaged."""
     from .._publish.apply import verify_versions
     from .terminal import fields, progress
     from .views import show_versions_verified

@@ -34,7 +34,7 @@ PassphraseFile = Annotated[
 
 
 def _here_or_before(context: typer.Context, given: bool) -> bool:
-    """Returns whether a switch was given after the command, or before it or its group."""
+    """Returns whether a switch was given: after the command, before the command, or before its group."""
     above = context.parent
     while above is not None:
         given = given or bool(above.params.get("as_json"))
@@ -98,7 +98,7 @@ def read_key(key_file: Path | None, passphrase_file: Path | None) -> DecryptionP
         key = None if key_file is None else key_file.read_bytes()
         if key is not None and len(key) != _KEY_BYTES:
             raise ValueError(
-                f"a key must have {_KEY_BYTES} bytes, got {len(key):,}. Pass --passphrase-file for others."
+                f"a key must have {_KEY_BYTES} bytes, got {len(key):,}. Pass a passphrase with --passphrase-file."
             )
         passphrase = None if passphrase_file is None else passphrase_file.read_text(encoding="utf-8").removesuffix("\n")
         return decryption_key(key=key, passphrase=passphrase)

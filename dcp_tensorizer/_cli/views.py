@@ -95,7 +95,7 @@ def _show_chunks(tensors: Sequence[TensorInfo]) -> None:
         for tensor in tensors
         for chunk in tensor.chunks
     )
-    print_table(["tensor", "from", "shape", ">bytes", "file", ">at"], rows)
+    print_table(["tensor", "offset", "shape", ">size", "file", ">file offset"], rows)
 
 
 def _show_tensors(tensors: Sequence[TensorInfo]) -> None:
@@ -123,8 +123,8 @@ def show_verified(verified: Verified) -> None:
         + (f"{count(verified.checkpoints, 'checkpoint')}, " if verified.checkpoints != 1 else "")
         + f"{count(verified.files, 'file')}, {count(verified.items, 'item')}, "
         f"{size(verified.nbytes)} in {verified.seconds:.1f} s ({rate:.2f} GB/s)"
-        + (f", {count(len(verified.damages), 'damage')}" if verified.damages else "")
-        + ("" if verified.digests else ". The format has no digests: everything was read, and has its size"),
+        + (f", {count(len(verified.damages), 'problem')}" if verified.damages else "")
+        + ("" if verified.digests else ". The format has no digests: all bytes could be read, and all sizes match"),
         "bold red" if verified.damages else "bold green",
     )
 
@@ -235,14 +235,15 @@ def show_versions(versions: Sequence[VersionInfo]) -> None:
 def show_applied(applied: Applied, copy: str) -> None:
     """Shows the version to which a copy was updated."""
     if not applied.nbytes:
-        print_line(f"{redact(copy)} has version {applied.version} already")
+        print_line(f"{redact(copy)} already has version {applied.version}")
         return
     how = ([f"a whole version of {size(applied.nbytes)}"] if applied.is_whole else []) + (
         [count(applied.deltas, "delta")] if applied.deltas else []
     )
-    before = "" if applied.before is None else f", before it had {applied.before}"
+    before = "" if applied.before is None else f" from version {applied.before}"
     print_line(
-        f"{redact(copy)} has version {applied.version}{before}: by {' and '.join(how)}, in {applied.seconds:.1f} s"
+        f"{redact(copy)}: updated{before} to version {applied.version} with {' and '.join(how)}, "
+        f"in {applied.seconds:.1f} s"
     )
 
 

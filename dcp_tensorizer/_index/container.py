@@ -194,7 +194,7 @@ def read_head(data: bytes, path: str, *, whole: bool = True) -> Head:
         raise _damaged(path, "its checksum does not match")
     if version != INDEX_VERSION:
         raise UnsupportedFormat(
-            f"{path} is of format version {version}, and this release reads version {INDEX_VERSION}. Install the "
+            f"{path} has format version {version}, and this release reads version {INDEX_VERSION}. Install the "
             f"release of dcp_tensorizer that wrote it, or a newer one."
         )
     if nbytes < len(data) or (whole and nbytes != len(data)):
@@ -235,7 +235,7 @@ def _check_head(head: Head, nbytes: int, path: str) -> None:
     kinds = [section.kind for section in head.sections]
     first = [kind for kind in kinds if kind != "places"]
     if first != kinds[: len(first)] or len(set(first)) < len(first) or {"paths", "planner"} <= set(first):
-        raise invalid_index(path, f"it has sections {first}, or they come after those of locations")
+        raise invalid_index(path, f"its sections {first} are not a valid combination, or follow those of locations")
     if "entries" not in first:
         raise invalid_index(path, "it has no section of entries")
     names = [file.name for section in head.sections for file in section.files]

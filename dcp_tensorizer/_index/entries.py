@@ -137,8 +137,8 @@ def _torch_name(value: torch.layout | torch.memory_format) -> str:
 def entries_section(rules: StateRules, parts: Sequence[RankLocations], recent: Recent[bytes] | None = None) -> bytes:
     """Returns the section of a state dict's entries. Raises `WriteError`, naming the key, if a key cannot be stored.
 
-    ``parts`` are the ranks' reports. If several ranks wrote a chunk, the last one's is used. ``recent`` caches the
-    sections of the last saves, which are reused for equal contents.
+    ``parts`` are the ranks' reports. If several ranks wrote a chunk, uses that of the last rank. ``recent`` caches the
+    sections of the last saves, to reuse them for equal contents.
     """
     name = (rules.digest, *(part.table_digest for part in parts))
     section = None if recent is None else recent.find(name)
@@ -217,7 +217,7 @@ class TensorValue:
         return zip((region.start for region in self.layout.regions), self.owners.tolist(), strict=True)
 
     def chunks_in(self, offset: tuple[int, ...], region: Region) -> list[int]:
-        """Returns the chunks to read for ``region`` in the chunk at ``offset`` in the load's metadata, by number."""
+        """Returns the numbers of the chunks to read for ``region`` of the chunk that the metadata has at ``offset``."""
         if self.is_whole:
             return self.layout.touched_by(region.moved(offset))
         same = np.flatnonzero((self.layout.starts == np.array(offset, dtype="i8")).all(axis=1))

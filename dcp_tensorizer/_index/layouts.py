@@ -18,8 +18,8 @@ from .._tensor_file.regions import Region, covers
 from .schema import Layout, Run, encode_rows
 
 MAX_NUMBERS = 1 << 26
-"""The maximum of numbers in all runs of an index: half a gibibyte, so that a tiny file cannot make a reader allocate
-more."""
+"""The maximum count of numbers in all runs of an index: half a gibibyte, so that a tiny file cannot make a reader
+allocate more."""
 
 
 def runs_of(numbers: np.ndarray) -> list[Run]:
@@ -59,8 +59,8 @@ _NONE = np.zeros(0, dtype="i8")
 class ChunkLayout:
     """The chunks of tensors of one shape.
 
-    ``starts`` and ``sizes`` have a row for each chunk and a column for each dimension. None: one chunk, the whole
-    tensor.
+    ``starts`` and ``sizes`` have a row for each chunk and a column for each dimension. If they are None, the only chunk
+    is the whole tensor.
     """
 
     def __init__(self, shape: tuple[int, ...], starts: np.ndarray | None, sizes: np.ndarray | None) -> None:
@@ -101,7 +101,7 @@ class ChunkLayout:
         if any(len(column) != row.count for side in columns for column in side):
             raise ValueError("there are more or fewer offsets and sizes than chunks")
         if any(len(side) != dims for side in columns):
-            raise ValueError("the chunks of a tensor have other dimensions than the tensor")
+            raise ValueError("the chunks of a tensor have more or fewer dimensions than the tensor")
         starts, sizes = (np.stack(side, axis=1) if dims else np.zeros((row.count, 0), dtype="i8") for side in columns)
         if starts.size and (starts.min() < 0 or sizes.min() < 0):
             raise ValueError("a chunk of a tensor is outside of it")
@@ -147,7 +147,7 @@ class ChunkLayout:
 
     def touched_by(self, region: Region) -> list[int]:
         """Returns the numbers of the chunks that have elements of a region, by bisection."""
-        if region not in self._found:  # tensors that share a layout are usually read by the same regions
+        if region not in self._found:  # tensors that share a layout are usually read in the same regions
             self._found[region] = self._touched_by(region)
         return self._found[region]
 
@@ -164,8 +164,8 @@ class ChunkLayout:
 
     @functools.cached_property
     def _sorted(self) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """The dimension in which most chunks differ, and the chunks in its order: their numbers, starts, and running
-        maxima of stops.
+        """The dimension in which most chunks differ, and the chunks sorted by their starts in it: their numbers, their
+        starts, and the running maxima of their stops.
         """
         dim = max(range(len(self.shape)), key=lambda d: len(set(self.starts[:, d].tolist())))
         order = np.argsort(self.starts[:, dim], kind="stable")

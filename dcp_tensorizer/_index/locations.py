@@ -50,7 +50,7 @@ class RankLocations(NamedTuple):
     files: tuple[tuple[str, int], ...]
     """The data files and their sizes."""
     table: bytes
-    """The section of locations up to the digests; empty if the coordinator knows it by ``table_digest``."""
+    """The section of locations up to the digests; empty if the coordinator has it cached under ``table_digest``."""
     table_digest: bytes
     """XXH3-128 of the table; equal for equal items in files of equal layout."""
     digests: bytes
@@ -74,7 +74,7 @@ class RankLocations(NamedTuple):
     ) -> RankLocations:
         """Makes the report from items by key. Raises `WriteError`, naming the key, if a key cannot be stored.
 
-        The keys of ``named`` items are stored in the index, because the state dict may not name them.
+        The keys of ``named`` items are stored in the index, because the state dict might not have them.
         """
         numbers = {name: number for number, name in enumerate(files)} | {"": -1}
         names = {n: item.name for n, ((key, _), item) in enumerate(items.items()) if item.file and item.name != key}
@@ -93,7 +93,7 @@ class RankLocations(NamedTuple):
 
 
 def inline_rows(items: Iterable[InlineItem]) -> Inline:
-    """Returns the section of small items. Of several with one hash, the last is used."""
+    """Returns the section of small items. Of several items with the same hash, uses the last."""
     chosen = list({item.hash: item for item in items}.values())
     ends = list(itertools.accumulate((len(item.content) for item in chosen), initial=0))
     stored = [inline.item._replace(offset=offset) for offset, inline in zip(ends, chosen, strict=False)]
@@ -181,7 +181,7 @@ class LocationTable:
                 blocks = -(-item.length // item.block) if self._is_encrypted else 0
                 sealed = NONCE_BYTES + blocks * MAC_BYTES if blocks else 0
                 if seal_end - seal_start != sealed:  # the index may be forged
-                    raise ValueError(f"the data of {key!r} is not encrypted as the checkpoint is")
+                    raise ValueError(f"the data of {key!r} is not encrypted in the same way as the checkpoint")
             yield item
 
     def named(self) -> dict[ItemKey, StoredItem]:
@@ -244,5 +244,5 @@ def known_dtype(name: str, path: str) -> torch.dtype:
         return named_dtype(name)
     except TypeError:
         raise MetadataError(
-            f"{path} has tensors of dtype {name!r}, which torch {torch.__version__} does not have: install a newer one"
+            f"{path} has tensors of dtype {name!r}, which torch {torch.__version__} lacks. Install a newer torch."
         ) from None

@@ -65,7 +65,7 @@ class SaveRecord(Struct, array_like=True, gc=False, frozen=True):
     # the branches up to this save: the name, and the step at which the branch left the previous one
     branch: tuple[tuple[str, _Count], ...]
     metrics: dict[str, float]
-    job: str = ""  # the run of the job, if it holds states in memory (``survive``)
+    job: str = ""  # the id of the run that saved, if it holds states in memory (``survive``)
     lived: float = 0.0  # seconds that the job has run up to this save, in all its runs
     restarts: _Count = 0  # how often the job has resumed after a failed run
     is_end: bool = False  # the job had received a stop request: no work is lost if it ends with this save
@@ -145,7 +145,7 @@ class Entries(Struct, array_like=True, gc=False):
     properties: list[Properties]
     layouts: list[Layout]
     owners: list[list[Run]]
-    entries: list[TensorEntry | ObjectEntry]
+    entries: list[TensorEntry | ObjectEntry]  # one for each key
 
 
 class Places(Struct, array_like=True, gc=False):
@@ -164,7 +164,7 @@ class Places(Struct, array_like=True, gc=False):
     digest_sizes: bytes  # uint32: bytes of each item in ``digests``
     seal_sizes: bytes  # uint32: bytes of each item in ``seals``; empty if nothing is encrypted
     names: dict[_Count, str]  # name in the file, by the item's number, if it is not the key
-    # key and offset, by the item's number, if the state dict may not name it
+    # key and offset, by the item's number, if the state dict might not have the key
     keys: dict[_Count, tuple[Key, _Dims | None]]
     digests: bytes  # of all items, one after the other
     seals: bytes  # nonces and MACs of all items

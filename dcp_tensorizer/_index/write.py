@@ -37,9 +37,9 @@ def encode(
 ) -> bytes:
     """Returns the contents of ``.metadata``. Raises `WriteError`, naming the key, if no reader could read them.
 
-    If ``metadata`` has ``rules``, its entries are not used. ``parts`` are the ranks' reports; if several ranks wrote a
-    chunk, the last one's is used. ``rank`` is set if each rank saves for itself. ``recent`` caches the sections of
-    earlier saves, to reuse unchanged ones.
+    If ``metadata`` has ``rules``, uses these instead of its entries. ``parts`` are the ranks' reports; if several ranks
+    wrote a chunk, uses that of the last rank. ``rank`` is set if each rank saves for itself. ``recent`` caches the
+    sections of earlier saves, to reuse unchanged ones.
     """
     rules = getattr(metadata, "rules", None) or StateRules.of(metadata.state_dict_metadata)
     section = entries_section(rules, parts, recent)
@@ -85,7 +85,7 @@ def _planner_part(data: Any) -> list[Part]:
         try:
             return [Part("paths", None, encode_rows(data))]
         except (UnicodeEncodeError, OverflowError):
-            pass  # MessagePack does not have some strings and numbers
+            pass  # MessagePack cannot represent some strings and numbers
     stream = io.BytesIO()
     try:
         torch.save(data, stream)

@@ -45,7 +45,7 @@ from .replicas import RemotePart
 _READER_OPTIONS = ("verify", "allow_pickle", "thread_count", "on_progress", "on_report")
 """The reader options that apply to checkpoints in memory."""
 _SLICE = 1 << 20  # small enough to be hashed while it is in the processor's cache
-_STREAMS = 4  # the minimum of parallel reads from other hosts, for any number of cores here
+_STREAMS = 4  # the minimum number of parallel reads from other hosts, for any number of cores here
 
 
 class StateCheckpoint(Storage):
@@ -191,7 +191,7 @@ def _names(head: StateHead) -> list[str]:
 
 # --- the description of a state ---------------------------------------------------------------------------------------
 #
-# The description is an index of one rank's part; a checkpoint's index is of all parts. Keepers pass it on without
+# The description is an index of one rank's part; a checkpoint's index describes all parts. Keepers pass it on without
 # decoding it. Its digests are zeros: keepers compute the real ones later, and send them separately.
 
 

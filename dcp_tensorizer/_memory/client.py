@@ -223,7 +223,7 @@ class KeeperConnection:
         """Returns a rank's part of a state, and its buffer. Raises `ReadError` if the keeper no longer holds it."""
         answer, fds = self._ask(GetPart(state_id, rank), _DIGEST_SECONDS)
         if not isinstance(answer, StatePart):
-            why = answer.message if isinstance(answer, Failed) else "it sent another answer"
+            why = answer.message if isinstance(answer, Failed) else "it sent an unexpected answer"
             raise ReadError(f"a keeper (of the trainer {self.found.trainer}) does not have the state: {why}")
         return answer, Descriptor(fds[0])
 

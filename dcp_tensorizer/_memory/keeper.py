@@ -3,13 +3,14 @@
 The keeper holds the descriptors of the staging buffers, not copies. When the trainer is gone, the keeper waits some
 seconds for a successor, and then ends. It neither reads nor writes storage.
 
-The keeper also holds the digests of the states, by which a successor verifies the loaded bytes. If a save writes a
-state, the writer process computes the digests. The keeper computes the digests of all other states,
-and of states that were not written yet when the trainer died.
+The keeper also holds the digests of the states, with which a successor verifies the loaded bytes. If a save writes a
+state, the writer process computes the digests. The keeper computes the digests of all other states, and of states that
+were not written yet when the trainer died.
 
-While the trainer lives, nothing waits for digests and copies. So their threads have low priorities, and so does the
+While the trainer lives, no process waits for digests and copies. So their threads have low priorities, and so does the
 session of a keeper that copies: if both need a core, training gets ten times as much of it. A successor does wait, so
-the keeper has the usual priority once its trainer is gone. A keeper whose trainer heals other replicas also has it.
+the keeper has the usual priority once its trainer is gone. The keeper of a trainer that heals other replicas always has
+the usual priority.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class Keeper:
                 self.is_orphaned = True
                 self._set_priority(0)
                 self._restart_timeout()
-                for held in reversed(list(self._held.values())):  # a successor wants the newest state
+                for held in reversed(list(self._held.values())):  # the newest state first: a successor loads it
                     self._digest(held)
 
     def wait_for_end(self, path: Path) -> None:
@@ -401,7 +402,7 @@ def _accept(listener: socket.socket, keeper: Keeper) -> None:
 
 
 def _set_session_priority(niceness: int, is_wanted: Callable[[], bool]) -> None:
-    """Sets the priority of this process's session, to 0 or lower, in a background thread.
+    """Sets the niceness of this process's session, 0 or more, in a background thread.
 
     This has an effect if the kernel schedules by session (autogroup): then each session gets an equal share of the CPU,
     and the niceness of a process counts only within its session. The thread gives up once ``is_wanted`` returns False.

@@ -62,8 +62,9 @@ class StateHead(NamedTuple):
 class StatePart:
     """A rank's part of a state in memory.
 
-    The trainer sends it with the descriptor of its staging buffer, and without digests: the keeper holds it. The keeper
-    sends it with the digests, to a successor with the buffer, and as the record of a replica without it.
+    The trainer sends the part to its keeper with the descriptor of the staging buffer, and without digests. The keeper
+    sends the part with the digests: to a successor together with the buffer, and as the record of a replica without
+    the buffer.
     """
 
     head: StateHead

@@ -52,7 +52,7 @@ RESERVE = 256 << 20
 NICENESS_OF_COPIES = 19
 """The niceness of threads that copy. Each of them gets 1.5% of a core that training also needs."""
 
-_STREAMS = 4  # connections of a copy; each carries some 1 GB/s
+_STREAMS = 4  # connections of a copy; each carries about 1 GB/s
 _ALLOCATE = 256 << 20  # bytes at a time; free memory is checked again before each step
 _MAX_RECORD = 1 << 30
 _MAX_CONNECTIONS = 256
@@ -73,7 +73,7 @@ def lower_priority(niceness: int) -> None:
 class ReplicaOffer(Struct, tag="offer", array_like=True):
     """Offer of a replica of a part of a state. The partner forgets the other replicas of that rank and run.
 
-    An offer without a record only makes the partner forget.
+    An offer with a ``record_nbytes`` of 0 only makes the partner forget these replicas.
     """
 
     head: StateHead
@@ -274,14 +274,14 @@ class ReplicaServer:
             connection.close()
             self._slots.release()
 
-    # --- taking replicas --------------------------------------------------------------------------------------------
+    # --- receiving replicas -----------------------------------------------------------------------------------------
 
     def _offered(self, offer: ReplicaOffer, own: list[_Incoming]) -> tuple[_Incoming | None, ReplicaAnswer]:
         """Begins or joins a copy. Returns it, and the answer. ``own`` are the copies that this connection began."""
         if offer.copy:
             joined = self._copies.get(offer.copy)
             return joined, ReplicaAnswer(refusal="no such copy") if joined is None else ReplicaAnswer()
-        if why := self._keeper.refusal():  # the later run may load its replicas
+        if why := self._keeper.refusal():  # the later run may load the replicas of this keeper
             return None, ReplicaAnswer(refusal=why, is_claimed=True)
         if not offer.record_nbytes:
             for fd, _ in self._keeper.drop_replicas(offer.head, offer.confirmed):
@@ -332,7 +332,7 @@ class ReplicaServer:
         self._keeper.add_replica(part, fd)
         return ReplicaAnswer()
 
-    # --- giving parts -----------------------------------------------------------------------------------------------
+    # --- serving parts ----------------------------------------------------------------------------------------------
 
     def _give_record(self, wire: Wire, wanted: Read) -> None:
         while True:
@@ -376,7 +376,7 @@ class _PartReader:
         assert wanted.nbytes is not None, "a record is not in the buffer"
         stop = wanted.offset + wanted.nbytes
         if stop > self._memory.nbytes:
-            wire.send(ReplicaAnswer(refusal="it has fewer bytes"))
+            wire.send(ReplicaAnswer(refusal="the range ends after the part"))
             return
         wire.send(ReplicaAnswer(wanted.nbytes))
         wire.send_bytes(self._memory[wanted.offset : stop])

@@ -554,7 +554,7 @@ class AllMemory:
                     holders += [keeper.address] * (keeper.address not in holders)
 
     def states(self) -> list[StateHead]:
-        """Returns the heads, of the first parts, of the states that all ranks can load from their own or other hosts.
+        """Returns the states that all ranks can load from their own or other hosts, each as the head of its first part.
 
         A keeper without an address serves only its own host.
         """
@@ -577,7 +577,7 @@ class AllMemory:
             return ""
         newest = max(heads, key=_order)
         ranks = sorted(self._holders[newest.id])
-        return f" (of step {newest.step}, of {newest.world_size} ranks only the parts of {ranks})"
+        return f" (of step {newest.step}, keepers hold the parts of ranks {ranks} of {newest.world_size})"
 
     def holders(self, head: StateHead, rank: int | None = None) -> dict[int, list[Address]]:
         """Returns the keepers that serve parts of a state to other hosts, by the parts' ranks.
@@ -610,7 +610,7 @@ def outdated(
     if record.parent is not None:
         parent = next((one for one in (record.parent, *head.line) if one not in lost), None)
     if head.folder not in (None, folder):
-        return "the job's folder is another one now"
+        return "the job's folder was replaced"
     if tip is None:
         return "" if parent is None else "the checkpoint that it resumes from is gone"
     if head.left == tip.save_id and (record.parent is None or record.parent in ids):

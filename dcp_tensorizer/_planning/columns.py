@@ -34,7 +34,7 @@ _FIELDS = {
     MetadataIndex: {"fqn", "offset", "index"},
     SavePlan: {"items", "storage_data", "planner_data", "usable"},
 }
-# If torch has other fields, columns cannot hold everything, and torch plans.
+# If torch has other fields, columns cannot hold everything, and torch's planner makes the plan.
 _UNDERSTOOD = all({field.name for field in dataclasses.fields(cls)} == names for cls, names in _FIELDS.items())
 _properties = operator.attrgetter(*[field.name for field in dataclasses.fields(TensorProperties)])
 
@@ -208,7 +208,7 @@ _decode = msgspec.msgpack.Decoder(tuple[str | int, ...]).decode
 
 
 class PackedPaths(NamedTuple):
-    """Paths of flattened keys, each encoded: as many tuples would slow down the garbage collector."""
+    """Paths of flattened keys, each as bytes: that many tuples would slow down the garbage collector."""
 
     keys: list[str] | None  # None: those of the plan's items
     paths: list[bytes]  # of each key
@@ -250,7 +250,7 @@ def unpack_paths(packed: PackedPaths | Pickled) -> Any:
 
 
 def merge_paths(packed: Iterable[PackedPaths | Pickled]) -> dict[str, Any]:
-    """Returns the paths of all ranks in torch's order. Of several ranks with one key, the first rank's path is used."""
+    """Returns the paths of all ranks in torch's order. If several ranks have a key, the first one's path is used."""
     merged: dict[str, Any] = {}
     last = None
     for paths in reversed(list(packed)):
@@ -340,7 +340,7 @@ def encode(columns: Columns, *, may_refer: bool = False) -> EncodedColumns:
     """Encodes columns as bytes. Equal columns have equal digests."""
     table = columns.table
     numbers = [pack_integers(column) for column in (table.key_numbers, table.kinds, table.spec_numbers)]
-    specs = [(spec.shape, TensorProperties(*spec.properties)) for spec in table.specs]  # can pickle memory formats
+    specs = [(spec.shape, TensorProperties(*spec.properties)) for spec in table.specs]  # these pickle memory formats
     shared = pack((table.keys, numbers, specs, pack_paths(table.planner_data, table.keys)))
     packed = [pack_integers(column) for column in (columns.dims, columns.starts, columns.sizes)]
     chunks = pack((columns.starts.shape[1], *packed))
@@ -350,7 +350,7 @@ def encode(columns: Columns, *, may_refer: bool = False) -> EncodedColumns:
 
 
 def pack(content: object) -> bytes:
-    """Pickles and compresses."""
+    """Pickles an object, and compresses the pickle."""
     return zlib.compress(pickle.dumps(content, pickle.HIGHEST_PROTOCOL), _LEVEL)
 
 

@@ -246,7 +246,7 @@ def _check_alike(
             held = (f"{texts[number]} on {_ranks(rank[like[value[like] == number]])}" for number in numbers)
             raise WriteError(
                 f"{keys[int(key[wrong[0]])]!r} cannot be saved: the ranks do not agree on its {field}: "
-                f"{', '.join(held)}. Give each rank's tensor a separate key, for example by DataParallelState."
+                f"{', '.join(held)}. Give each rank's tensor a separate key, for example with DataParallelState."
             )
 
 
@@ -258,7 +258,7 @@ def _ranks(ranks: Integers) -> str:
 
 
 def _numbers(values: list[_Value], known: dict[_Value, int]) -> list[int]:
-    """Returns the number of each value, which for new values is the next one. Most values are in ``known``."""
+    """Returns the number of each value, and adds new values to ``known``. Most values are in ``known``."""
     numbers = list(map(known.get, values))
     return [known.setdefault(v, len(known)) if n is None else n for v, n in zip(values, numbers, strict=True)]
 

@@ -73,7 +73,7 @@ class Items(MutableSequence[WriteItem]):
         source: The columns.
         choice: The chosen items; None: all, without hints.
         history: The history of the planner that made this local plan, if the answer may refer to the plan.
-        coordinator: The id of the coordinator's planner, if the plan answers a rank that understands references.
+        coordinator: The id of the coordinator's planner, if the plan answers a rank and that rank accepts references.
         tables: The decoded tables of other ranks' plans.
     """
 
@@ -266,7 +266,7 @@ def _received(encoded: EncodedColumns, choice: WrittenItems | None, storage_data
 _FIELDS = [field.name for field in dataclasses.fields(SavePlan)]
 
 
-# --- the memory of a planner ------------------------------------------------------------------------------------------
+# --- the plans that a planner has cached ------------------------------------------------------------------------------
 #
 # Repeated plans are not sent or made again.
 

@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 def has_older_keys(metadata: Metadata, state_dict: Mapping[str, Any], nested: Mapping[str, Any]) -> bool:
-    """Returns whether a checkpoint stores as one object a dict or list whose members the flattened state dict has.
+    """Returns whether a checkpoint stores a dict or list of the state dict as one object, not as one item per member.
 
     torch before 2.4 stored dicts and lists without tensors in this way, and torch's planner still finds them.
     """
@@ -74,7 +74,7 @@ def read_items_of(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: 
 
 
 def _layout(value: Any, stored: Any) -> _Layout | None:
-    """Returns the properties that determine the items of a value. If others also do, returns None."""
+    """Returns the properties that determine the items of a value. If the items depend on more, returns None."""
     if type(stored) is BytesStorageMetadata:
         return None if isinstance(value, torch.Tensor) else ()
     if type(stored) is not TensorStorageMetadata or len(stored.chunks) != 1:

@@ -1,6 +1,6 @@
 """Sends messages and descriptors between two processes over a Unix socket; defines the answers of all protocols.
 
-Both ends are the same installation on the same machine, so messages are plain pickles.
+Both ends run the same installation on the same machine, so messages are plain pickles.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Channel:
                 raise TimeoutError
 
     def receive(self, wait: Callable[[], object] = lambda: None) -> tuple[Any, list[int]]:
-        """Receives a message. Calls ``wait`` before each read: the other end may stop within a message."""
+        """Receives a message. Calls ``wait`` before each read, because the other end may stop halfway through."""
         self.fileno()
         try:
             wait()
@@ -231,7 +231,7 @@ class Channel:
                 self._sock.shutdown(socket.SHUT_RDWR)
 
     def hang_up(self, timeout: float) -> None:
-        """Ends sending, and waits up to ``timeout`` seconds until the other end has read all messages and closed."""
+        """Stops sending, and waits up to ``timeout`` seconds until the other end has read all messages and closed."""
         if self._is_open:
             with suppress(OSError, EOFError):  # another thread may close it concurrently
                 self._sock.shutdown(socket.SHUT_WR)

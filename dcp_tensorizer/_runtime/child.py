@@ -19,7 +19,7 @@ from typing import Any
 
 from . import process_context
 from .channel import Channel
-from .forks import Descriptor, anonymous_file, free_in_child, in_child, limit_advice
+from .forks import Descriptor, above_standard_streams, anonymous_file, free_in_child, in_child, limit_advice
 
 END_SECONDS = 5.0
 """Timeout for the end of a process with a request in progress. An idle process ends in milliseconds."""
@@ -36,7 +36,7 @@ _unended: list[subprocess.Popen[bytes]] = []
 
 
 class ChildProcess:
-    """A child process that answers one request after the other. The constructor starts it.
+    """A child process that answers one request at a time. The constructor starts it.
 
     Args:
         name: The name of the process in messages, such as "the writer process".
@@ -61,7 +61,9 @@ class ChildProcess:
             with ExitStack() as undo:
                 self._output = Descriptor(anonymous_file("output"))
                 undo.callback(self._output.close)
-                ours, theirs = socket.socketpair()
+                ours, theirs = (
+                    socket.socket(fileno=above_standard_streams(end.detach())) for end in socket.socketpair()
+                )
                 undo.callback(ours.close)
                 with theirs:
                     self._popen = _start(
@@ -104,7 +106,7 @@ class ChildProcess:
             EOFError: the process ended; the message has its exit code or signal and its last output.
         """
 
-        def check_alive() -> None:  # no EOF: children of the process may hold its end of the socket open
+        def check_alive() -> None:  # EOF is not enough: children of the process may hold the socket open
             if self._popen.poll() is not None:
                 raise EOFError
 
@@ -165,7 +167,7 @@ def begin(arguments: Sequence[str], niceness: int) -> tuple[Channel, int, list[s
 def at_end_of(trainer: int, do: Callable[[], object]) -> None:
     """Calls a function in a new thread as soon as the trainer has ended.
 
-    The thread watches ``trainer``, a pidfd, or does not start if that is -1, on systems without pidfds. EOF on the
+    ``trainer`` is a pidfd that the thread watches, or -1 on systems without pidfds: then no thread starts. EOF on the
     socket is not enough: a forked DataLoader worker can hold the socket open after the trainer's death. Neither is
     PR_SET_PDEATHSIG, which reports the end of the thread that started the process.
     """
@@ -184,8 +186,8 @@ def _start(
     module: str, theirs: socket.socket, output: int, arguments: Sequence[str], *, devices: bool, own_session: bool
 ) -> subprocess.Popen[bytes]:
     trainer = -1
-    with suppress(AttributeError, OSError):  # old kernel or sandbox: then only the EOF of the socket reports our end
-        trainer = os.pidfd_open(os.getpid())
+    with suppress(AttributeError, OSError):  # old kernel or sandbox: only the socket's EOF reports our end
+        trainer = above_standard_streams(os.pidfd_open(os.getpid()))
     try:
         # The process inherits the mask, and unblocks these signals after it has set them to be ignored.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_JOB)
@@ -215,7 +217,7 @@ def kill(popen: subprocess.Popen[bytes]) -> int | None:
     The wait has a timeout, because `wait` without one takes a lock, and a signal handler may have interrupted the
     holder of that lock.
     """
-    with suppress(PermissionError):  # the trainer has changed its user; the process ends at the socket's EOF
+    with suppress(PermissionError):  # the trainer has changed its user id; the process ends at the socket's EOF
         popen.kill()
     with suppress(subprocess.TimeoutExpired):
         popen.wait(_KILL_SECONDS)
@@ -271,7 +273,7 @@ def interpreter() -> list[str]:
 
 
 def environment(devices: bool) -> dict[str, str]:
-    """Returns the trainer's environment with its module path. Hides its GPUs unless ``devices``."""
+    """Returns the trainer's environment, with its module path. Unless ``devices``, hides the GPUs."""
     given = {name: value for name, value in process_context.environment().items() if name != "PYTHONPATH"}
     # The entries in which the needed modules were found come first: an entry that the trainer has prepended since could
     # shadow these modules.

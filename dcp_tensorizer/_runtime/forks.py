@@ -1,8 +1,8 @@
 """Prevents forked children from using resources of their parent.
 
-A child has copies of its parent's objects, but the threads, processes and memory behind them are the parent's. A child
-that released one would release it for the parent. Locks stay as they were at the fork, held by threads that do not
-exist in the child. So each such object registers in its constructor what happens to it in a child:
+A child has copies of its parent's objects, but the threads, processes and memory behind them are the parent's. If the
+child released such a resource, the parent would lose it. Locks stay as they were at the fork, held by threads that do
+not exist in the child. So each such object registers in its constructor what happens to it in a child:
 
 - a lock becomes free (`free_in_child`);
 - a finalizer does nothing (`Finalizer`);
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import itertools
 import mmap
 import os
@@ -35,7 +36,7 @@ _most = _FEW  # when there are this many entries, dead owners are removed
 
 
 def in_child(owner: _T, release: Callable[[_T], object]) -> None:
-    """Registers ``release(owner)`` for each child that this process forks while the owner lives.
+    """Registers ``release(owner)`` to be called in each child that this process forks while the owner lives.
 
     ``release`` must not wait for a lock. An owner registers at most one function.
     """
@@ -176,8 +177,7 @@ def _close(fd: int, file: tuple[int, int] | None) -> None:
 def anonymous_file(name: str) -> int:
     """Makes an unnamed file in memory, or a temporary file on systems other than Linux.
 
-    Raises `OSError` if the system refuses it, if no descriptor is free, or if a standard stream is closed: the file
-    would get that stream's number, and receive what the program prints.
+    Raises `OSError` if the system refuses it, or if no descriptor is free.
     """
     if hasattr(os, "memfd_create"):
         try:
@@ -188,15 +188,25 @@ def anonymous_file(name: str) -> int:
             raise OSError(
                 error.errno,
                 f"{os.strerror(error.errno)}: the system refuses memfd_create. Allow that call in the sandbox's rules "
-                f"(seccomp), and by vm.memfd_noexec=0 or 1.",
+                f"(seccomp), and set vm.memfd_noexec to 0 or 1.",
             ) from error
     else:
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
-    if fd <= _LAST_STANDARD_STREAM:
+    return above_standard_streams(fd)
+
+
+def above_standard_streams(fd: int) -> int:
+    """Moves a file to a descriptor above those of the standard streams, and returns it.
+
+    If the program has closed a standard stream, a new file gets its descriptor. Prints would then land in that file.
+    """
+    if fd > _LAST_STANDARD_STREAM:
+        return fd
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _LAST_STANDARD_STREAM + 1)
+    finally:
         os.close(fd)
-        raise OSError(errno.EBADF, f"descriptor {fd}, a standard stream, is closed. Redirect it to /dev/null instead.")
-    return fd
 
 
 def limit_advice(error: OSError) -> str:

@@ -72,7 +72,7 @@ _AGEINGS = 96
 A full collection frees dead cycles in the oldest generation.
 """
 _FROZEN_BY_PYTHON = 1000 if sys.version_info[:2] == (3, 12) else 0
-"""Python 3.12 starts with about 375 frozen objects, which may be unfrozen. A trainer that freezes has many more."""
+"""Python 3.12 starts with about 375 frozen objects, which may be unfrozen. A trainer's ``gc.freeze`` adds many more."""
 
 
 def _pause() -> tuple[int, int, int] | None:
@@ -101,7 +101,7 @@ def _age() -> None:
     full = gc.get_stats()[-1]["collections"]
     _aged, _full_collections = (_aged + 1 if full == _full_collections else 1), full
     if _aged <= _AGEINGS and gc.get_freeze_count() > _FROZEN_BY_PYTHON:
-        _aged = _AGEINGS + 1  # ageing would unfreeze the trainer's objects, and each count visits all of them
+        _aged = _AGEINGS + 1  # ageing would unfreeze the trainer's objects; counting them visits each
     if _aged <= _AGEINGS:
         gc.freeze()
         gc.unfreeze()
@@ -143,8 +143,9 @@ def age_objects() -> None:
 # --- the switch interval during a save --------------------------------------------------------------------------------
 #
 # A thread that needs the GIL waits until its holder releases it, or for the switch interval, 5 ms by default. A save
-# needs the GIL some hundred times: after each system call, and after many of torch's operations. If a training loop
-# holds it, the save waits 5 ms each time. While the save plans, training waits 5 ms after each of its own operations.
+# needs the GIL hundreds of times: after each system call, and after many of torch's operations. If a training loop
+# holds the GIL, the save waits 5 ms each time. While the save plans, training waits 5 ms after each of its own
+# operations.
 #
 # With 0.5 ms, a save of 1,000 tensors beside a pure Python loop is durable after 0.19 s instead of 0.49 s, and the loop
 # is as fast. Beside small matrix products the longest gap in a save of 5,000 tensors is 4 ms instead of 9 ms. With
@@ -177,8 +178,8 @@ _interval = Borrowed(_shorten, _set_back)
 class ShortSwitchInterval:
     """A short switch interval of the process, until `end` or until this object is freed.
 
-    A thread that already waits for the GIL waits for the old interval. So the constructor releases the GIL once: the
-    training thread may wait, having just started the calling thread.
+    A thread that already waits for the GIL waits for the old interval. The training thread may be such a thread,
+    because it has just started the calling thread. So the constructor releases the GIL once.
     """
 
     def __init__(self) -> None:

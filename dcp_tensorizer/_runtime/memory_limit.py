@@ -15,7 +15,7 @@ def check_free_memory(nbytes: int, *, allocated: int = 0) -> None:
     """
     available = available_memory()
     if available is not None and nbytes - allocated > available:
-        so_far = f", has got {allocated:,} of them," if allocated else ""
+        so_far = f", of which {allocated:,} are allocated," if allocated else ""
         raise StagingError(
             f"the staging buffer needs {nbytes:,} bytes{so_far} and {available:,} bytes of memory are available. Free "
             f"memory, raise the memory limit, or shard the state dict over more ranks."
@@ -47,7 +47,7 @@ def free_in_cgroup(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sy
             continue
         top = root / "memory" if is_v1 else root
         group = top / path.lstrip("/")
-        # In a container, version 1 gives the host's path, but the container's group is mounted at the root.
+        # In a container, cgroups of version 1 show the host's path, but the container's group is mounted at the root.
         for folder in (group, *group.parents):
             if folder.is_relative_to(top) and (free := _free_in(folder, *(_V1 if is_v1 else _V2))) is not None:
                 bounds.append(free)

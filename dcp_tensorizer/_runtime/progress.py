@@ -30,7 +30,7 @@ class TransferProgress:
                 self._callback(done, total)
             except Exception:
                 self._callback = None
-                logger.exception("on_progress failed while %s, which continues", self._doing)
+                logger.exception("on_progress failed, and is no longer called while %s", self._doing)
         now = time.perf_counter()
         if now - self._logged_at >= self._log_seconds:
             self._logged_at = now

@@ -20,7 +20,7 @@ class Span(NamedTuple):
     nbytes: int = 0
     """Bytes that were written or read."""
     verify_seconds: float = 0.0
-    """In a read, the time for checking the data against its digests, summed over threads."""
+    """In a read, the time to verify the data against its digests, summed over threads."""
 
     @property
     def seconds(self) -> float:

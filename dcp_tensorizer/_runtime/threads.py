@@ -68,7 +68,7 @@ class Hung(Exception):
 
 
 class Workers(ThreadPoolExecutor):
-    """A thread pool whose `shutdown` always waits for the work, because the caller then frees memory that it uses.
+    """A thread pool whose `shutdown` always waits for the work, because the caller then frees the work's memory.
 
     `shutdown` delays an exception of a signal handler, such as KeyboardInterrupt, until the work is done. After the
     main thread has ended, Python starts no threads, so `submit` runs the work in the calling thread.
@@ -173,7 +173,7 @@ def in_time(operation: Callable[[], _T], timeout: float) -> _T:
 
 
 def cores() -> int:
-    """Returns the number of cores that this process may use, as a limit for computing threads.
+    """Returns the number of cores that this process may use, as a limit for threads that compute.
 
     That is the rank's share of the node's cores, and at most the number of cores that the rank is bound to.
     """

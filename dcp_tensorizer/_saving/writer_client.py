@@ -168,7 +168,8 @@ class WriterClient:
         Raises `WriterProcessDied` if the process cannot be started, or has ended.
         """
         process = self.ensure_process()
-        # On another thread: a signal handler that interrupts the caller may save, which needs the writer process.
+        # On another thread, which continues while a signal handler interrupts the caller: if the handler closes the
+        # writer, `close` waits for this request.
         in_background(lambda: process.ask(target, None, target.timeout, context), daemon=True).result()
 
     def publish(

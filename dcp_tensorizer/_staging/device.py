@@ -1,7 +1,7 @@
 """GPUs: side streams, events on them, pinned host memory. Only this module calls ``torch.cuda``; see also `driver`.
 
-Every call names its device: a new thread starts on device 0, where any CUDA call by mistake would create a context on
-another rank's GPU. This module never initialises CUDA by itself: its code runs only for tensors on a GPU.
+Every call names its device: a new thread starts on device 0, and there a CUDA call without a device would create a
+context on another rank's GPU. This module never initialises CUDA by itself: its code runs only for tensors on a GPU.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class SideStream(abc.ABC):
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Queues copies to, from or on the device.
 
-        Host memory should be pinned, and must not change until the copies are made. For copies over the bus, source and
-        target must be contiguous and of one dtype: otherwise torch would allocate device memory for each copy.
+        Host memory should be pinned, and must not change until the copies are complete. For copies over the bus, source
+        and target must be contiguous and of one dtype: otherwise torch would allocate device memory for each copy.
         """
 
     def spread(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -256,7 +256,7 @@ class _CudaStream(SideStream):
             try:
                 return torch.empty(nbytes, dtype=torch.uint8, device=device)
             except torch.OutOfMemoryError:
-                # torch reserves memory that training has freed for training's stream; no other memory may be left.
+                # torch reuses memory that training has freed only on training's stream; no other memory may be left.
                 with torch.cuda.stream(followed):
                     memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
                 self._wait_for(followed)  # kernels queued on that stream may still use the memory
@@ -297,7 +297,7 @@ def _bytes(plain: torch.Tensor) -> torch.Tensor:
 
 
 class Device:
-    """GPUs, as torch gives them: NVIDIA's, or in its ROCm builds AMD's.
+    """GPUs, as torch exposes them: NVIDIA's, or in its ROCm builds AMD's.
 
     Tests on machines without a GPU use a simulated device, which runs its queues on demand.
 

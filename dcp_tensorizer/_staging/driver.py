@@ -82,7 +82,7 @@ class _Attributes(ctypes.Structure):
 
 @functools.cache
 def copier() -> Callable[[Batch, int], int] | None:
-    """Returns a function that queues a batch on a stream, by its handle; None if the driver takes no batches.
+    """Returns a function that queues a batch on the stream with a given handle; None if the driver takes no batches.
 
     That function returns the driver's status, 0 for success.
     """

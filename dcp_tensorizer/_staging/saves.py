@@ -21,8 +21,8 @@ from .staged_save import StagedSave, name_of_group
 # Timeout for a save to take its staged state dict. Its thread starts when `async_save` returns, and takes the dict
 # within a millisecond. One second is ample, and limits the cost of a state that is staged but never saved.
 _TAKE_SECONDS = 1.0
-# The same in PROCESS mode, where torch may still be starting its process. Only the thread of the next save waits this
-# long, and only once.
+# The same timeout in PROCESS mode, where torch may still be starting its process. Only the thread of the next save
+# waits this long, and only once.
 _START_SECONDS = 60.0
 
 
@@ -30,8 +30,8 @@ class StagedSaves:
     """Staged saves in the order of their staging, and their buffers.
 
     Saves that one stager or one thread has staged run one at a time, in that order, which is the same on every rank.
-    Other saves, and those of different process groups, run concurrently: ranks may have staged them in different
-    orders, and would deadlock.
+    Other saves, and those of different process groups, run concurrently. Ranks may have staged them in different
+    orders, so waiting for each other could deadlock.
     """
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class StagedSaves:
             buffer.close()
 
     def close(self, deadline: Deadline = NEVER, owner: object = None) -> None:
-        """Frees the buffers. The buffer of a running save is freed when the save drops its state dict.
+        """Frees the buffers. The buffer of a running save is freed when the save releases its state dict.
 
         A buffer that is still being copied to at the deadline is also freed later. With ``owner``, a stager, the
         unfinished saves of other stagers remain.

@@ -79,7 +79,7 @@ class SharedMappings:
 
 
 class SharedTensors:
-    """Tensors whose memory other processes can read. Holds the tensors, and so their mappings, alive."""
+    """Tensors whose memory other processes can read. Keeps the tensors, and so their mappings, alive."""
 
     def __init__(self, mappings: SharedMappings, tensors: Iterable[torch.Tensor]) -> None:
         self._mappings = mappings
@@ -131,8 +131,8 @@ def map_shared(file: MappedFile) -> mmap.mmap:
             os.close(fd)
     except OSError as error:
         raise WriteError(
-            f"shared memory of the trainer ({file.path}) cannot be mapped by its writer process ({error}). Hold the "
-            f"tensors until the save is over, or use staging='buffer'."
+            f"shared memory of the trainer ({file.path}) cannot be mapped by its writer process ({error}). Keep "
+            f"references to the tensors until the save is over, or use staging='buffer'."
         ) from error
 
 
@@ -153,7 +153,7 @@ def _shared_mappings() -> list[_SharedMapping]:
 def _own_files() -> dict[tuple[int, str], str]:
     """Returns /proc paths of this process's open files, by inode and name.
 
-    An inode alone is ambiguous: /dev/shm and anonymous memory files both number theirs from small values.
+    An inode alone is ambiguous: /dev/shm and anonymous memory files both number their inodes from small values.
     """
     paths = {}
     for name in os.listdir("/proc/self/fd"):

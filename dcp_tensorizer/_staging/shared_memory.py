@@ -74,7 +74,7 @@ class SharedBuffer:
                 on_error.callback(_undo_all, self._undo)
                 with _Registering(self._base, pin_for, self._undo) as registering:
                     _allocate(self.fd, self._base, self.nbytes, registering.advance)
-                if hasattr(fcntl, "F_ADD_SEALS"):  # no holder may truncate it: others would die reading past its end
+                if hasattr(fcntl, "F_ADD_SEALS"):  # a process that reads past the end of a truncated file gets SIGBUS
                     with suppress(OSError):  # not a memory file
                         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
                 on_error.pop_all()
@@ -104,8 +104,8 @@ class SharedBuffer:
         return self._descriptor.number
 
     def pin(self, device: Device, index: int) -> None:
-        """Registers the buffer for copies from a GPU, once, as `pin_if_possible` does. Unregistered before the memory
-        is unmapped.
+        """Registers the buffer for copies from a GPU, once, as `pin_if_possible` does. The
+        buffer is unregistered before its memory is unmapped.
         """
         if not self._pinning:
             self._pinning = True
@@ -132,7 +132,8 @@ class SharedBuffer:
     def fits(self, nbytes: int) -> bool:
         """Returns whether tensors of ``nbytes`` bytes in all, including alignment, fit into the empty buffer.
 
-        False if other code has closed the descriptor, which the mapping does not need: no process could map the buffer.
+        Also returns False if other code has closed the descriptor: the mapping stays valid, but no other process could
+        map the buffer.
         """
         return nbytes <= self.nbytes and self._descriptor.is_ours
 
@@ -159,8 +160,8 @@ class SharedBuffer:
     def allocate_all(self, dtypes: list[torch.dtype], shapes: list[torch.Size]) -> list[torch.Tensor]:
         """Returns all tensors of an empty buffer, as `allocate` makes them.
 
-        The buffer retains the tensors. A next state of the same dtypes and shapes gets aliases of them, which takes an
-        eighth of the time.
+        The buffer retains the tensors. If the next state has the same dtypes and shapes, it gets aliases of them, which
+        takes an eighth of the time.
         """
         # Addresses are compared because torch.multiprocessing moves storages that it pickles.
         if self._layout != (dtypes, shapes, _addresses(self._made)):
@@ -225,7 +226,7 @@ class _Registering:
         return self
 
     def advance(self, made: int) -> None:
-        """Starts registering the whole parts within the first ``made`` bytes, which are allocated."""
+        """Starts registering the complete parts within the first ``made`` bytes, which are allocated."""
         self._made = made
         start, stop = self._begun, made // PIN_BYTES * PIN_BYTES
         if start < stop and self._pin_for is not None:
@@ -279,9 +280,9 @@ def _allocate(fd: int, address: int, nbytes: int, made: Callable[[int], object])
 
     Allocates in steps, because the ranks of a node allocate concurrently, and each must see what the others take.
     Several threads share a step, because clearing pages is CPU work. A single thread allocates small pages faster
-    without the table. Populating the table also gives huge pages, if the system grants them: they are allocated in a
-    ninth of the time, freed in a fiftieth, and read as a file in a third. After each step, calls ``made`` with the
-    bytes allocated so far.
+    if it does not populate the table. Populating the table also gives huge pages, if the system grants them: they are
+    allocated in a ninth of the time, freed in a fiftieth, and read as a file in a third. After each step, calls
+    ``made`` with the bytes allocated so far.
 
     Raises `StagingError` if other processes have taken the memory, and `OSError` if allocation fails.
     """

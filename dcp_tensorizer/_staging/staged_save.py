@@ -63,7 +63,8 @@ class StagedSave:
             for it.
         distributed: Whether one of several ranks staged it.
         stager: The thread that copies.
-        context: The process context when staging began. Relative paths of the save are relative to its directory.
+        context: The process context when staging began. Relative paths of the save are relative to its working
+            directory.
         description: The `SaveDescription` for the layers above.
         ties: For saves of models, the name of the tensor that each tied tensor equals, by its name.
         omitted: The keys of tensors that are not staged, because other ranks write them.
@@ -231,7 +232,7 @@ class StagedSave:
             if future is not None:
                 future.release()
                 if self._progress < StagingState.RELEASED:
-                    # From now on the save holds the staged state dict, and this object the future, to complete it.
+                    # From now on the save holds the staged state dict. This object holds the future, to complete it.
                     self._future = lambda: future
             self._changed.notify_all()
 

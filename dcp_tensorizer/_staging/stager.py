@@ -32,7 +32,7 @@ _RETURN_SECONDS = 0.005  # several times what ``async_save`` takes from the end 
 
 
 class Stager:
-    """Copies of state dicts in shared memory, which is retained between saves.
+    """Copier of state dicts to shared memory, which is retained between saves.
 
     Args:
         saves: The staged saves and buffers, which stagers may share. None: this stager's own.
@@ -47,7 +47,7 @@ class Stager:
 
     Attributes:
         dtype_of: Maps the dtype of tensors that this process copies from a device to their staged dtype; the device
-            casts them before the copy. Other tensors are not cast. None: no tensor is.
+            casts them before the copy. Other tensors are not cast. If None, no tensor is cast.
     """
 
     def __init__(

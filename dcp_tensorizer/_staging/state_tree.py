@@ -41,7 +41,7 @@ _OTHER_TENSORS = (
     "the tensors of the state dict have changed during staging. Do not change it before staging is complete. A "
     "container or tensor subclass that returns other tensors at each access cannot be saved."
 )
-_NO_ANSWER = "has attributes that describe which part of a tensor it is, but DCP cannot plan it by them"
+_NO_ANSWER = "has attributes that describe which part of a tensor it is, but DCP cannot plan the tensor with them"
 DtypeOf: TypeAlias = Callable[[torch.dtype], torch.dtype]
 _Take: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # the copy of the next listed tensor
 _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
@@ -151,7 +151,7 @@ def copy_items(mapping: Mapping[Any, Any], prefix: str, tensors: TensorList) -> 
     items = []
     has_plain_rule = not tensors.omitted_keys
     for name, item in mapping.items():
-        if has_plain_rule and is_ordinary(item):  # true for nearly all items: every call costs
+        if has_plain_rule and is_ordinary(item):  # true for nearly all items: every call takes time
             tensors.append(item)
         else:
             item = copy_structure(item, f"{prefix}{name}", tensors)
@@ -324,7 +324,7 @@ def _fill(structure: Any, take: _Take) -> Any:
     if isinstance(structure, torch.Tensor):
         return _rebuild_tensor(structure, take)
     if type(structure) is dict:
-        for name, item in structure.items():  # nearly all items are plain tensors: every call costs
+        for name, item in structure.items():  # nearly all items are plain tensors: every call takes time
             structure[name] = take(item) if is_plain_class(item) else _fill(item, take)
         return structure
     if isinstance(structure, tuple) and not isinstance(structure, _ATOMIC):

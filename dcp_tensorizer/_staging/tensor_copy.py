@@ -212,7 +212,7 @@ class Copies:
                 self._marks.append(stream.mark())
 
     def _queue_batch(self, index: int, stream: SideStream, pairs: list[tuple[int, Pair]]) -> list[tuple[int, Pair]]:
-        """Queues the pairs that go by addresses; returns the others."""
+        """Queues the pairs that are copied by address; returns the others."""
         least = self._limits.batch_bytes
         numbers = {
             number
@@ -257,8 +257,8 @@ def allocation_order(
 ) -> list[int]:
     """Returns the order in which to allocate the staged tensors: first those that are gathered together.
 
-    Small tensors are gathered together if they have one device (of ``indices``) and one element size, and do not go by
-    batches.
+    Small tensors are gathered together if they have one device (of ``indices``) and one element size, and are not
+    copied in batches.
     """
     gathered: dict[int, tuple[int, bool, int]] = {}
     for number, (source, index) in enumerate(zip(sources, indices, strict=True)):
@@ -300,7 +300,7 @@ class _Small(NamedTuple):
 
     address: int  # of the staged tensor
     nbytes: int
-    is_same: bool  # whether it has the bytes of the staged tensor
+    is_same: bool  # whether the source has the staged tensor's dtype, and its memory is in C order
     staged: torch.Tensor
     source: torch.Tensor
 
@@ -348,7 +348,7 @@ def _gather(batch: Sequence[_Small], buffer: torch.Tensor, stream: SideStream) -
 
 
 def unit_of(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype as which a fused kernel copies elements of ``dtype`` bit for bit."""
+    """Returns a dtype with which a fused kernel copies elements of ``dtype`` bit for bit."""
     return dtype if dtype in _FUSED else _INTEGER.get(dtype.itemsize, torch.int64)
 
 

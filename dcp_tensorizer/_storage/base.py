@@ -1,4 +1,4 @@
-"""The contract of a checkpoint's directory: sinks, range reads, and small files that appear complete.
+"""The contract of a checkpoint's directory: sinks, range reads, and small files that appear as a whole.
 
 File names are literal, never globbed. Only local disks and SFTP rename files, because fsspec's rename copies and globs.
 Saves and loads never list a directory. The manager and the tools list directories to find checkpoints.
@@ -91,7 +91,7 @@ class Sink(abc.ABC):
     def put(self, offset: int, data: memoryview) -> None:
         """Writes a part at its offset in the file; if `Storage.granule_of` is 1, any range. Raises `OSError`.
 
-        ``data`` begins at the same distance from a page as ``offset``, and can be reused when the call returns.
+        ``data`` begins as far from a page boundary as ``offset``, and can be reused when the call returns.
         """
         started = time.perf_counter()
         self._put(offset, data)
@@ -320,10 +320,10 @@ class Storage(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} has no shared files (granule_of returns 0)")
 
     def mark(self, save_id: str, *names: str) -> None:  # noqa: B027
-        """Gives files second, temporary names of a save, where possible.
+        """Gives each file a second, temporary name that contains the save's id, where possible.
 
-        If the save dies, these names and its record prove that it wrote these files, or was about to remove them. See
-        `is_marked`.
+        If the save dies, these names and the save's record prove that it wrote these files, or was about to remove
+        them. See `is_marked`.
         """
 
     def is_marked(self, name: str, temporary: str) -> bool:
@@ -335,7 +335,7 @@ class Storage(abc.ABC):
         return owner is not None and temporary == temporary_file_name(name, owner)
 
     def owner(self, name: str) -> str | None:
-        """Returns the id of the save that wrote a shared file. If the storage does not record that id, None."""
+        """Returns the id of the save that wrote a shared file, or None if the storage does not record ids."""
         return None
 
     def unmark(self, save_id: str, *names: str) -> None:  # noqa: B027
@@ -376,7 +376,7 @@ class Storage(abc.ABC):
 
         Args:
             name: The name of the file.
-            expected: Its current contents. None if the file must not exist.
+            expected: The contents that the file must have now. None if it must not exist.
             data: Its new contents.
             sync: As for `put`.
             save_id: As for `put`.
@@ -397,7 +397,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def read(self, name: str, most: int | None = None) -> bytes | None:
-        """Returns at most ``most`` bytes of a small file. If the file does not exist, None. Raises `ReadError`."""
+        """Returns at most ``most`` bytes of a small file. If it does not exist, returns None. Raises `ReadError`."""
 
     def read_range(self, name: str, offset: int, nbytes: int) -> bytes:
         """Reads ``nbytes`` bytes of a file at ``offset``; raises `ReadError`."""
@@ -413,10 +413,10 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def head(self, name: str) -> int | None:
-        """Returns a file's size in bytes. If the file does not exist, None. Raises `ReadError`."""
+        """Returns a file's size in bytes. If the file does not exist, returns None. Raises `ReadError`."""
 
     def identity(self, name: str) -> FileIdentity | None:
-        """Returns a file's identity. If the file does not exist, or the storage cannot `adopt`, None."""
+        """Returns a file's identity. If the file does not exist, or the storage cannot `adopt`, returns None."""
         return None
 
     def adopt(
@@ -434,7 +434,7 @@ class Storage(abc.ABC):
             sync: Make its data durable, even if another job wrote it. The name is durable after `sync_directory`.
 
         Returns:
-            The new file's identity. If the file was not adopted for any reason, None, and there is no new file.
+            The new file's identity. None if the file was not adopted, for any reason: then there is no new file.
         """
         return None
 
@@ -471,7 +471,7 @@ class Storage(abc.ABC):
 
     @contextmanager
     def reading(self, name: str, purpose: str = "") -> Iterator[RangeReader]:
-        """Opens a file for the block. Errors of opening and reading become `ReadError`.
+        """Opens a file for a ``with`` block. Errors of opening and reading become `ReadError`.
 
         ``purpose`` follows the file's name in messages.
         """
@@ -489,7 +489,7 @@ class Storage(abc.ABC):
 
     @contextmanager
     def writing(self, doing: str) -> Iterator[None]:
-        """Turns an `OSError` of the block into a `WriteError`, "cannot ``doing``". Errors of this package pass."""
+        """Turns an `OSError` of the ``with`` block into a `WriteError`, "cannot ``doing``"; raises others unchanged."""
         try:
             yield
         except CheckpointError:

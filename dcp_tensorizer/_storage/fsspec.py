@@ -27,8 +27,8 @@ from .s3 import S3Storage
 from .urls import check_writable, is_in_process, protocols_of
 
 _AZURE = ("az", "abfs", "abfss")
-# The environment variables from which Azure's library reads keys, proxies and certificates. No others, because each
-# combination of their values needs a filesystem, which is never freed.
+# The environment variables from which Azure's library reads keys, proxies and certificates. Other variables are
+# ignored, because each combination of values needs a filesystem, which is never freed.
 _AZURE_VARIABLES = re.compile("(AZURE|IDENTITY|MSI|IMDS|SSL|REQUESTS|CURL)_|.*_PROXY$|HOME$", re.IGNORECASE)
 _shared_filesystems: dict[str, Any] = {}
 _sharing = free_in_child(threading.Lock())
@@ -58,9 +58,9 @@ def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: flo
     """Opens the storage that a URL names; for a local URL, returns the path. Raises any error of the filesystem.
 
     Creates new filesystems instead of taking them from fsspec's cache, so that they use current credentials and cache
-    no listings. Azure's are shared, because adlfs never frees one, and each has its own connections. Requests time out
-    after ``timeout`` seconds. If the filesystem has an option for it, a connection times out after a tenth of that
-    without data.
+    no listings. Azure's filesystems are shared, because adlfs never frees one, and each has its own connections.
+    Requests time out after ``timeout`` seconds. If the filesystem has an option for it, a connection times out after a
+    tenth of that time without data.
     """
     import fsspec.core
     from fsspec.implementations.local import LocalFileSystem
@@ -157,7 +157,7 @@ class StreamStorage(RemoteStorage):
             try:
                 self.filesystem.pipe_file(self._full(name), data, **mode)
             except OSError as error:
-                # s3fs reports a failed condition, because another job has written the file, as an invalid argument.
+                # If the condition fails because another job has written the file, s3fs reports an invalid argument.
                 answer = getattr(error.__cause__, "response", None) or {}
                 if answer.get("Error", {}).get("Code") in ("PreconditionFailed", "ConditionalRequestConflict"):
                     raise FileExistsError(TAKEN) from None

@@ -94,7 +94,7 @@ class Lease:
         if found is not None and found.id != self.id:
             self.lost = (
                 f"{self._folder.path} now belongs to another run: process {found.process} on host {found.host} took "
-                f"its lease at {found.claimed_at}, as run {found.epoch}; this is run {own.epoch}, and took it at "
+                f"its lease at {found.claimed_at}, as run {found.epoch}; this is run {own.epoch}, which took it at "
                 f"{own.claimed_at}. This run no longer commits or deletes anything there. End this run, or, if the "
                 f"other run is a mistake, end that one and restart this one. Use one folder per job"
             )

@@ -393,7 +393,8 @@ class _FileLock(DirectoryLock):
             if time.monotonic() > deadline:
                 self.release()
                 raise WriteError(
-                    f"another save has been cleaning up {self._root} for {timeout:g} s: is its process stopped?"
+                    f"another save has been cleaning up {self._root} for {timeout:g} s. Check whether its "
+                    f"process is stopped."
                 )
             time.sleep(0.01)
 
@@ -463,7 +464,8 @@ def _lock_file(descriptor: int, path: Path) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise WriteError(
-                    f"cannot write {path}: another process has been writing it for {_LOCK_SECONDS:g} s: is it stopped?"
+                    f"cannot write {path}: another process has been writing it for {_LOCK_SECONDS:g} s. Check "
+                    f"whether that process is stopped."
                 ) from None
             time.sleep(0.01)
         except OSError:

@@ -36,8 +36,8 @@ class LocalFile(RangeReader):
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         # On a shared descriptor, the kernel takes the reads of several threads for random ones and reads ahead less:
-        # 0.85 instead of 1.4 GB/s from a cold disk. So each thread has its own descriptor. It is reopened by /proc,
-        # because another file may have the name by now.
+        # 0.85 instead of 1.4 GB/s from a cold disk. So each thread has its own descriptor. It is reopened through
+        # /proc, because another file may have the name by now.
         fd = getattr(self._own, "fd", None)
         if fd is None:
             fd = self._fds[0]
@@ -64,11 +64,11 @@ class LocalFile(RangeReader):
 
 
 class _Uncached:
-    """Reads ranges that are not in the page cache with O_DIRECT.
+    """Reader of ranges that are not in the page cache, with O_DIRECT.
 
     To read 2.1 GB into the cache, the kernel takes 0.8 s of CPU time, or 3.3 s if a hypervisor has to provide the pages
-    first. An O_DIRECT read takes 0.2 s, and the copy from the bounce buffer 0.3 s, but the next
-    reader does not find the file in the cache.
+    first. An O_DIRECT read takes 0.2 s, and the copy from the bounce buffer 0.3 s, but the next reader does not find
+    the file in the cache.
     """
 
     def __init__(self, fd: int) -> None:
@@ -287,7 +287,7 @@ def explained(error: OSError) -> OSError:
     if not isinstance(error, PermissionError) or not error.filename:
         return error
     path = Path(os.fsdecode(error.filename))
-    for folder in (path, *path.parents):  # the first one that stat succeeds on refused the access
+    for folder in (path, *path.parents):  # the first folder that stat succeeds on has refused the access
         with suppress(OSError):
             status = folder.stat()
             whose = f"{folder} belongs to {_name(status.st_uid)} (mode {stat.S_IMODE(status.st_mode):o})"
@@ -357,7 +357,7 @@ _PROBES = 8  # pages of a run to query: the kernel may drop single pages at any 
 
 
 class Residency:
-    """Queries with mincore which parts of an open file are in the page cache.
+    """The parts of an open file that are in the page cache, as mincore reports them.
 
     A read with RWF_NOWAIT would also answer that, but makes the kernel read missing pages ahead, so that they are read
     from the disk twice. If this process cannot write to the file, the kernel reports all pages as cached.

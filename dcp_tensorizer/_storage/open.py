@@ -119,7 +119,7 @@ def _translated(url: str, scrub: Scrubber) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if re.match("sftp://|ssh://", url):  # a password that is not percent-encoded may have slashes
+        if re.match("sftp://|ssh://", url):  # a password that is not percent-encoded may contain slashes
             url = re.sub("://.*@", "://", url)
         extra = next((_EXTRAS[protocol] for protocol in protocols_of(url) if protocol in _EXTRAS), None)
         if isinstance(error, ImportError) and extra is not None:
@@ -166,7 +166,7 @@ def _named(url: str, opener: str, scrub: Scrubber) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
-        raise WriteError(scrub(f"cannot open {url} by {opener}: {type(error).__name__}: {error}")) from None
+        raise WriteError(scrub(f"cannot open {url} with {opener}: {type(error).__name__}: {error}")) from None
 
 
 def path_to_write(

@@ -26,7 +26,7 @@ def _without_users(text: str) -> str:
 
 
 class Scrubber:
-    """Removes credentials from a text: those in URLs, and every longer string or number among the storage options."""
+    """Filter that removes credentials from a text: those in URLs, and the longer strings and numbers in the options."""
 
     def __init__(self, options: Mapping[str, Any] | None) -> None:
         self._secrets = sorted(_possible_secrets(options or {}), key=len, reverse=True)

@@ -88,8 +88,8 @@ class RemoteStorage(Storage):
         """Writes a small file for `put`, atomically. A storage that defines `put` itself does not need this method.
 
         Raises:
-            FileExistsError: the file exists, and ``replace`` is False. `put` has checked before that it did not. If
-                several jobs put at the same time, one succeeds, on servers that support that.
+            FileExistsError: the file exists, and ``replace`` is False. `put` has checked before that it did not exist.
+                If several jobs put at the same time, one succeeds, on servers that support that.
             FileNotFoundError, PermissionError: the file was not written (see `_is_refusal`).
             Exception: the outcome is unknown.
         """
@@ -155,7 +155,7 @@ class RemoteStorage(Storage):
 
 
 class Ranges(RangeReader):
-    """Reads ranges with a function that returns the bytes from a start to a stop."""
+    """Reader of ranges, with a function that returns the bytes from a start to a stop."""
 
     def __init__(self, get: Callable[[int, int], bytes]) -> None:
         self._get = get
@@ -221,7 +221,7 @@ def is_transient(error: Exception) -> bool:
 
 @dataclass(frozen=True)
 class Retries:
-    """Retries failed attempts with exponential backoff.
+    """Retries of failed attempts, with exponential backoff.
 
     No attempt starts after ``timeout`` seconds. The first wait takes at most ``first_wait`` seconds, and this limit
     doubles with each attempt.

@@ -47,8 +47,8 @@ from .remote import RemoteStorage, Retries, is_transient, silence_timeout
 # Defaults for the user's config_kwargs.
 _CONFIG: dict[str, Any] = {
     "max_pool_connections": 300,
-    # botocore's default over https. Over http, signing would hash each part once more, at the cost of the save's own
-    # hashes. Reads are not signed either, and parts always have a CRC-32.
+    # This is botocore's default over https. Over http, signing would hash each part once more, at the cost of the
+    # save's own hashes. Reads are not signed either, and parts always have a CRC-32.
     "s3": {"payload_signing_enabled": False},
 }
 _PIECE = 1 << 20  # the largest number of bytes that are lost when a body breaks off
@@ -69,8 +69,8 @@ _sharing = free_in_child(threading.Lock())
 
 def shared_client(filesystem: Any, timeout: float) -> S3Client:
     """Returns a client for a filesystem's options: one that is in use, or a new one, which takes 20 ms."""
-    # botocore reads keys, profiles, proxies and certificates from the environment. A user's program that prints keys
-    # may read any variable.
+    # botocore reads keys, profiles, proxies and certificates from the environment. The program of a
+    # ``credential_process`` may read any variable.
     variables = sorted(environment().items())
     process = os.getpid()  # a forked child must not use its parent's connections
     key = repr((filesystem.storage_args, filesystem.storage_options, timeout, variables, process))
@@ -292,7 +292,7 @@ _SAVE = "dcp-tensorizer-save"  # metadata of an object of several parts: the id 
 class S3Storage(RemoteStorage):
     """Objects below a prefix of a bucket. The bucket must exist."""
 
-    # Each request costs as much as a few MiB.
+    # Each request takes as long as the transfer of a few MiB.
     reads = dataclasses.replace(RemoteStorage.reads, max_threads=32, max_coalesced_bytes=16 << 20)
     max_file_bytes = 64 << 30  # 8,192 parts
     uploads_are_hidden = True
@@ -414,7 +414,7 @@ class S3Storage(RemoteStorage):
         if expected is None:
             return super().put_if(name, None, data, sync=sync, save_id=save_id)
         tag = self._ask(name, lambda name: self.call("head_object", name)["ETag"])
-        if tag is None or self.read(name) != expected:  # after the tag, so that the tag is that of these contents
+        if tag is None or self.read(name) != expected:  # read after the tag, so that the tag is that of these contents
             return False
         try:
             self._put(name, data, {"IfMatch": tag})
@@ -539,7 +539,7 @@ class S3Storage(RemoteStorage):
 
 
 class S3Reader(RangeReader):
-    """Reads ranges of an object. When a body breaks off, requests the rest."""
+    """Reader of the ranges of an object. When a body breaks off, it requests the rest."""
 
     def __init__(self, storage: S3Storage, name: str) -> None:
         self._storage = storage
@@ -624,7 +624,7 @@ class _Body:
 
 
 class _S3Sink(Sink):
-    """Puts a file of one part, or uploads a file of several parts.
+    """Sink that puts a file of one part, or uploads a file of several parts.
 
     ``shared`` is the id of an upload that several processes send parts to. The sink does not complete or abort it.
     """
@@ -653,7 +653,7 @@ class _S3Sink(Sink):
     def _put_part(self, number: int, data: memoryview) -> None:
         storage, nbytes = self._storage, min(self.part_bytes, self._nbytes - number * self.part_bytes)
         if self._shared and data.nbytes != nbytes:
-            raise OSError(f"part {number} has {nbytes:,} bytes, got {data.nbytes:,}")
+            raise OSError(f"part {number} must have {nbytes:,} bytes, got {data.nbytes:,}")
         if self._upload is None and not self._shared:
             storage.call_until_timeout(lambda: storage.send("put_object", self._name, data))
         else:

@@ -263,7 +263,7 @@ class SftpClient:
         self._failure: OSError | None = None
 
     def _release(self) -> None:
-        """Leaves the parent's connection in a forked child. The next call opens a new one."""
+        """In a forked child, abandons the parent's connection without a message. The next call reconnects."""
         connection, idle = self._connection, self.idle
         self._begin()
         if connection is not None:
@@ -311,7 +311,7 @@ class SftpClient:
 
     @contextmanager
     def _channel(self, known: OSError | None) -> Iterator[Any]:
-        """Lends a channel for the block. After a failure, the channel is closed."""
+        """Yields a channel for a ``with`` block. After a failure, closes the channel."""
         with self._lock:
             connection = self._connected(known)
             channel = self.idle.pop() if self.idle else None
@@ -401,8 +401,8 @@ def write_all(file: Any, data: memoryview) -> None:
 def read_range(channel: Any, file: Any, start: int, stop: int) -> bytes:
     """Reads a range of an open file; the result is shorter if the file ends.
 
-    Not by paramiko's ``prefetch``, which sends requests from a thread. If all answers arrive before that thread's next
-    request, it assumes that the rest is done, and then requests one piece after the other.
+    Does not use paramiko's ``prefetch``, which sends requests from a thread. If all answers arrive before that thread's
+    next request, paramiko assumes that the rest is done, and then requests one piece at a time.
     """
     pieces: deque[_Piece] = deque()
     data = bytearray()

@@ -11,7 +11,7 @@ from isal.isal_zlib import crc32  # ten times as fast as zlib's
 from ..errors import ChecksumMismatch
 from .names import StoredItem, block_size
 
-# The size from which hashing is worth a release of the GIL: hashing takes about 20 microseconds, as long as eight
+# The size from which releasing the GIL pays off: hashing this many bytes takes about 20 microseconds, as long as eight
 # threads on 16 cores take to reacquire the GIL. xxhash's one-shot functions never release it in release 3, and above 64
 # KiB in release 4. Its objects release it in both.
 _WORTH_UNLOCKING = 512 << 10
@@ -87,8 +87,8 @@ def digests_of(data: bytes | memoryview) -> bytes:
 class DigestCheck:
     """A check of blocks of an item against their digests, as in `check_digests`, for data in pieces.
 
-    All pieces but the last consist of whole blocks, so that one call hashes each block: after each call a thread may
-    have to wait for the GIL.
+    All pieces but the last consist of whole blocks, so that each block takes a single call: after each call, a thread
+    may have to wait for the GIL.
     """
 
     def __init__(self, item: StoredItem, start: int, nbytes: int) -> None:

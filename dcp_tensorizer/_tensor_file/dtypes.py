@@ -73,7 +73,7 @@ def is_plain_class(tensor: torch.Tensor) -> bool:
 
 
 def is_ordinary(value: Any) -> TypeGuard[torch.Tensor]:
-    """Returns whether a value is a tensor of torch's own class that `check_supported` accepts, in half of its time.
+    """Returns whether a value is a tensor of torch's own class that `check_supported` accepts, in half the time.
 
     Returns False if the tensor describes a part (`describes_part`), which only DCP can plan. Nearly all values of large
     state dicts are ordinary, so this is called thousands of times.

@@ -136,7 +136,7 @@ class _Encoding(Generic[T]):
         self._parts.fill(0, np.frombuffer(self._layout.head, dtype=np.uint8))
         numbers = iter(range(len(entries)))
         # One thread for all small tensors: their calls are short, and threads would wait for the GIL between them. For
-        # 5,000 tensors of 215 kB, two threads took as long as one, and half as much CPU time again.
+        # 5,000 tensors of 215 kB, two threads took as long as one, and 1.5 times the CPU time.
         at_once = sum(not self._is_small(entry) for entry in entries) + 1
         with Workers(self._threads, thread_name_prefix="hash") as pool:
             if len(entries) < self._threads:
@@ -298,7 +298,7 @@ class _Encryption(NamedTuple):
 
 
 class PartMemory:
-    """A pool of memory for parts, which files use one after the other. A written part releases its memory to the pool.
+    """A pool of memory for the parts of one file after another. A written part releases its memory to the pool.
 
     Fresh memory costs as much as a copy of its size, and several times that if a hypervisor must provide it. So `clear`
     retains ``kept_bytes`` for the next file. Callers of `take` hold ``changed``, which `release` notifies.
@@ -428,14 +428,14 @@ class FileParts:
         assert not self._filling, "a part was never completed"
 
     def abandon(self, error: BaseException) -> None:
-        """Gives the file up, and waits for running writes. The caller must not fill parts afterwards."""
+        """Gives up the file, and waits for running writes. The caller must not fill parts afterwards."""
         self.fail(error)
         self._io.shutdown()
         while self._filling:
             self._memory.release(self._filling.popitem()[1])
 
     def fail(self, error: BaseException) -> None:
-        """Makes all threads that fill raise ``error``, because the file is lost."""
+        """Makes all threads that fill parts raise ``error``, because the file cannot be completed."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()

@@ -103,7 +103,7 @@ def encryption_cipher(params: EncryptionParams) -> Cipher:
 
 
 def decryption_key(*, key: bytes | None = None, passphrase: str | None = None) -> DecryptionParams:
-    """Returns parameters for a reader, made of a key or a passphrase.
+    """Returns parameters for a reader, made from a key or a passphrase.
 
     Raises `ValueError` unless exactly one of the two is given and a key has 32 bytes. Raises `DecryptionError` without
     libsodium.
@@ -117,7 +117,7 @@ def decryption_key(*, key: bytes | None = None, passphrase: str | None = None) -
 
 
 def check_decryption(params: DecryptionParams) -> None:
-    """Checks a reader's parameters. Raises `TypeError` for others, and `DecryptionError` without libsodium."""
+    """Checks a reader's parameters. Raises `TypeError` for other values, and `DecryptionError` without libsodium."""
     from tensorizer import DecryptionParams
 
     if not isinstance(params, DecryptionParams):
@@ -205,7 +205,7 @@ def find_other_key(cipher: Cipher | None, checks: Iterable[tuple[int, bytes]]) -
 
 
 def require_libsodium(kind: type[CheckpointError] = WriteError) -> None:
-    """Raises an error of a kind, with what to do, if libsodium is missing."""
+    """If libsodium is missing, raises an error of class ``kind`` that explains how to install it."""
     try:
         _secretbox()
     except (OSError, AttributeError, RuntimeError):

@@ -163,7 +163,7 @@ def lay_out(
             proof = _NO_HASHES + _crypt_info(cipher.derivation, tensor.nbytes, block)
         hashes_offset = START.size + len(name) + len(elements)
         nbytes = hashes_offset + len(proof) + _LENGTH.size
-        # Readers find the length of the data from the end of the header, so padding may precede it.
+        # Readers find the length of the data by its distance from the end of the header, so padding may precede it.
         padding = -(position + nbytes) % alignment
         start = START.pack(nbytes + padding, 0, kind, len(name))
         header = start + name + elements + proof + bytes(padding) + _LENGTH.pack(tensor.nbytes)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 INDEX_CAPACITY = 256 * 1024
 
 MAX_DIMENSIONS = 255
-"""The most dimensions that a tensor in a tensorizer file can have, and so the limit for all descriptions."""
+"""The maximum number of dimensions of a tensor in a tensorizer file, and so in all descriptions of tensors."""
 MAX_NUMBER = 2**63 - 1
 """The largest size, offset or length in a file: a signed integer of 64 bits."""
 
@@ -36,7 +36,7 @@ NONCE_BYTES, MAC_BYTES = 24, 16  # of libsodium's secretbox
 INLINE_BYTES = 4 << 10
 """The largest item, in bytes, that is also stored in the index."""
 MAX_INLINE_BYTES = 1 << 20
-"""The total of these items, in bytes."""
+"""The maximum total size of these items, in bytes."""
 
 _DATA_FILE = re.compile(r"__\d+_\d+_[0-9a-f]{32}\.tensors")
 _METADATA_FILE = re.compile(r"(__\d+)?\.metadata")
@@ -132,7 +132,7 @@ def is_temporary_file_of(name: str, save_ids: Collection[str]) -> bool:
 
 
 def name_of_temporary(name: str) -> str:
-    """Returns the final name of a temporary file. Both may exist: a temporary name can mark the file of a save."""
+    """Returns the final name of a temporary file. Both names may exist: a save marks a file with its temporary name."""
     return name[: -len(".0123456789abcdef0123456789abcdef.tmp")]
 
 

@@ -206,8 +206,8 @@ def runs_of_region(
 def runs_with_gaps(shape: Sequence[int], region: Region, itemsize: int, max_gap: int) -> list[Interval]:
     """Returns the runs of bytes to read for a region of an array, joined across gaps of up to ``max_gap`` bytes.
 
-    Joined rows are not listed first: a column of an array becomes a single run in constant time. `runs_of_region` has
-    an offset for each row.
+    Does not list rows before it joins them: a column of an array becomes a single run in constant time. In contrast,
+    `runs_of_region` returns an offset for each row.
     """
     if not shape:
         return [(0, itemsize)]

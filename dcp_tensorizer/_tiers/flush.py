@@ -1,8 +1,8 @@
-"""Flushes a local folder to the remote in the order of its saves, of each save the files first, then the metadata.
+"""Flushes a local folder to the remote in the order of its saves: for each save, first the files, then the metadata.
 
 The states of saves are in the records, so that another process can continue if this one dies. If the local disk refuses
-a new state, this process alone knows it. The next process then repeats the step, which changes nothing on a remote that
-has the files already.
+a new state, only this process knows that state. The next process then repeats the step, which changes nothing on a
+remote that already has the files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _PROGRESS_SECONDS = 5.0
 
 
 class Flusher:
-    """Flushes one local folder. ``gate`` is called before each part of a file, and blocks until it may be sent."""
+    """Flusher of one local folder. ``gate`` is called before each part of a file, and blocks until it may be sent."""
 
     def __init__(self, target: FlushTarget, gate: Callable[[], None] = lambda: None) -> None:
         self.target = target
@@ -64,7 +64,7 @@ class Flusher:
     def step(self) -> float | None:
         """Does all work that can be done now.
 
-        Returns the seconds until the next attempt. If all saves are on the remote, None.
+        Returns the seconds until the next attempt. If all saves are on the remote, returns None.
         """
         if not self._is_clean:
             clean_up(self._queue)
@@ -89,7 +89,10 @@ class Flusher:
         return self._queue.records(OPEN, self.target.name)
 
     def _lose_unreadable(self) -> bool:
-        """Gives up saves whose records have been unreadable for too long; returns whether to retry others."""
+        """Gives up saves whose records have been unreadable for too long.
+
+        Returns whether other unreadable records remain to be retried.
+        """
         is_damaged = False
         for entry in self._queue.entries():
             if entry.state in OPEN and self._queue.record(entry) is None and (damage := self._queue.damage(entry)):
@@ -103,7 +106,7 @@ class Flusher:
     def _is_held_back(self, entry: FlushEntry, record: FlushRecord) -> bool:
         """Returns whether a part must not be sent yet, because this node expects an earlier save on the remote.
 
-        A part that is sent too early could take the space that earlier saves need. Then none could ever be committed.
+        A part that is sent too early could take the space that earlier saves need. Then no save could be committed.
         """
         for other, earlier in self._open():
             if other.number >= entry.number or (earlier.subpath == record.subpath and earlier.rank != record.rank):
@@ -142,7 +145,7 @@ class Flusher:
         is_first = self._queue.trouble(entry) is None
         if self._queue.set_trouble(entry, "") and is_first:
             missing = set(files)
-        else:  # an earlier attempt has failed, or the disk has refused the record of it
+        else:  # an earlier attempt has failed, or the disk has refused the record of this attempt
             missing = missing_files(remote, files, files)
             discard(remote, *missing)
         gone = {name for name in missing if local.head(name) != files[name]}
@@ -230,7 +233,7 @@ class Flusher:
         except Superseded as error:
             self._give_up(entry, record, str(error))
             return
-        if replaced is None:  # a process that has died since has committed it
+        if replaced is None:  # a process that then died has committed the save
             # The files of earlier saves from this folder whose metadata had the same path.
             earlier = [r for e, r in self._queue.records() if e.number < entry.number and r.subpath == record.subpath]
             commits = [r.commit for r in earlier if r.commit is not None and r.commit.name == commit.name]
@@ -278,7 +281,7 @@ class Flusher:
         committed = self._committed_here(record)
         if committed is None:  # the coordinator is on another node
             # Find later saves before reading the metadata, because that of a later save does not name these files.
-            # Those of any rank, because a job may resume with fewer ranks. A very recent save is given time.
+            # Saves of any rank count, because a job may resume with fewer ranks. A very recent save is given time.
             is_recent = time.time() - entry.changed <= self.target.timeout / 10
             later = [r for e, r in self._queue.records({REMOTE}) if e.number > entry.number and not is_recent]
             named = named_files(self._remote(record.subpath), metadata_file_name())
@@ -328,7 +331,7 @@ class Flusher:
 
 # --- copying a file to the remote -------------------------------------------------------------------------------------
 
-_AT_ONCE = 4  # parts in flight; more would take memory from training, and nothing waits for the flush
+_AT_ONCE = 4  # parts in flight; more would take memory from training, which does not wait for the flush
 
 
 class Unreadable(WriteError):
@@ -338,9 +341,9 @@ class Unreadable(WriteError):
 def copy_file(source: Storage, target: Storage, name: str, nbytes: int, gate: Callable[[], None]) -> None:
     """Copies a file of ``nbytes`` bytes durably.
 
-    On a file system, the file has a temporary name until it is complete, because the space is reserved first and the
-    size proves nothing. Other storages show only complete files. ``gate`` is called before each part, and blocks until
-    the part may be sent.
+    On a file system, the file has a temporary name until it is complete: its space is reserved first, so its size does
+    not prove that it is complete. Other storages show only complete files. ``gate`` is called before each part, and
+    blocks until the part may be sent.
 
     Raises `Unreadable` if the local file cannot be read, and `CheckpointError` or `OSError` if the copy fails. After an
     error, no file is left.
@@ -416,7 +419,7 @@ _FORGET_SECONDS = 60.0  # the time that a record is retained for processes that 
 
 
 def arrive(queue: Queue, entry: FlushEntry, record: FlushRecord, named: set[str]) -> None:
-    """Records that a checkpoint is on the remote, after removing the local copies of all such but the newest.
+    """Records that a checkpoint is on the remote. Before that, removes the local copies of all such except the newest.
 
     In this order, a process that waits for the record to change never finds an incomplete copy. ``named`` are the data
     files of the checkpoint on the remote.
@@ -501,7 +504,7 @@ def undo(writing: Writing) -> None:
     """
     if writing.is_unfinished:
         _remove_written(writing.queue, writing.record)
-        writing.abort()  # last: if this process dies before, the next one finds the files by this record
+        writing.abort()  # last: if this process dies before that, the next one finds the files by this record
 
 
 def _remove_written(queue: Queue, record: FlushRecord) -> None:
@@ -563,7 +566,7 @@ def publish(
             after the check is not replaced, if the storage can detect it (`Storage.put_if`).
 
     Returns:
-        The files of the replaced checkpoint. If the save was committed before, None.
+        The files of the replaced checkpoint, or None if the save was committed before.
 
     Raises:
         Superseded: the remote has a checkpoint that was saved later, or that must not be replaced.
@@ -585,7 +588,7 @@ def publish(
         if not commit.overwrite:
             remote.put(commit.name, index, sync=True, replace=False, save_id=str(own.save_id or ""))
         elif not remote.put_if(commit.name, before, index, save_id=str(own.save_id or "")):
-            raise Refused(f"{remote.path}: another run has just saved there")  # the next attempt examines its save
+            raise Refused(f"{remote.path}: another run has just saved there")  # the next attempt examines that save
     except Refused as error:  # may also be a full disk, which is no reason to give up the save
         there = _committed(remote, commit.name)
         if there is not None and there.head.save_id == own.save_id:  # an earlier attempt has taken effect
@@ -613,7 +616,7 @@ def _is_later(there: Head, own: Head, earlier: Container[str]) -> bool:
     branch, own_branch = (() if head.record is None else head.record.branch for head in (there, own))
     has_left = bool(branch) and branch[-1][0] in {
         name for name, _ in own_branch[:-1]
-    }  # the job left the other's branch before this save
+    }  # the job left the branch of the other save before this save
     if there.save_id in earlier or has_left:
         return False
     serial, own_serial = (0 if head.record is None else head.record.serial for head in (there, own))
@@ -640,7 +643,7 @@ _TROUBLE_SECONDS = 10.0
 
 
 class FlushThread:
-    """Flushes local folders, one after the other, until all saves are on the remote.
+    """Flusher of local folders, one after the other, until all saves are on the remote.
 
     ``is_busy`` returns whether a save is in progress. The thread pauses during saves.
     """

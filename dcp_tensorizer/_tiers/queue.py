@@ -94,7 +94,7 @@ class Queue:
 
     @property
     def is_writable(self) -> bool:
-        """Returns False if the disk refuses changes of the folder: it is read-only or broken, but not just full."""
+        """Returns False if the disk refuses changes to the folder because it is read-only or broken, not just full."""
         try:
             os.utime(self.folder)
         except OSError as error:
@@ -138,7 +138,7 @@ class Queue:
             raise ReadError(f"cannot list {self.folder}: {error}") from error
 
     def state(self, entry: FlushEntry) -> str | None:
-        """Returns the current state of a record. If the record no longer exists, None."""
+        """Returns the current state of a record. If the record no longer exists, returns None."""
         # In the order of the states, so that a record that is being renamed is found.
         found = [state for state in _ORDER if (self.folder / f"{entry.stem}.{state}").exists()]
         if found and entry.stem in self._refused:
@@ -197,7 +197,7 @@ class Queue:
         self._storage.make_directory()
         number = max((entry.number for entry in self.entries() if entry.id != record.id), default=0) + 1
         writing = FlushEntry(number, record.rank, record.id, WRITING, time.time())
-        while True:  # again, if a clean-up removes the record, as that of a dead save, before it is locked
+        while True:  # once more if a clean-up takes the save for dead, and removes its unlocked record
             # Not synced: after a failure of the machine, files without a record only take space.
             self._put(writing, record, sync=False)
             with suppress(FileNotFoundError):
@@ -304,7 +304,7 @@ class Queue:
 
     @contextmanager
     def claimed(self, entry: FlushEntry) -> Iterator[bool]:
-        """Locks a record for the block. Yields whether that succeeded and the record is still in the given state."""
+        """Locks a record in a ``with`` block. Yields whether that succeeded and the record is still in that state."""
         path = self._path(entry)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -373,7 +373,7 @@ def _progress(entry: FlushEntry) -> tuple[int, float]:
 
 
 class AliveMark:
-    """Marks a writer as alive in a folder of records until `end` is called or this object is freed.
+    """Mark of a living writer in a folder of records, until `end` is called or this object is freed.
 
     Raises `CheckpointError` or `OSError` if the mark cannot be written.
     """
@@ -381,7 +381,7 @@ class AliveMark:
     def __init__(self, queue: Queue, writer: str) -> None:
         queue._storage.make_directory()
         path = queue.folder / f"{writer}{_ALIVE}"
-        while True:  # again, if another process removes the file, as that of a dead writer, before it is locked
+        while True:  # once more if another process takes the writer for dead, and removes its unlocked file
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if path.exists():

@@ -1,12 +1,13 @@
-"""Reads a pickle without using any class or function of this process: stand-ins replace the names and calls in it.
+"""Interprets a pickle without executing it: placeholders replace the classes and functions that it names, and the
+results of its calls. No class or function of this process is used.
 
 `Inert` takes time and memory proportional to the size of the pickle. Python's unpickler does not: a tuple that holds
 the same tuple twice takes two bytes, and doubles the time of hashing. With Python's unpickler a pickle can also change
 every class that it may look up (BUILD).
 
-Subclasses decide what a pickle may do. `objects` judges the pickles of saved objects before they are loaded.
-`_formats.torch_archive` limits pickles for torch's weights-only rules. `_formats.torch_metadata` accepts only the parts
-of DCP's records.
+Subclasses decide what a pickle may do. `objects` checks the pickles of saved objects before they are loaded.
+`_formats.torch_archive` checks pickles before torch loads them with its weights-only rules. `_formats.torch_metadata`
+accepts only the parts of DCP's records.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ class Malformed(ValueError):
 
 
 class Unexpected(Exception):
-    """A pickle that makes a value in another way than the value's type does."""
+    """A pickle that makes a value in a way in which the value's type does not pickle itself."""
 
 
 class Named:
-    """A stand-in for a class or a function ``module.name``, which is neither looked up nor imported.
+    """A placeholder for a class or a function ``module.name``, which is neither looked up nor imported.
 
-    A pickle has one stand-in for each name. ``trusted`` means that the user allows the name with any arguments.
+    A pickle has one placeholder for each name. ``trusted`` means that the user allows the name with any arguments.
     """
 
     __slots__ = ("name", "trusted")
@@ -47,7 +48,7 @@ class Named:
 
 
 class Value:
-    """A stand-in for the result of a call. It takes no state and no members, and equals only itself.
+    """A placeholder for the result of a call. It takes no state and no members, and equals only itself.
 
     ``what`` names the called function or class.
     """
@@ -71,7 +72,7 @@ class Value:
 
 
 class Made(Value):
-    """A stand-in for the result of a call that records the arguments, the last state and the members.
+    """A placeholder for the result of a call, which records the arguments, the last state and the members.
 
     ``state`` is None if ``__setstate__`` would not be called. ``members`` are the later additions to a list or a set,
     or to a dict as pairs.
@@ -118,9 +119,9 @@ def hash_cost(key: Any, most: int) -> int:
 
 
 class Inert:
-    """A reader of a pickle as values of builtin types, `Named`, and the results of `call` and `new`.
+    """An interpreter of a pickle. It makes values of builtin types, `Named`, and the results of `call` and `new`.
 
-    ``protocol`` is the newest one that is allowed. Opcodes of protocols before 2 are refused unless newer protocols
+    ``protocol`` is the newest allowed protocol. Opcodes of protocols before 2 are refused unless newer protocols
     still use them.
     """
 
@@ -145,19 +146,19 @@ class Inert:
     # --- what subclasses decide ---------------------------------------------------------------------------------------
 
     def name(self, module: str, name: str) -> Named:
-        """Makes the stand-in for a class or a function. Called once for each name."""
+        """Makes the placeholder for a class or a function. Called once for each name."""
         return Named(f"{module}.{name}")
 
     def call(self, what: Named, arguments: tuple[Any, ...]) -> Any:
-        """Makes the stand-in for the result of a call."""
+        """Makes the placeholder for the result of a call."""
         return Made(what.name, arguments)
 
     def new(self, what: Named, arguments: tuple[Any, ...]) -> Any:
-        """Makes the stand-in for the result of a class's ``__new__``."""
+        """Makes the placeholder for the result of a class's ``__new__``."""
         return self.call(what, arguments)
 
     def refer(self, reference: Any) -> Any:
-        """Makes the stand-in for a persistent id, which only the caller of ``pickle.load`` could resolve."""
+        """Makes the placeholder for a persistent id, which only the caller of ``pickle.load`` could resolve."""
         return self.call(Named("persistent.id"), (reference,))
 
     def build(self, target: Any, state: Any) -> None:
@@ -303,7 +304,7 @@ class Inert:
     def _named(self, module: Any, name: Any, protocol: int) -> Named:
         if type(module) is not str or type(name) is not str:
             raise Malformed("it has a global whose name is not a string")
-        if protocol < 3:  # these protocols write Python 2's names
+        if protocol < 3:  # pickles of these protocols have Python 2's names
             module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         if (module, name) not in self._names:
             self._names[module, name] = self.name(module, name)

@@ -1,6 +1,6 @@
 """A table of data types that load without permission: how they pickle themselves with ``torch.save``'s protocol 2.
 
-Each type has a maker, which gets the arguments that a pickle passes to the class or function, and returns a stand-in
+Each type has a maker, which gets the arguments that a pickle passes to the class or function, and returns a placeholder
 for the result. The maker raises `Unexpected` for arguments that the type itself would not have written, because their
 effect is unknown. No maker runs code outside this table.
 """
@@ -20,7 +20,7 @@ from .inert import Made, Named, Unexpected, Value
 
 Arguments = tuple[Any, ...]
 Maker = Callable[[str, Arguments], Any]
-"""A function that makes the stand-in for the result of a call, from the called name and the arguments."""
+"""A function that makes the placeholder for the result of a call, from the called name and the arguments."""
 
 
 def need(condition: object) -> None:
@@ -43,9 +43,9 @@ def _check_stream(state: Any) -> None:
 
 
 class _StateValue(Value):
-    """A stand-in for a value that takes a state once, if a check accepts the state.
+    """A placeholder for a value that takes a state once, if a check accepts the state.
 
-    The state may set attributes. So a second state, or members that are appended, could call one of them.
+    The state may set attributes. So setting a second state, or appending members, could call one of these attributes.
     """
 
     def __init__(self, what: str, check: Callable[[Any], None] = _check_attributes) -> None:
@@ -121,7 +121,7 @@ def _defaultdict(name: str, args: Arguments) -> Value:
 
 
 def _from_bytes(kind: Any, nbytes: int) -> Maker:
-    """Returns a maker for a date or a time of packed bytes, which the constructors of ``kind`` do not check."""
+    """Returns a maker for a date or a time in packed bytes, which the constructor of ``kind`` does not check."""
 
     def make(name: str, args: Arguments) -> Value:
         need(1 <= len(args) <= 2 and type(args[0]) is bytes and len(args[0]) == nbytes)
@@ -158,12 +158,12 @@ def _device(name: str, args: Arguments) -> Value:
 # --- NumPy's arrays, scalars and dtypes -------------------------------------------------------------------------------
 #
 # NumPy trusts pickles: a dtype whose flags hide objects dereferences any pointer, and one with fields outside its items
-# reads out of bounds. So only dtypes without parts and without objects are known. NumPy's constructor makes each one
-# here, and the pickle must describe exactly the result. Arrays must have the size of their shape.
+# reads out of bounds. So this table has only dtypes without fields, subarrays and objects. The check makes each dtype
+# with NumPy's constructor, and the pickle must describe exactly the result. Arrays must have the size of their shape.
 
 
 class _DType(Value):
-    """A stand-in for a dtype. `build` sets the dtype, once."""
+    """A placeholder for a dtype. `build` sets the dtype, once."""
 
     def __init__(self, what: str, code: str) -> None:
         super().__init__(what)
@@ -190,7 +190,7 @@ class _DType(Value):
 
 
 class _Array(Value):
-    """A stand-in for an array. `build` checks its shape, dtype and contents."""
+    """A placeholder for an array. `build` checks its shape, dtype and contents."""
 
     def build(self, state: Any) -> None:
         need(type(state) is tuple and len(state) == 5 and state[0] == 1)

@@ -1,4 +1,4 @@
-"""Judges and loads objects that ``torch.save`` stored, without running code from them.
+"""Checks that objects in ``torch.save`` data run no code, and loads them.
 
 torch's own weights-only loader is not sufficient. It knows few types of the standard library and none of NumPy. A class
 that is added to its list is allowed in the whole process, with any arguments and any state: a forged dtype reads out of
@@ -65,7 +65,7 @@ _KNOWN = {_GETATTR, *CALLED, *CREATED, *PASSIVE}
 class _Judge(Inert):
     """A reader that finds the classes and functions that a pickle of ``torch.save`` must not use.
 
-    It follows calls with all arguments, and the states that would be set. It accepts protocol 2 only, because other
+    It checks the arguments of each call, and each state that would be set. It accepts protocol 2 only, because other
     protocols map Python 2's names differently. ``allowed`` are the names that the user trusts, with any arguments and
     any state. ``torch_names`` are the names that ``torch.load`` trusts by default.
     """
@@ -74,7 +74,7 @@ class _Judge(Inert):
         super().__init__(pickled, protocol=2)
         self._allowed = allowed
         self._torch = torch_names
-        self._refused: set[str] = set()  # called or used in a way that pickling their own values never does
+        self._refused: set[str] = set()  # called or used in a way in which their own values are never pickled
         self._unknown: set[str] = set()
         self._owners: set[str] = set()  # names whose attributes are used
         self._members: dict[str, Named] = {}  # the attributes that are used, with their owners

@@ -72,7 +72,7 @@ class WriterProcess(ChildProcess):
             buffers: The shared memory that the request refers to; the process releases all other buffers. If None, it
                 retains its buffers.
             timeout: Seconds without progress after which the process is killed.
-            context: The process context that the process takes on.
+            context: The process context that the process applies.
             progress: Called about once a second with the number of bytes done.
 
         Raises:
@@ -92,7 +92,7 @@ class WriterProcess(ChildProcess):
             call = Call(request, tuple(retained), tuple((buffer.id, buffer.nbytes) for buffer in new), context)
             try:
                 body = pickled(call)
-            except Exception as error:  # only the user's options in it may not pickle
+            except Exception as error:  # only the user's options in it can fail to pickle
                 raise Unsendable(
                     f"storage_options cannot be sent to the writer process, because they cannot be pickled: "
                     f"{describe(error)}"
@@ -129,7 +129,7 @@ class WriterProcess(ChildProcess):
         if self._end.detach():
             self._disown()
             deadline = Deadline(timeout)
-            idle = self._lock.acquire(blocking=False)  # no request to finish, though the process may still import
+            idle = self._lock.acquire(blocking=False)  # no request to finish; perhaps still importing modules
             _stop(self._popen, self._channel, 0.0 if idle else timeout)
             if idle or self._lock.acquire(timeout=deadline.within(timeout)):
                 self._close_files()

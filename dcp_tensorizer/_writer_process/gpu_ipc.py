@@ -168,8 +168,8 @@ def _export_storage(storage: torch.UntypedStorage, stream: SideStream) -> tuple[
             _, (*arguments, _has_to_wait) = reduce_tensor(alias)
     except RuntimeError as error:
         raise WriteError(
-            f"a tensor on {storage.device} cannot be shared with the writer process: {error}. Only memory of torch's "
-            f"allocator can be shared, and on some systems not with "
+            f"a tensor on {storage.device} cannot be shared with the writer process: {error}. Only memory from "
+            f"torch's allocator can be shared, and on some systems only without "
             f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. Use staging='buffer'."
         ) from error
     return alias, (*arguments, False)

@@ -30,8 +30,8 @@ _UNFINISHED = 4  # files that may be open at once; each holds a descriptor until
 class FileJob:
     """A job that writes the files of one request.
 
-    ``contents`` returns the bytes that a source describes. ``memory`` is the memory of the parts; at the end it is
-    cleared, except for what it caches. ``is_abandoned``: the files are no longer needed.
+    ``contents`` returns the bytes that a source describes. ``memory`` is the pool of memory for parts; at the end the
+    job frees all of it that the pool does not cache. ``is_abandoned`` is set when the files are no longer needed.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class FileJob:
         started = time.perf_counter()
         name = ""
         try:
-            with self._completing:  # like a completion: a file copied during `remove` would stay
+            with self._completing:  # as for a completion: a file that is adopted during `remove` would stay
                 adopted = in_threads(self._adopt, self._files)
             results = {result.name: result for result in adopted if result is not None}
             written = [file for file in self._files if file.name not in results]
@@ -189,7 +189,7 @@ def _protocol(location: str) -> str:
 
 # --- digests of tensors -----------------------------------------------------------------------------------------------
 #
-# Digests take a tenth of the time of a write, and run in the writer process.
+# Computing digests takes a tenth of the time of a write, and happens in the writer process.
 
 _PIECE = 16 << 20  # bytes between two reports of progress
 
@@ -217,7 +217,7 @@ def take_digests(
         return state.digest()
 
     with Workers(thread_count, "digest") as pool:
-        # The largest ones first, so that the threads end together.
+        # The largest tensors first, so that the threads end together.
         order = sorted(range(len(tensors)), key=lambda number: -tensors[number].nbytes)
         digests = dict(zip(order, pool.map(digest, order), strict=True))
     return tuple(digests[number] for number in range(len(tensors)))

@@ -1,4 +1,7 @@
-"""The options of saves, checked when they are made. Requests to the writer process carry them, so without torch."""
+"""The options of saves, checked when they are made.
+
+Requests to the writer process contain them, so this module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 Staging = Literal["buffer", "shared", "device"]
 
 MAX_UNFLUSHED = 3
-"""Number of checkpoints only in the local folder at which training waits for the remote."""
+"""Training waits for the remote when this many checkpoints are only in the local folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +41,9 @@ class SaveLimits:
             same directory. Requests to S3 and SFTP servers that stay silent for a tenth of the timeout are retried.
         buffer_bytes: Memory in the writer process for the parts of files that are being made or sent; 256 MiB by
             default. With less memory, fewer parts are sent at once.
-        max_consecutive_failures: After this many failed saves in a row of one process group, to paths that differ in
-            numbers alone, the next save fails on all ranks, and ``async_save`` raises on the coordinator (with
-            ``overlap_staging``, the next ``lock``). So a job that ignores its futures does not continue to train
+        max_consecutive_failures: After this many failed saves in a row of one process group, to paths that differ only
+            in their numbers, the next save fails on all ranks, and ``async_save`` raises on the coordinator (with
+            ``overlap_staging``, the next ``lock`` raises). So a job that ignores its futures does not continue to train
             without checkpoints. If None, there is no limit.
         max_reuses: With ``reuse_unchanged``: number of saves in a row that may share a file. The next save writes the
             file's tensors again, so that a damaged file does not spoil every later checkpoint.

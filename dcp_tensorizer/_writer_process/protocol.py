@@ -35,7 +35,7 @@ class TensorSource(NamedTuple):
     kind: str = "tensor"
     """See `StoredItem.kind`."""
     memory: int | MappedFile | None = None
-    """The number of a shared buffer, or a file that the trainer maps; None if this process writes the tensor."""
+    """The number of a shared buffer, or a file that the trainer maps; None if the trainer itself writes the tensor."""
     offset: int = 0
     """The offset of the first byte in ``memory``."""
 
@@ -55,7 +55,7 @@ class FileRequest:
 
     name: str
     tensors: tuple[TensorSource, ...]
-    earlier: tuple[EarlierFile, ...] = ()  # of the same bytes: if one can be adopted, the file is not written
+    earlier: tuple[EarlierFile, ...] = ()  # files of the same bytes: if one can be adopted, this file is not written
     nbytes: int = 0  # of the file; 0 without earlier files
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -125,8 +125,8 @@ class DigestRequest:
 
 
 Request: TypeAlias = "WriteRequest | SharedWriteRequest | DigestRequest | SnapshotRequest | Publication | FlushTarget"
-"""A `FlushTarget` is a request to flush it from now on, between other requests. The answer to a `Publication` is the
-version, and the lease for publishing the next version."""
+"""A `FlushTarget` is a request to flush its local folder from now on, between other requests. The answer to a
+`Publication` is the version, and the lease for publishing the next version."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds secrets

@@ -1,6 +1,6 @@
 """The writer process: takes requests from its trainer and writes the files.
 
-`interpreter` starts the process, with the trainer's modules behind the standard library.
+`interpreter` starts the process, with the trainer's modules after the standard library on the path.
 
 The process shares no interpreter with the trainer, so hashing and writing never hold the trainer's GIL. It runs at low
 priority, ignores the terminal's signals (the trainer decides when to stop), and ends with its trainer.
@@ -64,7 +64,7 @@ _ABANDON_SECONDS = 20.0  # to remove the files; the staged state stays in memory
 
 
 class SpareCores:
-    """The average number of cores between two samples that were idle, or busy with this process.
+    """The average number of cores that were idle, or busy with this process, between two samples.
 
     ``machine`` returns ``/proc/stat``, whose first line has the ticks by state, summed over cores. ``own`` returns the
     CPU time of this process in seconds.
@@ -236,7 +236,7 @@ class Worker:
     def _use_spare_cores(self, progress: Callable[[], int], others: set[int], spare: SpareCores) -> None:
         """Lowers the priority of a request's threads further, as soon as idle cores can run them.
 
-        Only threads that end with the request: without privileges a priority cannot be raised again.
+        Changes only threads that end with the request: without privileges a priority cannot be raised again.
         """
         samples = 0
         while self._progress is progress:

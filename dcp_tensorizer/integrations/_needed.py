@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def needed(by: str, install: str) -> Iterator[None]:
-    """Adds to an `ImportError` of the block the name of the dependent, and the package to install."""
+    """Adds to an `ImportError` of the ``with`` block what needs the library (``by``), and the package to install."""
     try:
         yield
     except ImportError as error:

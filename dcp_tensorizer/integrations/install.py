@@ -1,7 +1,7 @@
-"""Replacement of torch's storage and planners by this package's, for a whole process: `install`.
+"""Replaces torch's storage and planners with this package's, for a whole process: `install`.
 
-Frameworks accept no storage: they make a ``FileSystemWriter(path)`` for every save. So `install` changes torch's own
-functions and classes, which also works for modules that have already imported them.
+Frameworks do not let the user pass a storage: they make a ``FileSystemWriter(path)`` for every save. So `install`
+changes torch's own functions and classes. This also works for modules that have already imported them.
 """
 
 from __future__ import annotations
@@ -44,25 +44,26 @@ _EXTENSIONS = "_extension_registry"  # decodes data that torch's own writer enco
 def install(
     *, writer_options: Mapping[str, Any] | None = None, reader_options: Mapping[str, Any] | None = None
 ) -> None:
-    """Replaces torch's own storage and planners by this package's, in this process.
+    """Replaces torch's own storage and planners with this package's, in this process.
 
     From then on:
 
     - ``dcp.save``, ``dcp.async_save`` and ``dcp.load`` with a ``checkpoint_id`` and no storage use this package;
-    - ``FileSystemWriter(path, ...)`` makes a `TensorizerStorageWriter`, which passes for a ``FileSystemWriter``;
-    - ``FileSystemReader(path)`` makes the reader of `open_reader`, which passes for a ``FileSystemReader``, and also
-      loads torch's own checkpoints;
+    - ``FileSystemWriter(path, ...)`` makes a `TensorizerStorageWriter` that is also a ``FileSystemWriter`` for
+      ``isinstance``;
+    - ``FileSystemReader(path)`` makes the reader of `open_reader`, which is also a ``FileSystemReader`` for
+      ``isinstance``, and also loads torch's own checkpoints;
     - ``dcp.async_save`` without a stager stages into this package's buffer;
     - ``DefaultSavePlanner(...)`` and ``DefaultLoadPlanner(...)``, which DCP makes by default, make a `SavePlanner` and
-      a `LoadPlanner`. These take a fraction of the time for many tensors.
+      a `LoadPlanner`. For many tensors, these planners take a fraction of the time.
 
     This also applies to functions and classes that were imported before. Subclasses, such as torch's ``FsspecWriter``
-    and ``HuggingFaceStorageWriter``, and stagers that are passed to ``async_save`` are not changed. Another call
-    changes the options.
+    and ``HuggingFaceStorageWriter``, and stagers that are passed to ``async_save`` are not changed. A later call of
+    `install` replaces the options.
 
     Args:
-        writer_options: Options of `TensorizerStorageWriter`, for all writers. The ``sync_files``, ``overwrite`` and
-            ``thread_count`` of a ``FileSystemWriter(...)`` override them, even torch's defaults.
+        writer_options: Options of `TensorizerStorageWriter`, for all writers. Arguments ``sync_files``, ``overwrite``
+            and ``thread_count`` of a ``FileSystemWriter(...)`` override them, even if they equal torch's defaults.
         reader_options: Options of `TensorizerStorageReader`, for all readers.
 
     Raises:
@@ -119,7 +120,7 @@ _replaced: list[tuple[Any, str, Any]] = []  # module, name, original value
 
 
 class InstalledWriter(TensorizerStorageWriter, FileSystemWriter):  # type: ignore[misc]
-    """Replacement of ``FileSystemWriter``, with its arguments and attributes."""
+    """Replacement for ``FileSystemWriter``, with its arguments and attributes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = _given(FileSystemWriter, args, kwargs, _UNDERSTOOD | _IRRELEVANT)
@@ -150,7 +151,7 @@ class InstalledWriter(TensorizerStorageWriter, FileSystemWriter):  # type: ignor
 
 
 class InstalledReader(AnyFormatReader, FileSystemReader):
-    """Replacement of ``FileSystemReader``, with its arguments and attributes."""
+    """Replacement for ``FileSystemReader``, with its arguments and attributes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = _given(FileSystemReader, args, kwargs, {"path", _EXTENSIONS})
@@ -172,7 +173,7 @@ class InstalledReader(AnyFormatReader, FileSystemReader):
 
 
 def _torch_path(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Returns the path as torch's ``FileSystem`` makes it, or a URL, which torch does not open, unchanged."""
+    """Returns the path that torch's ``FileSystem`` would make. A URL, which torch cannot open, stays unchanged."""
     return Path(os.path.expanduser(path)) if isinstance(absolute_path(path), Path) else path
 
 
@@ -252,16 +253,16 @@ def _given(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], silent: Set
     return dict(given)
 
 
-# The code of `dcp_tensorizer.run`. It is in this module, because the script replaces the namespace of that one.
+# The code of `dcp_tensorizer.run`. It is in this module, because the script gets the namespace of that one.
 
 _USAGE = "usage: python -m dcp_tensorizer.run SCRIPT [ARGUMENT ...], or -m MODULE [ARGUMENT ...]"
-# Environment variables with which processes that the script spawns find the code to run.
+# Environment variables that name the code to run, for processes that the script spawns.
 _SCRIPT = "DCP_TENSORIZER_RUN_SCRIPT"
 _MODULE = "DCP_TENSORIZER_RUN_MODULE"
 
 
 def run(namespace: dict[str, Any]) -> None:
-    """Installs, and runs the script or module of the command line in the namespace of the main module.
+    """Calls `install`, and runs the command line's script or module in the namespace of the main module.
 
     The name and the ``__spec__`` of the main module stay. A process that the script spawns imports the main module
     again, and so calls this function as well.

@@ -113,9 +113,9 @@ class _Asynchronous:
         """Waits for the previous save, stages the state, and saves it while training continues. Collective.
 
         ``state`` is that of the model and the optimizers, and ``meta`` everything else. First, rank 0 makes the
-        checkpoint's directory, and writes its own ``meta`` to ``meta.pt``. With ``has_buffers``, which the next forward
-        pass may change, the call waits until the state is copied. Raises `CheckpointException` if the previous save
-        failed, and `WriteError` if rank 0 could not write ``meta.pt``.
+        checkpoint's directory, and writes its own ``meta`` to ``meta.pt``. If the model has buffers (``has_buffers``),
+        the call waits until the state is copied, because the next forward pass may change them. Raises
+        `CheckpointException` if the previous save failed, and `WriteError` if rank 0 could not write ``meta.pt``.
         """
         self.wait_for_save()
         if self._heartbeats is None:
@@ -164,8 +164,8 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
     """Strategy for Lightning's ``Trainer``: its ``ModelParallelStrategy``, with saves while training continues.
 
     ``trainer.save_checkpoint`` and ``ModelCheckpoint`` return when the state is copied from the device. The checkpoint
-    that a save replaces is removed after the commit, and stays if the save fails. The next save raises the error of a
-    failed save, or else the end of ``trainer.fit``, which waits for the last save.
+    that a save replaces is removed after the commit, and stays if the save fails. If a save fails, the next save raises
+    the error. If the last save fails, ``trainer.fit`` raises the error at its end, after waiting for the save.
 
     It also loads checkpoints of Lightning's ``ModelParallelStrategy``, and takes its arguments: ``data_parallel_size``,
     ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
@@ -229,9 +229,9 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
 class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
     """Strategy for Lightning's ``Fabric``: its ``ModelParallelStrategy``, with saves while training continues.
 
-    ``fabric.save`` returns when the state is copied from the device. The next save raises the error of a failed save,
-    or else ``fabric.strategy.wait_for_save()``. Call ``wait_for_save()`` after the last save, because Fabric has no
-    teardown.
+    ``fabric.save`` returns when the state is copied from the device. If a save fails, the next save or
+    ``fabric.strategy.wait_for_save()`` raises the error. Call ``wait_for_save()`` after the last save, because Fabric
+    has no teardown.
 
     It also loads checkpoints of Lightning's ``ModelParallelStrategy``, and takes its arguments: ``parallelize_fn``,
     ``data_parallel_size``, ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
@@ -317,7 +317,7 @@ def _refuse(**arguments: object) -> None:
 def _model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:
     models = [(key, value) for key, value in state.items() if isinstance(value, nn.Module)]
     if len(models) != 1:
-        raise ValueError(f"the state must have one model, got {len(models)}. Save each by itself.")
+        raise ValueError(f"the state must have one model, got {len(models)}. Save each model separately.")
     return models[0]
 
 
@@ -335,7 +335,8 @@ def _load(
 ) -> dict[str, Any]:
     """Loads a model and its optimizers, by key. Returns the other values.
 
-    Checks all of them before any changes. Without ``strict``, the model may have keys that the checkpoint lacks.
+    With ``strict``, checks all keys before it changes a value. Without ``strict``, the model may have keys that the
+    checkpoint lacks.
     """
     meta: dict[str, Any] = {_META_KEY: b""}
     load(meta, storage_reader=open_reader(path), planner=LoadPlanner(allow_partial_load=True))

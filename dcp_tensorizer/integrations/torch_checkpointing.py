@@ -53,23 +53,23 @@ __all__ = ["TensorizerCheckpointManager"]
 class TensorizerCheckpointManager(CheckpointManager):
     """torch_checkpointing's ``CheckpointManager`` with files, commits and loads of this package.
 
-    ``save``, ``load``, ``lock``, ``prewarm_staging`` and ``close`` are used as before. Differences:
+    ``save``, ``load``, ``lock``, ``prewarm_staging`` and ``close`` are called as in torch_checkpointing. Differences:
 
     - A ``checkpoint_id`` may be a URL of any storage. A checkpoint is a directory of this package: complete or absent,
       with digests that loads verify. It replaces a checkpoint at the same path.
     - An item with a ``DefaultResharder`` is saved once for all ranks: its DTensors by shards. Its other values must be
-      the same on all ranks. An item without a resharder is separate for each rank, and only a rank of the same number
-      loads it.
+      the same on all ranks. An item without a resharder is separate for each rank, and only the rank with the same
+      number loads it.
     - The next save waits for the previous one. torch_checkpointing's manager raises an error after a timeout.
-    - No barrier is configured, because the ranks agree over a gloo group that the manager makes. So all ranks make the
-      manager, and close it before ``destroy_process_group``.
+    - The configuration needs no barrier, because the ranks agree over a gloo group that the manager makes. So all ranks
+      must make the manager, and close it before ``destroy_process_group``.
     - torch_checkpointing itself loads its own checkpoints, from local disks.
 
     Raises:
         TypeError: an option of the writer or the reader is of a wrong type.
         ValueError: an option has an invalid value; or the configuration has an unsupported part: layouts, resharders of
-            other classes, or hooks that run in torch_checkpointing's own process. The first save or load raises it for
-            those of single items.
+            other classes, or hooks that run in torch_checkpointing's own process. For an unsupported part of a single
+            item, the first save or load raises the error.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -97,7 +97,9 @@ class TensorizerCheckpointManager(CheckpointManager):
         config = config or TensorizerCheckpointManager.Config()
         for name in ("pre_finalize_callback", "subprocess_init_fn"):
             if getattr(config, name) is not None:
-                raise ValueError(f"{name} runs in torch_checkpointing's own process, which does not exist here")
+                raise ValueError(
+                    f"{name} runs in torch_checkpointing's own process, which does not exist here. Leave it out."
+                )
         open_reader(config.root or "checkpoint", **config.reader_options)  # checks the options
         wanted, config.save = config.save, _NO_PROCESS
         try:
@@ -286,7 +288,7 @@ def _name(key: str, item: CheckpointItem, rank: int) -> str:
 
 
 def _found(key: str, item: CheckpointItem, rank: int, there: set[str]) -> str:
-    """Returns the name of an item in a checkpoint, which may have been saved with a resharder and be loaded without
+    """Returns the name of an item in a checkpoint. The item may have been saved with a resharder and be loaded without
     one, or vice versa.
     """
     name, others = _name(key, item, rank), {key, f"{key}@{rank}"} & there

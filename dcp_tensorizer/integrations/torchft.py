@@ -1,4 +1,4 @@
-"""Checkpoint transport for torchft, by which a joining replica reads a healthy one's state: `TensorizerTransport`.
+"""Checkpoint transport for torchft, with which a joining replica reads a healthy one's state: `TensorizerTransport`.
 
 healthy replica                                        joining replica
 send_checkpoint(): state ──▶ shared memory
@@ -62,8 +62,8 @@ class TensorizerTransport:
 
     - ``send_checkpoint`` copies the state to shared memory, and returns. A separate process, the keeper, sends the
       copy: encrypted, and only to clients that know the secret in ``metadata``, which torchft distributes.
-    - ``recv_checkpoint`` compares all bytes with their digests. Objects load under the rules of this package, and run
-      no code.
+    - ``recv_checkpoint`` compares all bytes with their digests. It loads objects under the rules of this package, which
+      run no code from the sender.
     - ``disallow_checkpoint`` frees the copy. A replica that is still reading the copy gets a `ReadError`. Under
       torchft's manager this does not happen: a step ends when the joining replicas have their state.
 
@@ -100,7 +100,7 @@ class TensorizerTransport:
         self._run = uuid.uuid4().hex
         self._saves = StagedSaves()
         self._held = ""  # the id of the state that is offered
-        self._has_offered = False  # the present keeper has offered a state
+        self._has_offered = False  # the current keeper has offered a state
         self._keeper, self._address = self._start()
 
     def metadata(self) -> str:
@@ -109,7 +109,7 @@ class TensorizerTransport:
         The secret changes after an offered state is withdrawn. If the keeper has died, starts another.
         """
         if self._has_offered and not self._held:
-            # The keeper stays: during the start of another, the other replicas could finish a step without this one.
+            # Use the same keeper: while another one starts, the other replicas could finish a step without this one.
             with suppress(WriteError):  # the keeper has died
                 self._address = self._keeper.ask(
                     OpenToPeers(self._host, secrets.token_bytes(SECRET_BYTES), anew=True), Address

@@ -40,8 +40,9 @@ class TensorizerCheckpointManager(CheckpointManager):
     - A job resumes from any format that `open_reader` loads, also by ``initial_load_path``. So a job that saved with
       torchtitan's own manager can resume with this one.
     - Old checkpoints are removed after the commit of the save that replaces them: by the next save, or by ``close``.
-      torchtitan removes them when that save begins. So until then, and after a last step, which is saved synchronously,
-      there is one checkpoint more than ``keep_latest_k``. Failed saves do not count.
+      torchtitan's own manager removes them when the replacing save begins. So there is one checkpoint more than
+      ``keep_latest_k`` until the next save, and after the last step, which is saved synchronously. Failed saves do not
+      count.
     - ``close`` waits for the save in progress.
 
     The error of a failed save is raised once, by the next save or by ``close``. ``last_save_in_hf`` exports as

@@ -5,8 +5,8 @@
     newest = next(found for found in list_checkpoints("run") if found.state == "committed")
     assert not verify(newest.path).damages
 
-Checkpoints are local paths or URLs that fsspec opens. No command runs code from a checkpoint, and none needs a GPU or a
-process group. Commands read tensors in blocks; `convert` needs the memory of the largest tensor.
+A checkpoint is given as a local path, or as a URL that fsspec opens. No command runs code from a checkpoint, and none
+needs a GPU or a process group. Commands read tensors in blocks; `convert` needs the memory of the largest tensor.
 """
 
 from importlib import import_module

@@ -17,7 +17,7 @@ from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
 from ..errors import ConversionError, NotCommitted, WriteError
 
-_SHOWN = 50  # characters of the result's name in its temporary name, which error messages show
+_SHOWN = 50  # characters of the result's name with which its temporary name begins, for error messages
 
 
 def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
@@ -88,7 +88,7 @@ def new_directory(target: str, options: Mapping[str, Any], files: str) -> Iterat
 
 @contextmanager
 def new_file(path: str, options: Mapping[str, Any]) -> Iterator[tuple[Storage, str]]:
-    """Creates a file under a temporary name and renames it once complete. Other storages show only complete files.
+    """Creates a file. A local file has a temporary name until it is complete; other storages list only complete files.
 
     Raises `ConversionError` if the path exists, and `WriteError` if the file cannot be written.
     """

@@ -73,13 +73,13 @@ def convert(
         options: What to convert, and how.
         storage_options: Passed to the fsspec filesystems of source and target.
         encryption: The key of an encrypted source (`tensorizer.DecryptionParams`). The target is not encrypted.
-        on_progress: Called with the bytes that were read and the bytes in all; by several threads, one at a time.
+        on_progress: Called with the bytes read so far and the total, by several threads, one at a time.
 
     Raises:
         ConversionError: the format cannot hold a value or does not take an option (the message names it), or
             ``target`` exists. Nothing was written.
         NotCommitted: there is no checkpoint at ``source``.
-        DecryptionError: the key is missing or wrong, or ``source`` is not encrypted.
+        DecryptionError: the key is missing, wrong, or given for a ``source`` that is not encrypted.
         UntrustedObject: loading an object would run code.
         CheckpointError: ``source`` is damaged, or ``target`` cannot be written. Nothing is left at ``target``.
     """
@@ -139,7 +139,7 @@ def _cast(tensor: StoredTensor, dtype: torch.dtype | None) -> StoredTensor:
         torch.empty(1, dtype=tensor.dtype, device="cpu").to(dtype)
     except NotImplementedError:
         raise ConversionError(
-            f"{tensor.key!r} is of {tensor.dtype}, which torch cannot convert to {dtype}. Leave it out."
+            f"{tensor.key!r} has dtype {tensor.dtype}, which torch cannot convert to {dtype}. Leave it out."
         ) from None
     return replace(tensor, dtype=dtype, read=read, chunks=())
 

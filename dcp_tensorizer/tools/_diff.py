@@ -37,11 +37,12 @@ class Change:
     Attributes:
         key: The key in the flattened state dict.
         what: ``shape``, ``dtype``, ``kind`` (a tensor in one and an object in the other), or ``value``.
-        before, after: Short descriptions; empty if ``what`` is the value of a tensor.
+        before, after: Short descriptions; empty for a tensor whose values differ.
         elements: The number of elements.
         differing: The number of elements that differ in at least one bit.
-        largest: The largest difference of two elements; NaN if either is NaN. None if the dtype has no arithmetic.
-        relative: The largest difference relative to the larger element.
+        largest: The largest absolute difference between two elements with the same index; NaN if one of the two is NaN.
+            None if the dtype has no arithmetic.
+        relative: The largest difference, relative to the larger magnitude of the two elements.
     """
 
     key: str
@@ -56,7 +57,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The differences of two checkpoints. Without differences, it is false.
+    """The differences between two checkpoints. False in a condition if there are none.
 
     Attributes:
         added: Keys that only the second checkpoint has.
@@ -98,8 +99,8 @@ def diff(
 ) -> Difference:
     """Compares two checkpoints of any formats that `convert` reads, with any sharding.
 
-    Tensors with the same chunks and the same stored digests count as equal without being read, so that `diff` does not
-    find damage; `verify` does. 64-bit digests of different blocks are equal in one of 10^19 cases.
+    Tensors with the same chunks and the same stored digests are taken as equal, and are not read. So `diff` does not
+    find damage; `verify` does. The 64-bit digests of two different blocks are equal with a probability of 2^-64.
 
     Args:
         before: The first checkpoint.
@@ -110,7 +111,7 @@ def diff(
 
     Raises:
         NotCommitted: there is no checkpoint.
-        DecryptionError: a key is missing or wrong, or neither checkpoint is encrypted.
+        DecryptionError: the key is missing, wrong, or given although neither checkpoint is encrypted.
         CheckpointError: a checkpoint is damaged or cannot be read.
     """
     old, new = open_all((before, after), storage_options or {}, encryption, look_at_files=True)
@@ -179,7 +180,7 @@ def _object_change(a: StoredObject, b: StoredObject) -> Change | None:
     contents = a.read(), b.read()
     if contents[0] == contents[1]:
         return None
-    with suppress(Exception):  # pickles of equal values differ if one shares a string object and the other has two
+    with suppress(Exception):  # pickles of equal values differ if only one of them has the same string object twice
         x, y = map(load_object, contents)
         if (x == y) is True and repr(x) == repr(y):  # 1 == 1.0 == True
             return None
@@ -227,7 +228,7 @@ def _compare(a: torch.Tensor, b: torch.Tensor) -> _Stats:
 
 
 def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the distance of each pair of elements (0 for two NaNs or equal infinities), and its larger magnitude."""
+    """Returns the distance of each pair of elements (0 for two NaNs or equal infinities), and the larger magnitude."""
     with np.errstate(all="ignore"):
         if a.dtype.is_floating_point or a.dtype.is_complex:
             wide = torch.complex128 if a.dtype.is_complex else torch.float64

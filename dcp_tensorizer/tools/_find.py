@@ -54,16 +54,19 @@ class CheckpointInfo:
 
     Attributes:
         path: The path, without credentials.
-        step: The last number in the directory's name.
+        step: The step that a manager recorded, if the directory's name has it; otherwise the last number in the name.
         saved: The time of the save in UTC, as the checkpoint records it. Without a record, the time of the last write
             to a file in the directory. None if the storage has no times, or for a year beyond 9999.
         state: ``committed``: complete. ``unfinished``: a save is in progress, or has died. ``unflushed``: in a local
-            folder (``local=...``), and not on the remote yet. ``flushed``: a local copy of the remote's checkpoint.
-            ``incomplete``: data files that the metadata names are missing or of other sizes, as in a copy in progress.
+            folder (``local=...``), and not yet on the remote storage. ``flushed``: a local copy of a checkpoint that is
+            also on the remote storage. ``incomplete``: data files that the metadata names are missing or have other
+            sizes, for example while the checkpoint is being copied.
             ``torch``: written by torch's own ``FileSystemWriter``. ``unreadable``: damaged, or of another format.
         nbytes: Bytes of all files in the directory.
-        shared_nbytes: Bytes of files that other checkpoints share, and that take space once (``reuse_unchanged``).
-        ranks, tensors, objects: Number of ranks that wrote the checkpoint, and of its values; None unless committed.
+        shared_nbytes: Bytes of files that this checkpoint shares with others, and that take up space only once
+            (``reuse_unchanged``).
+        ranks: Number of ranks that wrote the checkpoint; None unless committed.
+        tensors, objects: Number of its tensors and of its other values; None unless committed.
         leftover_nbytes: Bytes of files that are not part of the checkpoint, as far as a listing shows.
         metrics: The metrics that a manager recorded.
         best: The metric of ``keep_best`` by which this is the best of its manager's checkpoints; otherwise None.
@@ -137,7 +140,7 @@ class Folder:
 def list_checkpoints(
     path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> tuple[CheckpointInfo, ...]:
-    """Lists the checkpoints in and below a directory, by directory and then by step, the highest first.
+    """Lists the checkpoints in and below a directory, sorted by directory and then by step, the highest first.
 
     Links to directories are not followed.
 
@@ -234,12 +237,13 @@ def walk(storage: Storage) -> Folder:
 class _Uploads(NamedTuple):
     """Data files in incomplete uploads in and below a directory, by their paths below it.
 
-    No listing shows them, nor a directory that has no other files, for example after its first save was killed.
+    A listing shows neither these files nor a directory without other files, for example one whose first save was
+    killed.
     """
 
     files: Sequence[FileInfo]
     unknown: str = ""
-    """Why there may be more uploads; otherwise empty."""
+    """Why ``files`` may be incomplete; otherwise empty."""
 
     def here(self, storage: Storage, listed: Sequence[FileInfo]) -> list[FileInfo]:
         """Returns the uploads in the directory itself; files of a model only if a save has recorded them.
@@ -264,7 +268,7 @@ class _Uploads(NamedTuple):
 
 
 def _walk(storage: Storage, saves: Mapping[str, str], uploads: _Uploads) -> Folder:
-    """Lists a directory (see `walk`). ``saves`` are those of the local folders around it (see `_local_saves`)."""
+    """Lists a directory (see `walk`). ``saves`` are the `_local_saves` of the folders that contain it."""
     files: list[FileInfo] = []
     names: list[str] = []
     try:
@@ -279,7 +283,7 @@ def _walk(storage: Storage, saves: Mapping[str, str], uploads: _Uploads) -> Fold
         try:
             folders.append(_walk(storage.child(name), saves, below.get(name, _Uploads((), uploads.unknown))))
         except NotCommitted:
-            pass  # removed meanwhile
+            pass  # removed since the listing
         except CheckpointError as error:  # other directories may be readable
             logger.warning("a directory is missing from the listing: %s", error)
     here = uploads.here(storage, files)
@@ -291,7 +295,7 @@ def _walk(storage: Storage, saves: Mapping[str, str], uploads: _Uploads) -> Fold
 def _local_saves(folder: Path) -> dict[str, str]:
     """Returns the state of each save with a record in a local folder, by the id of the save.
 
-    Their files never count as leftovers, whatever their age: the flush deletes them itself.
+    Files of these saves never count as leftovers, whatever their age: the flush deletes them.
     """
     entries = queue.Queue(folder).entries()  # of all ranks of the node; the state of the slowest rank counts
     return {entry.id: entry.state for entry in sorted(entries, key=lambda entry: entry.state in queue.OPEN)}
@@ -387,23 +391,23 @@ def _time(seconds: float) -> datetime | None:
 
 # --- the steps of one job ---------------------------------------------------------------------------------------------
 #
-# A manager records the step of each checkpoint. Without records, names and keys decide. A number alone does not make a
-# step: ranks and models also have numbers, often with the same keys.
+# A manager records the step of each checkpoint. Without a record, the name and the keys decide whether a checkpoint is
+# a step. A number in the name is not enough: directories of ranks or models also have numbers, and often equal keys.
 
 _STEP = re.compile(r"(\D*(?:step|iter|iteration|epoch|checkpoint|ckpt)[-_=. ]*)\d+", re.IGNORECASE)
 _NOT_STEPS = (
-    "its checkpoints may not be steps of one job. Without a manager's records, steps are named like step-10 and "
-    "step-20, beside no other numbers, and have equal keys. Delete old ones by hand."
+    "its checkpoints might not be steps of one job. Without a manager's records, steps must be named like step-10 and "
+    "step-20, have equal keys, and be the only names with numbers there. Delete old checkpoints by hand."
 )
-_IN_A_STEP = "a directory around it is named like a step. Pass its own path to collect its checkpoints."
+_IN_A_STEP = "one of its parent directories is named like a step. To collect its checkpoints, pass its own path."
 
 
 def lines_of_steps(folder: Folder, *, in_step: bool = False) -> Iterator[tuple[Folder, list[Folder], str]]:
     """Yields the committed steps of each job below a directory, with the directory that holds them.
 
-    If a directory holds several other checkpoints with numbers, yields these with the reason for which they do not
-    count as steps; otherwise the reason is empty. ``in_step`` is whether a directory around this one, below the one
-    that the user named, is named like a step.
+    If a directory holds several other checkpoints with numbers, also yields these, with the reason why they do not
+    count as steps; otherwise the reason is empty. ``in_step`` is whether a directory between the user's path and this
+    directory is named like a step.
     """
     if folder.info is not None:
         return
@@ -431,7 +435,7 @@ def _counted(folders: Sequence[Folder]) -> list[Folder]:
 
 
 def steps_of(folders: Sequence[Folder]) -> list[Step]:
-    """Returns the steps of `lines_of_steps` as a manager sees them."""
+    """Returns the folders of `lines_of_steps` as a manager's `Step` objects."""
     return [
         Step(folder.step, folder.name, saved_at=int(folder.saved * 1e9), record=folder.record)
         for folder in folders
@@ -455,7 +459,7 @@ def _jobs(folders: Sequence[Folder]) -> tuple[list[list[Folder]], list[Folder]]:
     """Separates the steps that managers recorded, by job, from the other checkpoints in a directory.
 
     The names of a job's steps differ only by the step. A checkpoint with such a name counts as a step of the job even
-    if it was saved without a manager, as it does for the manager.
+    if it was saved without a manager, because the manager also counts it.
     """
     jobs: dict[str, list[Folder]] = defaultdict(list)  # by a pattern of the names
     unrecorded: list[Folder] = []

@@ -1,8 +1,8 @@
 """Plans and removes old checkpoints and the leftovers of dead saves.
 
 A save or a copy may be in progress in any directory. A file is therefore removed as a leftover only if it provably
-belongs to a dead save (see `commit.dead_files`), or if it is older than the longest save or copy, an age that only the
-user knows. Only checkpoints that are known to be steps of one job are removed as old.
+belongs to a dead save (see `commit.dead_files`), or if it is older than any save or copy takes, an age that only the
+user knows. A checkpoint is removed as old only if it is known to be a step of a job.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..errors import describe
 from ._find import Folder, lines_of_steps, of_manager, steps_of, walk
 
 _MAY_BE_IN_PROGRESS = (
-    "a save or a copy may be in progress there. Pass an age with --older-than that no save or copy exceeds."
+    "a save or a copy may be in progress there. Pass --older-than with an age that no save or copy exceeds."
 )
 _RETAINED = "its manager retains it by keep_every or keep_best. To remove it, delete its directory."
 
@@ -37,7 +37,7 @@ class Collected:
         whole: True for a whole checkpoint; False for the leftovers of dead saves.
         files: Paths below the directory.
         nbytes: Bytes that removing the files frees. A file that other checkpoints share does not count.
-        kept: The reason for which the files were retained; None for removed files.
+        kept: Why the files were retained; None for removed files.
         failed: True if the files were retained because they could not be listed or removed.
     """
 

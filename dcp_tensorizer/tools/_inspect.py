@@ -85,7 +85,7 @@ class ObjectInfo:
     """A value that is not a tensor.
 
     Attributes:
-        type: The name of the type; ``?`` if finding it would need to run code or a decryption key.
+        type: The name of the type; ``?`` if finding it would need a decryption key, or would run code.
         text: The value in at most 80 characters.
         value: The value, if it is a bool, a number or a str; otherwise None.
         nbytes: Stored bytes.
@@ -164,7 +164,7 @@ def inspect(
     Raises:
         NotCommitted: there is no checkpoint.
         UnsupportedFormat: the checkpoint was written by a newer version.
-        DecryptionError: the key is wrong, or the checkpoint is not encrypted.
+        DecryptionError: the key is wrong, or given for a checkpoint that is not encrypted.
         CheckpointError: the checkpoint is damaged or cannot be read, or no key matches.
     """
     storage = open_storage(checkpoint, storage_options)

@@ -79,7 +79,7 @@ def trace(sources: Sequence[_Path], output: _Path = "trace.json") -> Traced:
     ]
     if not records:
         raise NotCommitted(f"{', '.join(map(str, sources))}: the trace files hold no save and no load")
-    # All spans move to the clock of the first record's host, those of one host by the same offset: seconds since the
+    # Convert all spans to the clock of the first record's host, with one offset per host. As floats, seconds since the
     # epoch would round times to a quarter of a microsecond.
     offsets: dict[str, float] = {}
     on_clock = []
@@ -130,7 +130,7 @@ def _files(source: Path) -> list[Path]:
 
 
 def _records(file: Path) -> Iterator[_Record]:
-    """Yields the lines of a file. If its process was killed, skips a truncated last line."""
+    """Yields the records of a file. Skips a truncated last line, which a killed process leaves."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, UnicodeError) as error:

@@ -1,8 +1,8 @@
 """Verifies that a checkpoint's files hold what was saved, at disk speed and in little memory.
 
 Threads read sections of files (see `file_sections`) past the page cache, and hash each piece while it is in the core's
-own cache. The executor of loads cannot be used: it stops at the first damage, whereas verification reports every
-damaged block and unreadable range, and it does not read the headers, index and end of a file.
+own cache. Verification reports every damaged block and every unreadable range. So it cannot use the code that executes
+loads, which stops at the first damage, and does not read the headers, the index and the end of a file.
 """
 
 from __future__ import annotations
@@ -67,12 +67,13 @@ class Verified:
 
     Attributes:
         files: Number of data files.
-        items: Number of chunks of tensors, and of objects.
+        items: Number of tensor chunks and objects.
         nbytes: Bytes read.
         seconds: The time taken.
         damages: The damages, sorted by file and offset.
         checkpoints: Number of verified checkpoints; more than 1 only for a folder.
-        digests: Whether the format has digests. Otherwise only sizes were checked, and that everything can be read.
+        digests: Whether the format has digests. Without digests, `verify` checks only the sizes, and that all bytes can
+            be read.
     """
 
     files: int
@@ -108,7 +109,8 @@ def verify(
         UnsupportedFormat: the checkpoint was written by a newer version.
         MetadataError: the metadata is damaged, so that there is nothing to compare with.
         ConversionError: a checkpoint of another format is damaged, or has values that cannot be read.
-        ReadError: the checkpoint cannot be read, which proves no damage, or was replaced or removed meanwhile.
+        ReadError: the checkpoint cannot be read, which does not prove damage, or it was replaced or removed during the
+            verification.
     """
     storage = open_storage(checkpoint, storage_options)
     try:
@@ -129,7 +131,7 @@ def _verify_each(
     storage_options: Mapping[str, Any] | None,
     on_progress: Callable[[int, int], object],
 ) -> Verified:
-    """Verifies the checkpoints of a folder, and skips those that are deleted meanwhile."""
+    """Verifies the checkpoints of a folder. Skips those that are deleted during the verification."""
     started = time.monotonic()
     results: list[Verified] = []
     damages: list[Damage] = []
@@ -211,7 +213,7 @@ def verify_files(
             cut[name] = size
         runs += _runs(name, size, file_sections(items[name], nbytes, part) if full else block_sections(items[name]))
     check = _Check(storage, on_progress, sum(run.stop - run.start for run in runs))
-    # Twice as many threads as reading needs, because each also hashes. ``full`` hashes longer.
+    # Twice as many threads as reading needs, because each thread also hashes. With ``full``, hashing takes longer.
     threads = min(_MAX_READERS, 2 * storage.reads.max_threads) + (cores() if full else 0)
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         try:
@@ -340,7 +342,7 @@ class _Check:
         return unreadable + [Damage(run.file, *problem) for section in run.sections for problem in section.problems()]
 
     def _read(self, reader: RangeReader, run: _ReadRun) -> Iterator[Damage]:
-        """Reads a run for its sections. Yields a damage for each unreadable range, which sections see as zeros."""
+        """Reads a run, and updates its sections. Yields each unreadable range, which the sections get as zeros."""
         stop = min(run.stop, run.file_nbytes)
         for begin in range(run.start // _PAGE * _PAGE, stop, _READ):  # aligned for direct I/O
             end = min(begin + _READ, stop)

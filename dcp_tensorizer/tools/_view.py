@@ -324,8 +324,8 @@ def empty(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 # --- values of this package's checkpoints -----------------------------------------------------------------------------
 #
-# With ``use_collectives=False``, no rank knows what the other ranks save. Chunks of a tensor are combined, and equal
-# values are merged. If the values of a key differ, each appears under a key with its rank: ``rank1.generator``.
+# With ``use_collectives=False``, no rank knows what the other ranks save. The view combines the chunks of a tensor, and
+# merges equal values. If the values of a key differ, each has a key with its rank: ``rank1.generator``.
 
 _OF_SUBCLASS = "is a tensor of a subclass, which only its own class can flatten"
 
@@ -408,7 +408,7 @@ def _values_of_ranks(
             apart[key] = own
         else:
             ranks = ", ".join(map(str, own))
-            differ = f"ranks {ranks} each saved a part of {key!r} (use_collectives=False), and the parts differ."
+            differ = f"ranks {ranks} each saved a part of {key!r} (use_collectives=False), but the parts do not match."
             values[key] = replace(together, conflict=f"{differ} Leave it out.")
     for key, own in apart.items():
         for rank, value in own.items():

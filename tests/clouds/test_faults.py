@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ from dcp_tensorizer._storage.fsspec import StreamStorage
 from dcp_tensorizer._storage.open import open_storage
 
 from ..integration.storage.faults import HttpFaults, Opener
-from ..lab.faults import S3Proxy, s3_proxy
+from ..lab.faults import Fault, S3Proxy, s3_proxy
 from .servers import ACCOUNT_KEY, AzureServer, GoogleServer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly")  # aiohttp of a part
@@ -26,6 +26,7 @@ class _CloudFaults(HttpFaults):
     secret = ACCOUNT_KEY
     upload_requests = 3
     timeout = 2.0
+    hanging = ("put", "read")  # the libraries retry parts for minutes
 
     @pytest.fixture
     def url(self, server: AzureServer | GoogleServer) -> str:
@@ -51,6 +52,10 @@ class _CloudFaults(HttpFaults):
             return storage
 
         return opened
+
+    def hang(self, proxy: S3Proxy) -> Callable[[], object]:
+        proxy.rule = lambda request: Fault(hang=True)
+        return lambda: setattr(proxy, "rule", lambda request: None)
 
 
 async def _no_sleep(seconds: float) -> None:

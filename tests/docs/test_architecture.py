@@ -67,7 +67,7 @@ def test_a_byte_passes_few_folders(title: str) -> None:
 def test_a_byte_passes_as_many_modules_as_the_page_says(title: str) -> None:
     """Not so many that nobody remembers them."""
     modules = {path for paths, _ in _walk(title) for path in paths}
-    said = re.search(r"It passes (\d+) modules", _section(title))
+    said = re.search(r"It passes through (\d+) modules", _section(title))
     assert said is not None
     assert len(modules) == int(said[1]) <= MOST_MODULES
 
@@ -93,9 +93,9 @@ def test_the_nouns_are_classes_of_their_modules() -> None:
                 assert re.search(rf"^class {name}\b", code, re.MULTILINE), f"{name} is not in {module}"
 
 
-def test_the_house_is_the_package() -> None:
+def test_the_source_layout_is_the_package() -> None:
     """The tree shows each folder and module directly below the package, and nothing else."""
-    shown = set(re.findall(r"^  (\w+)(?:\.py|/) ", _section("The house"), re.MULTILINE))
+    shown = set(re.findall(r"^  (\w+)(?:\.py|/) ", _section("Source layout"), re.MULTILINE))
     there = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert shown == there
 

@@ -49,7 +49,7 @@ def test_a_collection_through_another_view(tmp_path):
     assert told == {
         "merged": ["a save is in progress there"],
         "upper": [
-            "a save or a copy may be in progress there. Pass an age with --older-than that no save or copy exceeds."
+            "a save or a copy may be in progress there. Pass --older-than with an age that no save or copy exceeds."
         ],
     }
     assert (values, files) == ([2.0] * 4, 2)

@@ -312,6 +312,11 @@ def test_no_silent_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
         words = f"{tmp_path} has no checkpoint named 'step-{{}}', but has 'checkpoint-20'. Pass a matching name="
         with pytest.raises(MetadataError, match=re.escape(words)):
             manager.restore(state_of(0))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "step-7").mkdir()
+    (tmp_path / "model" / "step-7" / "model.safetensors").write_bytes(b"")
+    with manager_of(tmp_path / "model") as manager, pytest.raises(MetadataError, match="but has 'step-7'"):
+        manager.restore(state_of(0))
     with manager_of(tmp_path, name="checkpoint-{}") as manager:
         assert manager.restore(state := state_of(0)) == 20
         assert state["step"] == 3

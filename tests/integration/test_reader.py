@@ -330,6 +330,10 @@ def test_no_checkpoint(tmp_path):
             load(path, {"w": target})
         assert isinstance(cause(caught), NotCommitted)
         assert str(path) in str(cause(caught))
+    torch.save({"w": target}, tmp_path / "model.pt")
+    with pytest.raises(CheckpointException) as caught:
+        load(tmp_path / "model.pt", {"w": target})
+    assert "it is a file of torch.save: load it by torch.load" in str(cause(caught))
     assert target.item() == 1
 
 
@@ -362,7 +366,7 @@ def test_a_checkpoint_that_changes_while_its_data_is_read(weights, change):
 
 
 @pytest.mark.promise("other-format")
-@pytest.mark.parametrize(("form", "words"), [("torch", "open_reader"), ("newer", "is of format version 2")])
+@pytest.mark.parametrize(("form", "words"), [("torch", "open_reader"), ("newer", "has format version 2")])
 def test_metadata_of_another_format(tmp_path, form, words):
     """torch's own, and that of a release to come: the error names the format, and no target has changed."""
     if form == "torch":

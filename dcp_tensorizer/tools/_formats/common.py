@@ -20,13 +20,13 @@ _IN_MEMORY = 512 << 20  # bytes of tensors, unless a single one is larger
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """Options of a conversion. The options of one format raise `ConversionError` with any other.
+    """Options of a conversion. An option of one format raises `ConversionError` with any other format.
 
     Attributes:
         include: Shell-style patterns of the keys to convert, in which ``*`` also matches dots. Empty: all keys.
         strip_prefix: Removed from the beginning of keys that have it.
         dtype: The dtype to which floating-point tensors are converted.
-        source_format: One of `FORMATS`; None: recognised by the source's contents.
+        source_format: One of `FORMATS`; None: recognise the format from the source's contents.
         shard_bytes: safetensors: the maximum size of a file. A larger tensor gets a separate file.
         tensor_parallel: tensorizer: the number of files to split into, one for each rank of an inference server.
         split: tensorizer: maps patterns of keys to the dimension along which to split. The first pattern that matches
@@ -76,7 +76,7 @@ def check_options(options: ConvertOptions, to: str, path: str) -> None:
         )
     if (options.tensor_parallel > 1) != bool(options.split):
         raise ConversionError(
-            f"tensor_parallel (--tensor-parallel N) and split (--split FILE) need each other, got "
+            f"tensor_parallel (--tensor-parallel N) and split (--split FILE) must be used together, got "
             f"tensor_parallel={options.tensor_parallel} and split={dict(options.split)}. Give both."
         )
 
@@ -101,8 +101,8 @@ def _check_values(options: ConvertOptions) -> None:
 def naming(storage: Storage, path: str) -> Iterator[None]:
     """Converts errors from parsing a file to `ConversionError` with the path and without credentials.
 
-    `CheckpointError` and `OSError` pass through. Enter `Storage.reading` inside this context if a truncated file is
-    damage: then it raises `ReadError`.
+    `CheckpointError` and `OSError` pass through. To report a truncated file as damage (`ReadError`), enter
+    `Storage.reading` inside this context.
     """
     try:
         yield
@@ -157,8 +157,8 @@ def check_no_objects(view: CheckpointView, format_name: str) -> None:
         key = next(iter(view.objects))
         others = f" (and {len(view.objects) - 1:,} more)" if len(view.objects) > 1 else ""
         raise ConversionError(
-            f"{key!r}{others} is not a tensor, which {format_name} cannot hold. Leave it out with exclude (--exclude), "
-            f"or choose keys with include (--include)."
+            f"{key!r}{others} is not a tensor, and {format_name} holds only tensors. Leave it out with exclude "
+            f"(--exclude), or choose keys with include (--include)."
         )
 
 

@@ -67,21 +67,21 @@ def read(storage: Storage, pickled: bytes) -> CheckpointView:
 
 
 def check(view: CheckpointView, options: ConvertOptions) -> None:
-    """Raises `ConversionError` for unsupported dtypes, and for keys that would change or are not one state dict."""
+    """Raises `ConversionError` for unsupported dtypes, and for keys that would change or form no state dict."""
     check_paths(view)
     check_names(view)
     check_lists(view)
     for tensor in view.tensors.values():
         if not _is_planned(tensor.dtype):
             raise ConversionError(
-                f"{tensor.key!r} is of {tensor.dtype}, which torch's DCP cannot plan. Leave it out, or convert to "
+                f"{tensor.key!r} has dtype {tensor.dtype}, which torch's DCP cannot plan. Leave it out, or convert to "
                 f"another format."
             )
 
 
 @functools.cache
 def _is_planned(dtype: torch.dtype) -> bool:
-    """Returns whether DCP's planner supports a dtype: it calls ``torch.iinfo``, which lacks some."""
+    """Returns whether DCP's planner supports a dtype. The planner calls ``torch.iinfo``, which does not support all."""
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
         return True
     try:
@@ -106,7 +106,7 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
         writer.name = shown_path(path)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # it warns about saving from a single process
+                warnings.simplefilter("ignore", UserWarning)  # torch warns about a save from a single process
                 save(nested(values, view.paths), storage_writer=writer, planner=_ReadingPlanner(view), no_dist=True)
         except CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
@@ -132,8 +132,8 @@ class _UrlWriter(_Writer, FsspecWriter):
 class _ReadingPlanner(DefaultSavePlanner):
     """A planner that reads each value right before it is written; the state dict holds only meta tensors.
 
-    torch's writer holds every tensor until the file is complete, even once written. So all tensors share the memory of
-    the largest one.
+    torch's writer holds each tensor until the file is complete, even after it has written the tensor. So all tensors
+    share the memory of the largest one.
     """
 
     def __init__(self, view: CheckpointView) -> None:
@@ -205,7 +205,7 @@ def _untransformed(info: StorageInfo, key: str) -> StorageInfo:
     """Returns ``info``; raises `ConversionError` if the item is transformed, and so cannot be read by ranges."""
     if info.transform_descriptors:
         raise ConversionError(
-            f"{key!r} is stored transformed ({', '.join(info.transform_descriptors)}), and cannot be read by ranges. "
-            f"Load it with torch, and save it again."
+            f"{key!r} is stored in a transformed form ({', '.join(info.transform_descriptors)}), and cannot be read "
+            f"by ranges. Load it with torch, and save it again."
         )
     return info

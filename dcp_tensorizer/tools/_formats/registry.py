@@ -135,8 +135,8 @@ def _locate(path: str | os.PathLike[str], options: Mapping[str, Any], expected_f
         pickled = storage.read(metadata_file_name())
         if pickled is None:
             raise ConversionError(
-                f"{storage.path} is of torch's own format, and each rank has saved for itself (use_collectives=False). "
-                f"Load it with torch's FileSystemReader on as many ranks, and save it with collectives."
+                f"{storage.path} is in torch's own format, and each rank has saved for itself (use_collectives=False). "
+                f"Load it with torch's FileSystemReader on the same number of ranks, and save it with collectives."
             )
         if is_index(pickled):  # from before this package's first release: `read_parts` raises
             actual = "dcp_tensorizer"
@@ -144,7 +144,7 @@ def _locate(path: str | os.PathLike[str], options: Mapping[str, Any], expected_f
         storage, name = beside(re.sub("(?<=[^:/])/+$", "", text), options)
         actual = _file_format(storage, name)
     if expected_format not in (None, actual):
-        raise ConversionError(f"{redact(text)} is not of the format {expected_format}, got {actual}.")
+        raise ConversionError(f"{redact(text)} must be in the format {expected_format}, got {actual}.")
     return _Location(redact(text), actual, storage, name, read_parts(storage) if actual == "dcp_tensorizer" else {})
 
 
@@ -154,7 +154,7 @@ def _open(location: _Location, encryption: DecryptionParams | None) -> Checkpoin
         return view_checkpoint(storage, location.parts, unlock_parts(storage, location.parts, encryption))
     if encryption is not None:
         raise DecryptionError(
-            f"{location.path} is of the format {location.format}, which is not decrypted here. Read it without a key."
+            f"{location.path} is in the format {location.format}, for which a key has no effect. Read it without a key."
         )
     with naming(storage, location.path):
         if location.format == "dcp":
@@ -184,11 +184,11 @@ def _file_format(storage: Storage, name: str) -> str:
             return name_of_format
     if head[8:] == b"{":
         return "safetensors"
-    raise ConversionError(f"{path} has none of the formats {', '.join(FORMATS)}.")
+    raise ConversionError(f"{path} is in none of the formats {', '.join(FORMATS)}.")
 
 
 def _is_directory(storage: Storage, name: str) -> bool:
-    """Returns whether a name is a directory. Reading it as a file does not show that on object stores."""
+    """Returns whether a name is a directory. On object stores, reading a directory is like reading a missing file."""
     with suppress(CheckpointError):
         files, folders = storage.child(name).listing()
         return bool(folders) or [file.name for file in files] != [name]  # fsspec lists a file as itself

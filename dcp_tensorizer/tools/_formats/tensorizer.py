@@ -63,11 +63,11 @@ def _tensor(storage: Storage, file: str, nbytes: int, entry: Any) -> StoredTenso
     """Makes the tensor of an index entry (``tensorizer.serialization.TensorEntry``)."""
     dtype = _dtype(entry.dtype)
     if not 0 <= entry.data_offset - entry.offset <= _MAX_HEADER:
-        raise ValueError(f"damaged in its index: {str(entry.name)!r} has no header")
+        raise ValueError(f"its index is damaged: {str(entry.name)!r} has no header")
     if entry.data_offset + entry.data_length > nbytes:
-        raise ValueError(f"damaged in its index: {str(entry.name)!r} has more bytes than the file")
+        raise ValueError(f"its index is damaged: {str(entry.name)!r} has more bytes than the file")
     if entry.data_length != math.prod(entry.shape) * dtype.itemsize:
-        raise ValueError(f"without data for {str(entry.name)!r}, or damaged in its index")
+        raise ValueError(f"it has no data for {str(entry.name)!r}, or its index is damaged")
     tensor = plain_tensor(storage, tuple(entry.name), dtype, tuple(entry.shape), file, entry.data_offset)
     return replace(tensor, read=_VerifiedReads(storage, file, entry, tensor).read) if entry.data_length else tensor
 
@@ -80,7 +80,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 class _VerifiedReads:
-    """Reads of a tensor that compare it with its CRC-32: incrementally if it is read in order, otherwise at once."""
+    """Reads of a tensor that verify its CRC-32: incrementally if it is read in order, otherwise with one whole read."""
 
     def __init__(self, storage: Storage, file: str, entry: Any, tensor: StoredTensor) -> None:
         self._storage = storage
@@ -94,7 +94,7 @@ class _VerifiedReads:
         self._is_verified = False
 
     def read(self, region: Region) -> torch.Tensor:
-        """Reads a region. Raises `ChecksumMismatch` for a damaged tensor, with its last element at the latest."""
+        """Reads a region. Raises `ChecksumMismatch` for a damaged tensor, at the latest with its last element."""
         value = self._tensor.read(region)
         with self._lock:
             if not self._is_verified and self._next < 0:

@@ -1,9 +1,9 @@
 """Reads and writes ``torch.save`` files without holding a whole file in memory.
 
 Such a file is a zip archive with a pickle of the state dict and a record per tensor. With fake tensors, ``torch.load``
-returns the locations of the records instead of reading them, and ``torch.save`` writes an archive in which they are
-empty. The other parts of that archive are copied to the result, which Python's zipfile writes: it does not seek, and
-computes the CRC-32s.
+returns the locations of the records instead of reading them, and ``torch.save`` writes a temporary archive in which
+these records are empty. This module copies the other records to the result, and writes the result with Python's
+zipfile, which does not seek, and computes the CRC-32s.
 """
 
 from __future__ import annotations
@@ -225,8 +225,8 @@ def _loaded(stored: StoredObject, path: str) -> Any:
         value = load_object(stored.read())
     except UntrustedObject as error:
         raise UntrustedObject(
-            f"{stored.key!r} in {path} could run code when loaded, and a torch.save file can only be made of loaded "
-            f"objects: {error}. Leave it out."
+            f"{stored.key!r} in {path} could run code when loaded, and writing a torch.save file requires loading the "
+            f"object: {error}. Leave it out."
         ) from None
     if tensors_in(value):  # their elements would not be written
         raise ConversionError(
@@ -237,7 +237,7 @@ def _loaded(stored: StoredObject, path: str) -> Any:
 
 
 class _Output:
-    """An output that is written sequentially, or without ``write_piece`` only measured."""
+    """A sequential output. Without ``write_piece``, it only counts the bytes."""
 
     def __init__(self, write_piece: Callable[[memoryview], None] | None = None) -> None:
         self.write_piece = write_piece
@@ -328,7 +328,7 @@ def _load(file: IO[bytes], records: Sequence[tuple[int, int]], *, weights_only: 
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that makes meta tensors instead of those that cannot be fake, such as sparse ones."""
+    """An unpickler that replaces tensors that cannot be fake, such as sparse ones, by meta tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
         return _stand_in if f"{module}.{name}" in NEVER_FAKE else super().find_class(module, name)
@@ -446,7 +446,9 @@ def check_paths(view: CheckpointView) -> None:
     for key, path in view.paths.items():
         for depth, part in enumerate(path):
             if is_list.setdefault(path[:depth], type(part) is int) != (type(part) is int):
-                raise ConversionError(f"{key!r} would be in a dict that is a list for other keys. Leave it out.")
+                raise ConversionError(
+                    f"{key!r} is in a container that would be a dict for some keys and a list for others. Leave it out."
+                )
     for key, path in view.paths.items():
         if path in is_list:
             raise ConversionError(f"{key!r} is a value, but other keys are below it. Leave it out.")
@@ -458,7 +460,7 @@ def check_names(view: CheckpointView) -> None:
         for part in path:
             if isinstance(part, NonStringKey):
                 raise ConversionError(
-                    f"{key!r} is below {part.value!r} in a dict, a key of type {type(part.value).__name__} that would "
+                    f"{key!r} is below the dict key {part.value!r} of type {type(part.value).__name__}, which would "
                     f"become a string. Leave it out, or convert to torch."
                 )
 

@@ -64,12 +64,12 @@ def report(
         output: The page: a local path, or a URL. An older file is replaced.
         storage_options: Passed to the fsspec filesystems of URLs.
         encryption: The key, if a checkpoint is encrypted. The page is not encrypted.
-        on_progress: Called with the bytes that were read and the bytes in all.
+        on_progress: Called with the bytes read so far and the total.
 
     Raises:
         ValueError: there are no checkpoints.
         NotCommitted: there is no checkpoint at one of the paths.
-        DecryptionError: a key is missing or wrong, or no checkpoint is encrypted.
+        DecryptionError: the key is missing, wrong, or given although no checkpoint is encrypted.
         WriteError: the page cannot be written.
         CheckpointError: a checkpoint is damaged or cannot be read.
     """
@@ -117,9 +117,9 @@ def _name(view: CheckpointView) -> str:
 
 # --- the HTML page ----------------------------------------------------------------------------------------------------
 #
-# Data, styles and scripts are inline, and the page makes no request. Names come from checkpoints and are untrusted.
-# They are in a JSON document that cannot close its tag, and the scripts show them only as text. The content security
-# policy in the head allows only these scripts, by their digests.
+# Data, styles and scripts are inline, and the page makes no request. Names come from checkpoints and are untrusted. The
+# page has them in a JSON document, which is escaped so that it cannot end its ``script`` element, and the scripts show
+# them only as text. The content security policy in the head allows only these scripts, by their digests.
 
 _SCRIPTS = ("data.js", "draw.js", "treemap.js", "charts.js", "table.js", "detail.js", "main.js")
 _DIGITS = 5

@@ -19,12 +19,12 @@ function drawLines(box, lines, field, show, log) {
   const scale = scaleOf(lines.flatMap((line) => line[field]), log);
   box.replaceChildren();
   if (scale.low === null) {
-    box.append(element("p", { class: "empty" }, "Nothing here has floating-point values at two checkpoints."));
+    box.append(element("p", { class: "empty" }, "No tensor here has floating-point values in two checkpoints."));
     return;
   }
   const x = xScale(room.left, width - room.right);
   const y = (value) => height - room.bottom - scale.share(value) * (height - room.top - room.bottom);
-  const picture = drawn("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${field} of ${many(lines.length, "part")}` });
+  const picture = drawn("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${field === "norms" ? "norm" : METRICS.moved.name} of ${many(lines.length, "part")}` });
   for (const value of ticks(scale, log)) {
     picture.append(drawn("line", { class: "grid", x1: room.left, x2: width - room.right, y1: y(value), y2: y(value) }),
       drawn("text", { x: room.left - 6, y: y(value) + 4, "text-anchor": "end" }, show(value)));
@@ -98,7 +98,7 @@ function drawSteps(picture, x, height) {
   });
 }
 
-// Round values. On a logarithmic scale: powers of ten, with fewer than three also their multiples by 2 and 5.
+// Round values. On a logarithmic scale: powers of ten; if there are fewer than three, also 2 and 5 times each power.
 function ticks(scale, log) {
   const { low, high } = scale;
   if (low === high) return [low];

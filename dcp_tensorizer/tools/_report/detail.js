@@ -22,8 +22,8 @@ function showDetail(tensor) {
 }
 
 function noValues(tensor, values) {
-  if (!values) return tensor.values.some(Boolean) ? "It is not in this checkpoint." : `There is no arithmetic for ${tensor.dtype}.`;
-  return values.elements ? "None of its elements is finite." : "It has no elements.";
+  if (!values) return tensor.values.some(Boolean) ? "This checkpoint does not have the tensor." : `No statistics: torch has no arithmetic for ${tensor.dtype}.`;
+  return values.elements ? "The tensor has no finite elements." : "The tensor has no elements.";
 }
 
 function largeHistogram(values) {
@@ -34,7 +34,7 @@ function largeHistogram(values) {
 }
 
 function stepsTable(tensor) {
-  const head = ["checkpoint", "norm", "mean", "deviation", "smallest", "largest", "NaN, ∞", "moved", "distribution"];
+  const head = ["checkpoint", "norm", "mean", "deviation", "smallest", "largest", "NaN, ∞", "relative distance", "distribution"];
   const rows = tensor.values.map((values, at) => {
     const before = at ? tensor.values[at - 1] : null;
     const moved = values && before && values.distance !== null && before.norm ? values.distance / before.norm : null;

@@ -1,6 +1,7 @@
 """Computes statistics of all tensors of several checkpoints, reading each block once, from all checkpoints together.
 
-Memory does not grow with the checkpoints: threads read a few blocks ahead, and only statistics are retained.
+Memory does not grow with the size of the checkpoints: threads read only a few blocks ahead, and the module retains
+only statistics.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class _Series(NamedTuple):
     """A tensor over consecutive checkpoints in which its shape is the same."""
 
     key: str
-    tensors: list[StoredTensor]  # its values whose digests differ
+    tensors: list[StoredTensor]  # without those whose digests equal the previous checkpoint's
     numbers: list[list[int]]  # for each of `tensors`, the numbers of the checkpoints that hold it
 
     @property

@@ -37,8 +37,8 @@ class Statistics:
             the standard deviation, ``norm`` the Euclidean norm. Both are infinite or NaN if their squares overflow
             float64.
         low, high: The range of the histogram.
-        histogram: The number of finite elements in each of `BINS` equal parts of that range. Elements outside of it
-            count in the first and the last.
+        histogram: The number of finite elements in each of `BINS` equal parts of that range. Elements outside the range
+            count in the first or the last part.
         distance: The norm of the difference from the tensor in the previous checkpoint; None without a previous one.
     """
 

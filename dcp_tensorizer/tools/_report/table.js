@@ -15,7 +15,7 @@ const COLUMNS = [
   { id: "largest", name: "largest", of: (_, v) => v.largest },
   { id: "zeros", name: "zeros", of: (_, v) => (v.elements ? v.zeros / v.elements : null), show: percent },
   { id: "nans", name: "NaN, ∞", of: (_, v) => v.nans + v.infinities, show: (count) => (count ? count.toLocaleString("en") : "0") },
-  { id: "moved", name: "moved", of: (t) => movedOf(t), show: percent, several: true },
+  { id: "moved", name: "relative distance", of: (t) => movedOf(t), show: percent, several: true },
 ];
 
 function movedOf(tensor) {

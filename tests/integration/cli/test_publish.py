@@ -23,10 +23,10 @@ def test_a_model_is_published_and_followed(tmp_path: Path) -> None:
     assert [line.split()[:2] for line in out.splitlines()[1:]] == [["2", "delta"], ["1", "whole"]]
     assert [info["step"] for info in told("publish", "ls", published)] == [None, 10]  # type: ignore[attr-defined]
     code, out, _ = run("publish", "apply", published, copy, "--to", "1")
-    assert (code, "has version 1: by a whole version" in out) == (0, True)
+    assert (code, "updated to version 1 with a whole version" in out) == (0, True)
     code, out, _ = run("publish", "apply", published, copy)
-    assert (code, "has version 2, before it had 1: by 1 delta, in" in out) == (0, True)
-    assert "has version 2 already" in run("publish", "apply", published, copy)[1]
+    assert (code, "updated from version 1 to version 2 with 1 delta, in" in out) == (0, True)
+    assert "already has version 2" in run("publish", "apply", published, copy)[1]
     assert weights_of(copy) == weights_of(tmp_path / "two")
     assert run("publish", "verify", published)[1].startswith("ok: version 2: 3 files")
     assert told("publish", "verify", copy)["ok"] is True  # type: ignore[index]

@@ -410,7 +410,7 @@ def test_unrecorded_leftovers_are_removed_by_age(tmp_path: Path, state: str) -> 
     leave(tmp_path / "step-1", age=10_000, recorded=False)
     for older_than in (None, 3600.0):
         assert {removal.kept for removal in run(tmp_path, keep=1, older_than=older_than)} <= {
-            "a save or a copy may be in progress there. Pass an age with --older-than that no save or copy exceeds."
+            "a save or a copy may be in progress there. Pass --older-than with an age that no save or copy exceeds."
         }
         assert LEFTOVER in names(tmp_path / "step-1")
     run(tmp_path, older_than=0)
@@ -478,10 +478,10 @@ def refused(path: Path, keep: int | None = 1, older_than: float | None = None) -
 
 
 NOT_STEPS = (
-    "its checkpoints may not be steps of one job. Without a manager's records, steps are named like step-10 and "
-    "step-20, beside no other numbers, and have equal keys. Delete old ones by hand."
+    "its checkpoints might not be steps of one job. Without a manager's records, steps must be named like step-10 and "
+    "step-20, have equal keys, and be the only names with numbers there. Delete old checkpoints by hand."
 )
-IN_A_STEP = "a directory around it is named like a step. Pass its own path to collect its checkpoints."
+IN_A_STEP = "one of its parent directories is named like a step. To collect its checkpoints, pass its own path."
 
 
 @pytest.mark.parametrize("name", ["step-{}", "checkpoint_{}", "iter_{:07}", "global_step{}", "Epoch={}"])

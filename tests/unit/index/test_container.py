@@ -125,7 +125,7 @@ def test_a_newer_version_is_told_from_a_damaged_one() -> None:
     with pytest.raises(MetadataError, match="damaged"):
         read_head(bytes(data), "m")
     data[32:48] = xxhash.xxh3_128_digest(bytes(data[:32] + data[48:-3]))
-    with pytest.raises(MetadataError, match=r"m is of format version 7, and this release reads version 1\. Install"):
+    with pytest.raises(MetadataError, match=r"m has format version 7, and this release reads version 1\. Install"):
         read_head(bytes(data), "m")
 
 

@@ -334,7 +334,7 @@ def test_dtypes_that_this_torch_has_not_are_named(dtype: str) -> None:
     """The error recommends a newer release of torch."""
     properties = Properties(dtype, "strided", False, "contiguous_format", False)
     content = encode_rows(Entries([properties], [Layout((2,), 1, None, None)], [[(0, 0, 1)]], [W]))
-    with pytest.raises(MetadataError, match=f"dtype '{dtype}', which torch .* does not have: install a newer one"):
+    with pytest.raises(MetadataError, match=f"dtype '{dtype}', which torch .* lacks. Install a newer torch."):
         decode(rewritten(encoded(GOOD), entries=content), "x")
 
 
@@ -389,9 +389,9 @@ def test_what_is_said_of_a_key_comes_back() -> None:
 def test_what_is_not_encrypted_as_it_should_be_is_refused(sealed: bytes) -> None:
     """An attacker could add an item without nonce and MACs to an encrypted checkpoint."""
     items = {("w", (0,)): SEALED._replace(nonce_and_macs=sealed)}
-    with pytest.raises(MetadataError, match="the data of 'w' is not encrypted as the checkpoint is"):
+    with pytest.raises(MetadataError, match="the data of 'w' is not encrypted in the same way as"):
         decode(encoded(metadata_with(ENCRYPTED.state_dict_metadata, items), cipher=CIPHER), "x")
-    with pytest.raises(MetadataError, match="the data of 'w' is not encrypted as the checkpoint is"):
+    with pytest.raises(MetadataError, match="the data of 'w' is not encrypted in the same way as"):
         decode(encoded(ENCRYPTED), "x")
 
 

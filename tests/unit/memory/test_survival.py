@@ -68,8 +68,8 @@ def test_what_does_not(kept: StateHead, tip: Step | None, words: str) -> None:
 def test_another_folder() -> None:
     """A state of a removed and recreated folder is not used. A folder that did not exist yet has no identity."""
     kept = head(5, None, None)
-    assert "folder is another one" in outdated(kept, None, (1, 3))
-    assert "folder is another one" in outdated(kept, None, None)
+    assert "folder was replaced" in outdated(kept, None, (1, 3))
+    assert "folder was replaced" in outdated(kept, None, None)
     assert outdated(kept._replace(folder=None), None, (1, 3)) == ""
 
 

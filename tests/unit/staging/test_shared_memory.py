@@ -385,7 +385,8 @@ def test_memory_that_other_ranks_take_is_noticed_in_time(monkeypatch: pytest.Mon
     left = iter(range(10 << 20, 0, -2 << 20))  # this one takes half of what goes
     monkeypatch.setattr(memory_limit, "available_memory", lambda: next(left))
     before = memory_files(), open_descriptors()
-    with pytest.raises(StagingError, match=r"needs 8,388,608 bytes, has got 1,048,576 of them, and 6,291,456 bytes"):
+    words = r"needs 8,388,608 bytes, of which 1,048,576 are allocated, and 6,291,456 bytes"
+    with pytest.raises(StagingError, match=words):
         SharedBuffer(8 << 20)
     assert (memory_files(), open_descriptors()) == before
 
@@ -470,7 +471,7 @@ def test_an_error_undoes_what_is_registered(monkeypatch: pytest.MonkeyPatch) -> 
     left = iter([1 << 30] * 3)
     monkeypatch.setattr(memory_limit, "available_memory", lambda: next(left, 0))
     device, before = Threads(), memory_files()
-    with pytest.raises(StagingError, match="has got 2,097,152 of them"):
+    with pytest.raises(StagingError, match="of which 2,097,152 are allocated"):
         SharedBuffer(8 << 20, (device, 0))
     assert len(device.threads) == 2
     assert (device.pinned, memory_files()) == ([], before)

@@ -47,7 +47,7 @@ def test_the_older_run_is_told(tmp_path: Path) -> None:
     """Each later check refuses the older run, even if the lease file is removed, and accepts the newer run."""
     first, second = run_of(tmp_path), run_of(tmp_path)
     words = f"{tmp_path} now belongs to another run: process {os.getpid()} on host {socket.gethostname()} took "
-    with pytest.raises(Refused, match=r"as run 2; this is run 1, and took it at .* Use one folder per job") as e:
+    with pytest.raises(Refused, match=r"as run 2; this is run 1, which took it at .* Use one folder per job") as e:
         first.check()
     assert str(e.value).startswith(words)
     second.check()

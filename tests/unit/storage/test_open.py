@@ -90,7 +90,7 @@ def test_a_url_is_checked_where_it_is_given(taker: Callable[..., object], regist
             taker(url)
     register("shelves", shelf=f"{__name__}:fails", rack=f"{__name__}:is_not_there")
     taker("shelf://a")
-    with pytest.raises(WriteError, match=r"cannot open rack://a by .*:is_not_there: AttributeError: "):
+    with pytest.raises(WriteError, match=r"cannot open rack://a with .*:is_not_there: AttributeError: "):
         taker("rack://a")
 
 
@@ -228,9 +228,9 @@ def test_files_and_chains_are_not_for_other_packages(tmp_path: Path, register: C
 @pytest.mark.parametrize(
     ("opener", "message"),
     [
-        ("fails", r"cannot open shelf://a by .*:fails: ConnectionError: no shelf for \*\*\*$"),
+        ("fails", r"cannot open shelf://a with .*:fails: ConnectionError: no shelf for \*\*\*$"),
         ("forgets", r"cannot open shelf://a: .*:forgets must return a Storage, got NoneType$"),
-        ("is_not_there", r"cannot open shelf://a by .*:is_not_there: AttributeError: "),
+        ("is_not_there", r"cannot open shelf://a with .*:is_not_there: AttributeError: "),
     ],
 )
 def test_a_registered_storage_that_cannot_be_opened(opener: str, message: str, register: Callable[..., None]) -> None:

@@ -61,7 +61,7 @@ def test_dtypes_that_torch_cannot_plan(tmp_path: Path, name: str) -> None:
     bits = torch.arange(8, dtype=torch.int16 if name == "bits16" else torch.uint8).view(getattr(torch, name))
     torch.save({"bad": bits, "w": torch.arange(3.0)}, tmp_path / "a.pt")
     with pytest.raises(
-        ConversionError, match=rf"'bad' is of torch\.{name}, which torch's DCP cannot plan. Leave it out"
+        ConversionError, match=rf"'bad' has dtype torch\.{name}, which torch's DCP cannot plan. Leave it out"
     ):
         convert(tmp_path / "a.pt", tmp_path / "new" / "b", "dcp")
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]

@@ -45,7 +45,7 @@ def test_keys_that_are_no_strings(tmp_path: Path) -> None:
     )
     assert list(torch.load(tmp_path / "d.pt", weights_only=True)) == [0, 1]
     for to in ("dcp", "dcp_tensorizer"):
-        with pytest.raises(ConversionError, match=r"'optimizer\.state\.0\.step' is below 0 in a dict"):
+        with pytest.raises(ConversionError, match=r"'optimizer\.state\.0\.step' is below the dict key 0 of"):
             convert(tmp_path / "a.pt", tmp_path / "e", to)
     convert(tmp_path / "a.pt", tmp_path / "e.safetensors", "safetensors", options=ConvertOptions(("*exp_avg",)))
     assert "optimizer.state.1.exp_avg" in tensors_of(tmp_path / "e.safetensors")
@@ -58,7 +58,7 @@ def test_a_key_that_would_hold_others(tmp_path: Path, to: str) -> None:
     with pytest.raises(ConversionError, match="'x' is a value, but other keys are below it"):
         convert(tmp_path / "a.pt", tmp_path / "b", to, options=ConvertOptions(strip_prefix="model."))
     torch.save({"m": {"a": {"x": torch.ones(2)}}, "a": [torch.ones(1)]}, tmp_path / "c.pt")
-    with pytest.raises(ConversionError, match=r"'a\.0' would be in a dict"):
+    with pytest.raises(ConversionError, match=r"'a\.0' is in a container that would be a dict"):
         convert(tmp_path / "c.pt", tmp_path / "b", to, options=ConvertOptions(strip_prefix="m."))
     assert not (tmp_path / "b").exists()
 

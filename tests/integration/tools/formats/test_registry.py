@@ -81,7 +81,7 @@ def test_a_directory_above_checkpoints(tmp_path: Path, s3: S3Server, sftp: SftpS
         other.put("notes", b"text that is of no format", sync=True)
         with pytest.raises(NotCommitted, match=f"{url}/other holds no checkpoint .* Name a checkpoint itself: the dir"):
             report([f"{url}/other{slash}"], tmp_path / "out", storage_options=options)
-        with pytest.raises(ConversionError, match=f"{url}/other/notes has none of the formats"):
+        with pytest.raises(ConversionError, match=f"{url}/other/notes is in none of the formats"):
             report([f"{url}/other/notes"], tmp_path / "out", storage_options=options)
 
 
@@ -89,5 +89,5 @@ def test_what_ranks_have_saved_by_torch_for_themselves(tmp_path: Path) -> None:
     """A checkpoint of torch's whose ranks saved for themselves is refused with advice."""
     dcp.save({"w": torch.ones(2)}, storage_writer=FileSystemWriter(tmp_path / "a"), no_dist=True)
     (tmp_path / "a" / ".metadata").rename(tmp_path / "a" / "__0.metadata")
-    with pytest.raises(ConversionError, match=r"a is of torch's own format, and each rank has saved for itself"):
+    with pytest.raises(ConversionError, match=r"a is in torch's own format, and each rank has saved for itself"):
         convert(tmp_path / "a", tmp_path / "out", "torch")
