@@ -364,7 +364,7 @@ def test_what_torch_has_saved_is_looked_at_before_a_target_changes(tmp_path: Pat
     with pytest.raises(CheckpointException, match=f"'step' in {tmp_path} could run code"):
         load(tmp_path)
     path.unlink()
-    assert f"{path} does not exist, and '" in str(error_of(tmp_path, state=state))
+    assert f"{path} does not exist, but '" in str(error_of(tmp_path, state=state))
     assert torch.equal(state["w"], torch.ones(2, 3))  # type: ignore[arg-type]
 
 

@@ -424,7 +424,7 @@ def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
     """The error names the file and its format, so that no job silently begins anew."""
     torch.save({}, tmp_path / "run.pt")
     with manager_of(tmp_path / "run.pt") as manager:
-        with pytest.raises(MetadataError, match=r"run\.pt is a file of torch\.save: load it by torch\.load"):
+        with pytest.raises(MetadataError, match=r"run\.pt is a file that torch\.save wrote: load it with"):
             manager.restore(state_of(0))
         with pytest.raises(TypeError, match=r"as \{\"model\": model\}, got Linear"):
             manager.restore(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
@@ -735,7 +735,7 @@ def test_an_empty_dict_does_not_swallow_what_was_saved(tmp_path: Path, caplog: p
         assert said(caplog) == ""
         manager.restore(new | {"losses": {}}, strict=False)
         assert_same(new, state)
-        assert re.findall(r"has ('losses.*'), and the target state dict is empty", said(caplog)) == [
+        assert re.findall(r"has ('losses.*'), and the target state dict has an", said(caplog)) == [
             "'losses.1', 'losses.2'"
         ]
         losses = {1: 0.0}  # less than there is, on purpose

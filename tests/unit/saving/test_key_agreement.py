@@ -29,5 +29,5 @@ def test_one_key_or_none_is_accepted() -> None:
 )
 def test_another_key_fails_the_save(first: Cipher | None, second: Cipher | None) -> None:
     """A rank with another key fails the save, and the error names the rank."""
-    with pytest.raises(WriteError, match=r"^rank 1 has another encryption key.*EncryptionParams\.from_string"):
+    with pytest.raises(WriteError, match=r"^the encryption key of rank 1 differs.*EncryptionParams\.from_string"):
         agree_on_key(first, [part(0, first), part(1, second)])
