@@ -93,7 +93,7 @@ def check_world_size(storage: Storage, has_own: bool, world_size: int) -> None:
     """Checks that as many ranks load a checkpoint as saved it, if each rank saved for itself.
 
     All ranks check the same files, so that all get the same result. ``has_own`` is whether this rank's own metadata
-    exists. Raises `NotCommitted` if rank 0's does not exist, and `MetadataError` if another number of ranks saved the
+    exists. Raises `NotCommitted` if rank 0 has no metadata, and `MetadataError` if another number of ranks saved the
     checkpoint.
     """
     if storage.head(metadata_file_name(0)) is None:

@@ -1,4 +1,4 @@
-"""Recognises the format of a directory, by names and first bytes, and makes the errors for other directories."""
+"""Recognises the format of a directory, by file names and first bytes, and makes the errors for other directories."""
 
 from __future__ import annotations
 

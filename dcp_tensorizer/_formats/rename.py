@@ -26,7 +26,7 @@ class Parts:
         }
 
     With ``{}`` in the names, there are parts for each index of the whole tensor's first dimension, and ``{}`` stands
-    for the index. The parts do not have this dimension. Several names cut the tensor along ``dim``.
+    for the index. The parts do not have this dimension. With several names, the tensor is cut along ``dim``.
 
     Megatron's fused projection has the heads group by group: the queries of a group, its key and its value. With
     ``groups``, each part is collected from all groups: for 32 query heads in 8 groups, ``Parts("*.q_proj.weight",

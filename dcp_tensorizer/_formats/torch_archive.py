@@ -51,7 +51,7 @@ def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
 
 
 def check_archive(file: IO[bytes], nbytes: int) -> zipfile.ZipFile:
-    """Opens an archive of uncompressed records that do not overlap. Raises `ValueError` for any other."""
+    """Opens an archive of uncompressed records that do not overlap. Raises `ValueError` for any other archive."""
     directory = _directory(file, nbytes)
     file.seek(0)
     try:

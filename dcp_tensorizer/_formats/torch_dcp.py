@@ -1,7 +1,7 @@
 """Checkpoints of torch's own ``FileSystemWriter`` and ``FsspecWriter``, without running code from them.
 
 torch's readers unpickle ``.metadata`` and every object without checks. This module builds only DCP's own records from
-``.metadata``, loads tensors by torch's weights-only rules, and checks objects like those of this package.
+``.metadata``, loads tensors under torch's weights-only rules, and checks objects like those of this package.
 """
 
 from __future__ import annotations

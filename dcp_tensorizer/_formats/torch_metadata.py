@@ -39,8 +39,8 @@ _T = TypeVar("_T")
 def read_pickled(pickled: bytes, path: str) -> Metadata:
     """Reads ``.metadata``. ``path`` is for messages.
 
-    Raises `MetadataError` if it is damaged or no checkpoint's metadata, and `UntrustedObject` if it names anything that
-    does not belong in a checkpoint's metadata.
+    Raises `MetadataError` if it is damaged, or is not a checkpoint's metadata, and `UntrustedObject` if it names
+    anything that does not belong in a checkpoint's metadata.
     """
     try:
         found = _Values(len(pickled)).of(_Records(pickled).read())

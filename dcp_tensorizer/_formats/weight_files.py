@@ -120,7 +120,7 @@ def read_small(storage: Storage, name: str) -> bytes | None:
 
 
 def check_plain_name(name: str, path: str) -> None:
-    """Raises `MetadataError` unless ``name``, read from a file, is in the directory."""
+    """Raises `MetadataError` unless ``name``, read from a file, names a file in the directory."""
     if not is_plain_name(name):
         raise MetadataError(f"{path} names the file {name!r}, which is not a visible file of its directory")
 

@@ -342,7 +342,7 @@ class Heartbeats:
 
     @contextmanager
     def _until_all_have(self, done: str, calls: RollCall, then: timedelta | None = None) -> Iterator[None]:
-        """Waits at the end of the block until all ranks have reached its end, or have failed inside.
+        """Waits at the end of the ``with`` block until all ranks have reached its end, or have failed inside.
 
         ``done`` is the work of the block, as a participle for messages. ``then`` is the group's timeout afterwards;
         None: unchanged. Raises `WriteError` if a rank is unresponsive.

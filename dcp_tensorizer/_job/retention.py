@@ -116,7 +116,7 @@ _LINKED = "it is a link. Remove the link and its target by hand"
 def _delete(storage: Storage, step: Step, owner: Lease, *, other_files: bool) -> str:
     """Deletes a checkpoint, its metadata first. Returns why it must stay, or an empty string after the deletion.
 
-    With ``other_files``, also deletes files that no save wrote. Without it, such files are a reason to stay. Raises
+    With ``other_files``, also deletes files that no save wrote. Otherwise, a checkpoint with such files stays. Raises
     `CheckpointError` or `OSError` if the checkpoint cannot be read or removed, or the run no longer owns the folder.
     """
     with storage.lock_directory() as lock:

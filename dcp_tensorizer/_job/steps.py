@@ -371,7 +371,7 @@ def restorable(
     branch = current_branch(sound(steps)) or TRUNK
     own = members(sound(steps), branch)
     newest = own[-1].number if own else -1
-    # The branch of an unreadable checkpoint is unknown. Beyond the newest readable one, it counts as the job's.
+    # The branch of an unreadable checkpoint is unknown. One beyond the newest readable checkpoint counts as the job's.
     candidates = [*own, *(step for step in steps if step.problem and step.number > newest)]
     if number is not None:
         asked = [step for step in steps if step.number == number]

@@ -314,8 +314,8 @@ def _hash(fqn: str) -> int:
 def granule_owners(layout: RankLayout, blocks: Iterable[tuple[int, int]]) -> Integers:
     """Returns the rank that writes each block, given by the number of its file and its number in the file.
 
-    Every rank computes the same without communication: the ranks that hold bytes of a block's first tensor take turns
-    from block to block. The coordinator writes the blocks that begin in the header.
+    Every rank computes the same result without communication: the ranks that hold bytes of a block's first tensor take
+    turns from block to block. The coordinator writes the blocks that begin in the header.
     """
     rows = np.flatnonzero(layout.sharding >= 0)
     of_file = []  # the rows of each file in the order of their offsets, and the offsets

@@ -216,7 +216,7 @@ class PieceExchange:
         granule = shared.offset // sizes[shared.file] if len(shared) else shared.offset
         pairs = zip(shared.file.tolist(), granule.tolist(), strict=True)
         self._owner = granule_owners(layout, pairs)
-        # By the start of the block, so that a block is in one window.
+        # A piece belongs to the window in which its block starts, so that all of a block is in one window.
         begins = bases[shared.file] + granule * sizes[shared.file] if len(shared) else shared.offset
         self._window = begins // (_WINDOW * layout.ranks)
         self._shared = shared

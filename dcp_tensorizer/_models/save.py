@@ -410,7 +410,7 @@ class ModelSave(Save):
             self._index = index_of({file.name: of.tensors for file, of in zip(self._begun, plan.files, strict=True)})
             try:
                 self._check_commit()
-                # Another save may have removed these files as a dead save's. If so, that save's index is in place.
+                # Another save may have removed these files as those of a dead save. If so, its index is in place.
                 if not storage.put_if(INDEX, self._index_before, self._index, sync=sync, save_id=self.id):
                     raise Refused(f"{storage.path}: another save has just written a model. Save to another path.")
             except (Refused, ReadError):
@@ -491,7 +491,9 @@ class ModelSave(Save):
             operation()
             return
         held.append(operation)
-        if self._held is None:  # another thread or a signal handler has released; a lock would block the handler
+        if (
+            self._held is None
+        ):  # another thread or a signal handler has called `release`; a lock would block the handler
             _run_all(held)
 
 
@@ -608,7 +610,7 @@ class _RankJob:
         return Pieces.joined(found)
 
     def _add(self, name: str, content: torch.Tensor) -> None:
-        """Adds a source of bytes that is no item of the state dict."""
+        """Adds a source of bytes that is not an item of the state dict."""
         self._sources.append(Item((name, None), f"\0{name}", "tensor", content, True))
         self._dtypes.append(torch.uint8)
 

@@ -203,7 +203,7 @@ class _Directory:
     # --- the version of the directory -----------------------------------------------------------------------------
 
     def _recognised(self, target: Manifest) -> Manifest:
-        """Finds the version of a model by the SHA-256 of its files. Raises `StateMismatch` if it is not published."""
+        """Finds the version of a model by the SHA-256 of its files. If no version has them, raises `StateMismatch`."""
         model = read_model(self._storage)
         by_digest = {FileRecord.of(self._storage, name).sha256: name for name in model.weights}
         for candidate in reversed(self._published.manifests()):

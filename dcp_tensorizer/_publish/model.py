@@ -50,7 +50,7 @@ def read_model(storage: Storage, index: bytes | None = None) -> Model:
         names = set(read_weight_map(storage, index).values())
     weights = {name: read_weight_file(storage, name) for name in sorted(names)}
     files = {file.name for file in storage.listing()[0] if not file.name.endswith(".safetensors")} - {INDEX}
-    # A file of this package's own belongs to a save in progress.
+    # Other files of this package belong to a save in progress.
     others = sorted(name for name in files if is_plain_name(name) and not is_ours(name))
     return Model(storage, index, weights, tuple(others))
 

@@ -55,7 +55,7 @@ class PublishedVersion(VersionInfo):
 
     Attributes:
         path, version, step, published, is_delta, base, nbytes, model_nbytes, tensors: As of a `VersionInfo`.
-        why_whole: The reason why it is a whole model; empty for a delta.
+        why_whole: The reason why the version is a whole model; empty for a delta.
         removed: The old versions that were removed, because of ``keep_latest``.
     """
 
@@ -139,7 +139,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
 class Publication:
-    """A model to publish as the next version. It is also the request to a writer process to do that."""
+    """A model to publish as the next version. Also serves as the request to a writer process that publishes it."""
 
     directory: str
     options: Publish

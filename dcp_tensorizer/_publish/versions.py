@@ -309,9 +309,9 @@ class Published:
     def remove_old(self, keep_latest: int, *, dry_run: bool = False) -> tuple[int, ...]:
         """Removes versions, except the newest and those on which they build; returns the removed ones.
 
-        Removes the highest ones first, so that no delta is ever without its base. Does not need the lease: a version
-        that a publisher adds at the same time builds on the newest one, which stays. Also removes the leftovers of
-        killed publishers and removals.
+        Removes the highest versions first, so that no delta is ever without its base. Does not need the lease: a
+        version that a publisher adds at the same time builds on the newest one, which stays. Also removes the leftovers
+        of killed publishers and removals.
         """
         versions = [manifest.version for manifest in self.manifests()]
         needed: set[int] = set()

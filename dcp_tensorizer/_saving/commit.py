@@ -64,7 +64,7 @@ def remove_records(storage: Storage, save_ids: Iterable[str]) -> None:
 
 
 def drop_record(storage: Storage, save_id: str) -> None:
-    """Removes the record of a failed save, unless files of the save are left: it proves that they are leftovers."""
+    """Removes the record of a failed save, unless files of the save are left: the record proves that these are dead."""
     if storage.locks_are_visible:
         with suppress(Exception):  # if the directory cannot be listed, the record stays
             names = [file.name for file in storage.listing()[0]]

@@ -89,7 +89,7 @@ class Flushing:
         self.is_readable = True
 
     def resume(self) -> None:
-        """Requests the flush of the whole folder from the writer process, including saves of dead jobs."""
+        """Requests from the writer process to flush the whole folder, including the saves of dead jobs."""
         self._has_ended = False
         entries = self.entries()
         if any(entry.state in OPEN for entry in entries):
@@ -286,7 +286,9 @@ class Flushing:
                         self._request()
 
     def _check_folder(self) -> bool:
-        """Reports saves that have arrived, failed or been given up. Returns whether any are left to follow or flush."""
+        """Reports saves that have arrived, have failed or were given up. Returns whether others are left to follow or
+        flush.
+        """
         entries = {entry.stem: entry for entry in self.queue.entries()}
         is_unknown = bool(self._followed) and not self.queue.is_writable
         for stem, followed in list(self._followed.items()):

@@ -80,7 +80,7 @@ class Save:
     Args:
         saver: The state that the saves of one writer share.
         save_id: The id of the save.
-        where: The checkpoint's path. Raises `WriteError` if it cannot be opened.
+        where: The checkpoint's path. If it cannot be opened, the constructor raises `WriteError`.
         staged: The staged state; None if the save writes from the tensors themselves.
 
     Attributes:

@@ -144,7 +144,7 @@ class Saver:
         if self.closed or save.error is not None:
             return self.stager.refuse(save.error or StagingError(_CLOSED))
         self._ensure_process()
-        if self.closed:  # by another thread that has not seen the new process
+        if self.closed:  # another thread has closed the writer, and has not seen the new process
             if self._leave():
                 self.engine.end_process(Deadline(0.0))
             return self.stager.refuse(StagingError(_CLOSED))

@@ -71,7 +71,7 @@ class TieredSave(Save):
         return storage
 
     def open(self) -> None:
-        """Checks that the checkpoint does not exist. Accesses the remote only if necessary."""
+        """If an existing checkpoint would be an error, checks that there is none. Otherwise accesses no remote."""
         if self.commits and not (self._saver.options.overwrite and self.metadata_rank is None):
             self._check_free(self._remote())
             name = metadata_file_name(self.metadata_rank)
@@ -113,7 +113,7 @@ class TieredSave(Save):
         """
         self._saver.show_alive()
         record = FlushRecord(self._flushing.target.name, self._subpath, self.rank, self.id, self._saver.id)
-        # first, so that after a death the next process finds the files
+        # recorded first, so that if this process dies, the next one finds the files
         writing = self._flushing.queue.begin(record)
         local = self.storage
         try:
@@ -124,7 +124,7 @@ class TieredSave(Save):
             raise
 
     def _write_locally(self, items: Sequence[Item]) -> WriteDone:
-        """Writes to the local folder. If that fails, removes its copies of older saves, and writes again."""
+        """Writes to the local folder. If that fails, removes the local copies of older saves, and writes again."""
         try:
             written = super().write_items(items)
         except WriterProcessDied:

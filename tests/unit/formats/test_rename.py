@@ -49,7 +49,7 @@ def test_parts_have_a_number_of_their_name_and_one_of_the_row() -> None:
         (Parts, TypeError, "Parts takes names"),
         (lambda: Parts("q"), ValueError, "the only name of Parts must contain"),
         (lambda: Parts("q.*", "k"), ValueError, "the same number of"),
-        (lambda: Parts("q.{}", "k"), ValueError, "all or none"),
+        (lambda: Parts("q.{}", "k"), ValueError, "each or none"),
         (lambda: Parts("q", "k", sizes=(1,)), ValueError, "for each of its 2 names"),
         (lambda: Parts("q", "k", sizes=(1, 0)), ValueError, "for each of its 2 names"),
         (lambda: Parts("q", "k", dim=-1), ValueError, "dim=-1"),
