@@ -752,7 +752,6 @@ class CheckpointManager:
         self._policy.record_save(step, is_due=vote.asks_for_save)
         name = self._position.name_of(step, self._names)
         self._serial = max(self._serial, self._position.serial) + 1
-        rules = self._retention
         record = SaveRecord(
             step,
             parent=(self._position.tip.save_id or None) if self._position.tip else None,
@@ -763,9 +762,7 @@ class CheckpointManager:
             restarts=self._clock.restarts,
             is_end=vote.stop,
             serial=self._serial,
-            keep_latest=rules.latest,
-            keep_every=rules.every,
-            keep_best=None if rules.metric is None else (rules.metric, rules.mode),
+            **self._retention.recorded(),
         )
         hold = self._survival.next_state(record, self._position)
         save = StepSave(self._folder.child(name), name, record, is_due=vote.asks_for_save)

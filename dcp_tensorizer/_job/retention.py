@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from .._index.container import committed
+from .._index.schema import SaveRecord
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Deadline, in_background
 from .._runtime.validation import check_choice, check_count, check_flags, check_timeout
@@ -69,6 +70,16 @@ class Retention:
         check_choice("the mode in keep_best", mode, ("min", "max"))
         check_timeout(delete_after, least=0, name="delete_after")
         return cls(keep_latest, keep_every, metric, mode, delete_after, delete_other_files)  # type: ignore[arg-type]
+
+    @classmethod
+    def of_record(cls, record: SaveRecord) -> Retention:
+        """Makes the rules that a save recorded."""
+        return cls.of(record.keep_latest, record.keep_every, record.keep_best)
+
+    def recorded(self) -> dict[str, Any]:
+        """Returns the fields of `SaveRecord` that `of_record` reads."""
+        best = None if self.metric is None else (self.metric, self.mode)
+        return {"keep_latest": self.latest, "keep_every": self.every, "keep_best": best}
 
     @property
     def keeps_all(self) -> bool:

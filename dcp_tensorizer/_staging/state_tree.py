@@ -41,6 +41,7 @@ _OTHER_TENSORS = (
     "the tensors of the state dict have changed during staging. Do not change it before staging is complete. A "
     "container or tensor subclass that returns other tensors at each access cannot be saved."
 )
+_SHOWN = 60  # characters of the key of a container that contains itself: the whole key has hundreds of parts
 _NO_ANSWER = "has attributes that describe which part of a tensor it is, but DCP cannot plan the tensor with them"
 DtypeOf: TypeAlias = Callable[[torch.dtype], torch.dtype]
 _Take: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # the copy of the next listed tensor
@@ -138,7 +139,13 @@ def copy_structure(value: Any, key: str, tensors: TensorList) -> Any:
             return type(value)(items)  # type: ignore[call-arg]
         return _copy_container(value, items, key) if isinstance(value, dict) else _copy_mapping(value, items)
     if isinstance(value, list | tuple):
-        members = [copy_structure(item, f"{key}.{number}", tensors) for number, item in enumerate(value)]
+        try:
+            members = [copy_structure(item, f"{key}.{number}", tensors) for number, item in enumerate(value)]
+        except RecursionError as error:
+            raise StagingError(
+                f"{key[:_SHOWN]!r}... contains itself, or is nested too deeply to be copied. Save it with dcp.save, or "
+                f"replace the inner reference."
+            ) from error
         return members if type(value) is list else _copy_container(value, members, key)
     try:
         return copy.deepcopy(value)

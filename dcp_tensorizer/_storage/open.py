@@ -43,8 +43,6 @@ NOT_SHARED = (
     "copy it"
 )
 
-_SFTP = "(sftp|ssh)(://|::)"
-
 Opener: TypeAlias = Callable[[str, Mapping[str, Any], float], Storage]
 """Opens a registered storage: takes the URL, the ``storage_options``, and the timeout in seconds.
 
@@ -79,10 +77,8 @@ def open_storage(
         return storage
     with _translated(url, scrub):
         # Imported only for URLs: these imports take time in the writer process of every rank.
-        if re.match(_SFTP, url):
-            from .sftp import SftpStorage
-
-            return SftpStorage(url, options, scrub, timeout)
+        if (own := _own_storage(url)) is not None:
+            return own(url, options, scrub, timeout)
         from .fsspec import open_url
 
         opened = open_url(url, options, scrub, timeout)
@@ -105,13 +101,24 @@ def check_location(path: str | os.PathLike[str], options: Mapping[str, Any] | No
         else:
             with _translated(resolved, scrub):
                 # The import of the library may raise any exception.
-                if re.match(_SFTP, resolved):
-                    from .sftp import SftpStorage  # noqa: F401
-                else:
+                if _own_storage(resolved) is None:
                     from .fsspec import check_url
 
                     check_url(resolved)
     return resolved
+
+
+_OWN_PROTOCOLS = "(sftp|ssh)(://|::)"
+"""Begins a URL that `_own_storage` opens."""
+
+
+def _own_storage(url: str) -> Callable[[str, Mapping[str, Any], Scrubber, float], Storage] | None:
+    """Returns this package's storage for a URL, and imports its library. Returns None if fsspec opens the URL."""
+    if not re.match(_OWN_PROTOCOLS, url):
+        return None
+    from .sftp import SftpStorage
+
+    return SftpStorage
 
 
 @contextmanager
@@ -224,11 +231,12 @@ def is_location(path: object) -> bool:
     """
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         return False
-    if _is_local(path) or _registered(os.fspath(path)):
+    text = os.fspath(path)
+    if _is_local(path) or _registered(text) or re.match(_OWN_PROTOCOLS, text):
         return True
     from .fsspec import is_known
 
-    return is_known(os.fspath(path))
+    return is_known(text)
 
 
 def _is_local(path: str | os.PathLike[str]) -> bool:

@@ -452,7 +452,7 @@ def of_manager(steps: Sequence[Step]) -> tuple[Retention, list[Step]]:
     last = last_saved(own)
     if last is None or last.record is None:
         return Retention(), own
-    return Retention.of(last.record.keep_latest, last.record.keep_every, last.record.keep_best), own
+    return Retention.of_record(last.record), own
 
 
 def _jobs(folders: Sequence[Folder]) -> tuple[list[list[Folder]], list[Folder]]:

@@ -25,7 +25,7 @@ from ._find import Folder, lines_of_steps, of_manager, steps_of, walk
 _MAY_BE_IN_PROGRESS = (
     "a save or a copy may be in progress there. Pass --older-than with an age that no save or copy exceeds."
 )
-_RETAINED = "its manager retains it by keep_every or keep_best. To remove it, delete its directory."
+_RETAINED = "a rule of its manager retains it. To remove it, delete its directory."
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,6 +178,12 @@ def _is_described_in_object(context: Context, difference: Difference) -> bool:
     return _ours_fails(difference, "describes which part of a tensor it is, and cannot be pickled")
 
 
+def _contains_itself(context: Context, difference: Difference) -> bool:
+    if context.case.mode in ("save", "threads") or difference.path[0] != "saves":
+        return False
+    return _ours_fails(difference, "contains itself, or is nested too deeply")
+
+
 def _disagrees(context: Context, difference: Difference) -> bool:
     if difference.path[0] != "saves":
         return False
@@ -197,7 +203,7 @@ def _is_empty_in_list(context: Context, difference: Difference) -> bool:
 
 
 def _has_other_shape(context: Context, difference: Difference) -> bool:
-    return difference.path[0] == "saves" and _ours_fails(difference, "and its resolve_data returned")
+    return difference.path[0] == "saves" and _ours_fails(difference, "the planner has planned a part of shape")
 
 
 def _is_asked_at_once(context: Context, difference: Difference) -> bool:
@@ -227,6 +233,7 @@ DIFFERENCES: dict[str, Holds] = {
     "dtypes that do not convert": _does_not_convert,
     "staged tensors are plain": _is_plain_copy,
     "described parts in objects": _is_described_in_object,
+    "containers that contain themselves": _contains_itself,
     "empty mappings in lists": _is_empty_in_list,
     "overwrites that fail": _is_failed_overwrite,
     "parts at once": _is_asked_at_once,

@@ -488,6 +488,16 @@ def test_containers_that_do_not_take_their_members_are_an_error(stager: Stager, 
     assert kind.__name__ in str(staged.staged_save.error)
 
 
+def test_a_container_that_contains_itself_is_an_error() -> None:
+    """The error shows the beginning of its key, which has as many parts as the interpreter allows calls."""
+    value: list[Any] = [1]
+    value.append((value,))
+    with pytest.raises(
+        StagingError, match=r"^'optimizer\.rates\.1\.0\.1[.01]{0,50}'\.\.\. contains itself, or is nested too deeply"
+    ):
+        copy_structure(value, "optimizer.rates", TensorList())
+
+
 def test_the_result_of_a_collective_is_a_plain_tensor(stager: Stager) -> None:
     """Staging waits for the result, as torch's stager does."""
     copied = staged(stager, {"sum": AsyncCollectiveTensor(torch.arange(6.0))})
