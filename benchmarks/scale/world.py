@@ -229,7 +229,7 @@ class _Plans:
             answers = [pickle.dumps(plan) for plan in plans]
             self.seconds = time.perf_counter() - started
         for answer, history in zip(map(pickle.loads, answers), self._histories, strict=True):
-            history.answered(answer.items)
+            history.answered(answer.items.reference)
         return metadata
 
 

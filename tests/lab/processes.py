@@ -167,7 +167,8 @@ def _command(process: psutil.Process) -> list[str]:
 def kill(process: psutil.Process) -> None:
     """Kills a child, and returns when it is dead; its parent can still ask how it ended."""
     process.kill()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    with suppress(ChildProcessError):  # its parent has already asked
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
 
 def memory_files() -> set[int]:
