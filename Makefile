@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# The tests start thousands of processes: each of them would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 APART := browser clouds frameworks hosts nightly
 .PHONY: demo test quick check docs dist audit bench compat soak clean gpu gpu-parcel gpu-rehearsal tests $(APART)
 

@@ -211,7 +211,7 @@ def test_a_save_outlasts_what_passes(s3, proxy, prefix, fault, caplog):
         failed.add(request.operation)
         return fault
 
-    limits = SaveLimits(timeout=30.0)  # requests are repeated after 3 s
+    limits = SaveLimits(timeout=15.0)  # requests are repeated after 1.5 s
     with TensorizerStorageWriter(url, storage_options=s3.options(proxy.endpoint), limits=limits) as writer:
         proxy.rule = rule
         dcp.async_save(_state(1), storage_writer=writer).result()

@@ -49,7 +49,10 @@ from ..lab.simulated import SimulatedDevice
 from ..lab.states import dtype_name, filled, same
 from ..lab.waiting import WAIT
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.usefixtures("one_writer_process"),  # a process that casts imports torch first
+]
 
 
 def save(path: Path | str, state: Mapping[str, Any], *, is_async: bool = True, **options: Any) -> None:

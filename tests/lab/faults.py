@@ -366,6 +366,8 @@ class TcpProxy(_Proxy):
                 server = socket.create_connection(("127.0.0.1", self._upstream))
             except OSError:
                 return
+            for end in (client, server):  # or each small message waits 40 ms for an acknowledgement
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self.connections += 1
                 self._pairs.append((client, server))
