@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._index.schema import SaveRecord
+from .._index.write import encode
 from .._runtime.interpreter import ShortSwitchInterval
 from .._runtime.spans import Span
 from .._runtime.threads import Hung, in_background, in_time
@@ -29,14 +30,13 @@ from .._storage.open import open_storage
 from .._tensor_file.names import metadata_file_name
 from .._writer_process.client import WriterProcessHung
 from .._writer_process.protocol import WriteDone
-from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
+from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied, describe
 from .commit import (
     WrittenFiles,
     agree_on_key,
     begin,
     commit,
     drop_record,
-    encoded,
     failed_before_commit,
     put_records,
     remove_with_records,
@@ -274,8 +274,7 @@ class Save:
         try:
             self._check_wanted()
             agree_on_key(cipher, parts)
-            index = encoded(
-                self.path,
+            index = encode(
                 metadata,
                 parts,
                 rank=self.metadata_rank,
@@ -283,9 +282,11 @@ class Save:
                 record=self._record,
                 recent=self._saver.engine.sections,
             )
-        except CheckpointError:  # the save is not committed, and never will be
+        except Exception as error:  # the save will never be committed
             self.remove(files)
-            raise
+            if isinstance(error, Refused):
+                raise
+            raise WriteError(f"{self.path} is not committed: {describe(error)}") from error
         replaced = self.commit(index, files)
         if self._record is not None:
             warn_if_stale(self.path, self._record.step, [part.unchanged for part in parts])
