@@ -74,7 +74,7 @@ def read_index(storage: Storage, rank: int | None = None) -> Index | None:
     if file is None:
         return None
     index = Index(file)
-    own = index.head.rank
+    own = file.head.rank
     if own != rank:
         whose = "all ranks" if own is None else f"rank {own}"
         raise MetadataError(
@@ -113,7 +113,6 @@ class Index(Catalog):
 
     def __init__(self, file: IndexFile) -> None:
         self.path = file.path
-        self.head = file.head
         self.files = file.files
         self._file = file
         self._known_properties: dict[Properties, dict[str, Any]] = {}  # tensors share few distinct ones
@@ -140,7 +139,7 @@ class Index(Catalog):
         DCP's planners visit each chunk of each tensor on each rank. `locate` finds the stored chunks that a rank needs.
         Tensors with equal descriptions share one object.
         """
-        head = self.head
+        head = self._file.head
         with _valid(self.path), collector_paused():
             shared = {value: self._described(value, whole=True) for value in set(self._values.values())}
             meta = StorageMeta(
@@ -329,7 +328,7 @@ class Index(Catalog):
             raise invalid_index(self.path, f"its planner's data: {type(error).__name__}: {error}") from error
 
     def _section(self, kind: SectionKind) -> Section | None:
-        return next((section for section in self.head.sections if section.kind == kind), None)
+        return next((section for section in self._file.head.sections if section.kind == kind), None)
 
     # --- locations: a rank's section is read only when it is needed ---------------------------------------------
 
@@ -351,7 +350,7 @@ class Index(Catalog):
     def _table(self, rows: Places, files: Sequence[tuple[str, int]]) -> LocationTable:
         for name in rows.dtypes:
             known_dtype(name, self.path)
-        return LocationTable(rows, files, is_encrypted=self.head.encryption is not None)
+        return LocationTable(rows, files, is_encrypted=self._file.head.encryption is not None)
 
     def _find(self, key: Any, item_hash: int, owner: int) -> StoredItem | None:
         """Returns the best location to read an item from; None if it is not stored.
