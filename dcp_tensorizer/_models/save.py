@@ -164,7 +164,8 @@ class ModelSave(Save):
         """
         if (versions := self._saver.versions) is not None:
             context = None if self._staged is None else self._staged.context
-            step = None if self._record is None else self._record.step
+            record = self._description.record
+            step = None if record is None else record.step
             versions.add(SavedModel(self.storage, self._index, context, self.hold(), step))
 
     def end(self) -> None:
