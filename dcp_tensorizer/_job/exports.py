@@ -153,7 +153,7 @@ class Exports:
     def _chosen(self, staged: StagedStateDict) -> dict[str, Any]:
         """Returns the values to export, by their keys in the flattened state dict."""
         flat, _ = flatten_state_dict(dict(staged))  # `dict` does not call `items`, which ties the state to a save
-        omitted = staged.staged_save.omitted
+        omitted = staged.staged_save.description.omitted
         chosen = {key: value for key, value in flat.items() if matches((key,), self._export.include)}
         if not chosen:
             raise WriteError(

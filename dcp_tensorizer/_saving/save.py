@@ -158,9 +158,8 @@ class Save:
         if self.shares_id:
             self.id = self._tables.save_of(plan) or self.id
         with self.whole_or_nothing():
-            staged = self._staged
-            buffer, omitted = (None, frozenset[str]()) if staged is None else (staged.buffer, staged.omitted)
-            items = resolve(plan, planner, buffer, omitted)
+            buffer = None if self._staged is None else self._staged.buffer
+            items = resolve(plan, planner, buffer, self._description.omitted)
             self._record_files(items)
             written = self.write_items(items)
             try:
