@@ -89,7 +89,7 @@ class Flushing:
         self.is_readable = True
 
     def resume(self) -> None:
-        """Requests from the writer process to flush the whole folder, including the saves of dead jobs."""
+        """Requests the flush of the whole folder from the writer process, including the saves of dead jobs."""
         self._has_ended = False
         entries = self.entries()
         if any(entry.state in OPEN for entry in entries):
@@ -134,7 +134,7 @@ class Flushing:
     def entries(self) -> list[FlushEntry]:
         """Returns all records. If the folder cannot be read, logs an error and returns an empty list.
 
-        If a single rank raised an error here, the other ranks would wait for it.
+        If a single rank raised an error here, the other ranks would wait for this rank.
         """
         try:
             found, self.is_readable = self.queue.entries(), True
