@@ -74,7 +74,7 @@ def read_index(storage: Storage, rank: int | None = None) -> Index | None:
     if file is None:
         return None
     index = Index(file)
-    own = index.head.rank
+    own = file.head.rank
     if own != rank:
         whose = "all ranks" if own is None else f"rank {own}"
         raise MetadataError(
@@ -113,7 +113,6 @@ class Index(Catalog):
 
     def __init__(self, file: IndexFile) -> None:
         self.path = file.path
-        self.head = file.head
         self.files = file.files
         self._file = file
         self._known_properties: dict[Properties, dict[str, Any]] = {}  # tensors share few distinct ones
@@ -140,7 +139,28 @@ class Index(Catalog):
         DCP's planners visit each chunk of each tensor on each rank. `locate` finds the stored chunks that a rank needs.
         Tensors with equal descriptions share one object.
         """
-        return self._metadata(whole=True)
+        head = self._file.head
+        with _valid(self.path), collector_paused():
+            shared = {value: self._described(value, whole=True) for value in set(self._values.values())}
+            meta = StorageMeta(
+                checkpoint_id=_maybe(head.checkpoint_id),
+                save_id=_maybe(head.save_id),
+                load_id=_maybe(head.load_id),
+                modules=[from_text(module) for module in head.modules],
+            )
+            return Metadata(
+                {key: shared[value] for key, value in self._values.items()},
+                planner_data=self._planner_data(),
+                storage_data={
+                    "rank": head.rank,
+                    "release": head.release,
+                    "torch": head.torch,
+                    "saved_at": head.saved_at,
+                    "record": head.record,
+                },
+                storage_meta=meta if head.has_storage_meta else None,
+                version=_maybe(head.metadata_version),
+            )
 
     def stored_metadata(self) -> Metadata:
         """Returns DCP's metadata with all chunks as they are stored.
@@ -149,8 +169,10 @@ class Index(Catalog):
         each `item_key`; ``rank``; ``encryption``, for encrypted checkpoints; ``release``, ``torch`` and ``saved_at``;
         and ``record``, a manager's `SaveRecord` or None.
         """
-        metadata = self._metadata(whole=False)
+        metadata = self.metadata()
         with _valid(self.path), collector_paused():
+            described = {key: self._described(value, whole=False) for key, value in self._values.items()}
+            metadata.state_dict_metadata = described
             metadata.storage_data |= {"files": self.files, "items": self._items()}
         if self.encryption is not None:
             metadata.storage_data["encryption"] = self.encryption
@@ -270,35 +292,6 @@ class Index(Catalog):
                     raise ValueError(f"the location of {key!r} does not match its key")
         return {key: item for table in self._tables.values() for key, item in table.named().items()} | items
 
-    def _metadata(self, *, whole: bool) -> Metadata:
-        head = self.head
-        with _valid(self.path), collector_paused():
-            if whole:
-                shared = {value: self._described(value, whole=True) for value in set(self._values.values())}
-                described = {key: shared[value] for key, value in self._values.items()}
-            else:
-                described = {key: self._described(value, whole=False) for key, value in self._values.items()}
-            planner_data = self._planner_data()
-            meta = StorageMeta(
-                checkpoint_id=_maybe(head.checkpoint_id),
-                save_id=_maybe(head.save_id),
-                load_id=_maybe(head.load_id),
-                modules=[from_text(module) for module in head.modules],
-            )
-            return Metadata(
-                described,
-                planner_data=planner_data,
-                storage_data={
-                    "rank": head.rank,
-                    "release": head.release,
-                    "torch": head.torch,
-                    "saved_at": head.saved_at,
-                    "record": head.record,
-                },
-                storage_meta=meta if head.has_storage_meta else None,
-                version=_maybe(head.metadata_version),
-            )
-
     def _described(self, value: Value, *, whole: bool) -> TensorStorageMetadata | BytesStorageMetadata:
         if isinstance(value, int):
             return BytesStorageMetadata()
@@ -335,7 +328,7 @@ class Index(Catalog):
             raise invalid_index(self.path, f"its planner's data: {type(error).__name__}: {error}") from error
 
     def _section(self, kind: SectionKind) -> Section | None:
-        return next((section for section in self.head.sections if section.kind == kind), None)
+        return next((section for section in self._file.head.sections if section.kind == kind), None)
 
     # --- locations: a rank's section is read only when it is needed ---------------------------------------------
 
@@ -357,7 +350,7 @@ class Index(Catalog):
     def _table(self, rows: Places, files: Sequence[tuple[str, int]]) -> LocationTable:
         for name in rows.dtypes:
             known_dtype(name, self.path)
-        return LocationTable(rows, files, is_encrypted=self.head.encryption is not None)
+        return LocationTable(rows, files, is_encrypted=self._file.head.encryption is not None)
 
     def _find(self, key: Any, item_hash: int, owner: int) -> StoredItem | None:
         """Returns the best location to read an item from; None if it is not stored.

@@ -154,7 +154,7 @@ class Exports:
         """Returns the values to export, by their keys in the flattened state dict."""
         # `StagedStateDict.items` would bind the state to a save; `dict` copies it without calling `items`.
         flat, _ = flatten_state_dict(dict(staged))
-        omitted = staged.staged_save.omitted
+        omitted = staged.staged_save.description.omitted
         chosen = {key: value for key, value in flat.items() if matches((key,), self._export.include)}
         if not chosen:
             raise WriteError(

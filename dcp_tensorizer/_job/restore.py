@@ -45,7 +45,7 @@ from ..errors import (
     unwrap,
 )
 from ..planner import LoadPlanner
-from ..reader import open_reader
+from ..reader import AnyFormatReader
 from .optimizer_state import OptimizerTarget, dtypes_kept
 from .options import matches
 from .ranks import Agreement, Heartbeats
@@ -150,7 +150,7 @@ def _load(
         if storage.locks_are_visible:
             with suppress(WriteError):  # without a lock, the load still shows whether the checkpoint can be read
                 stack.enter_context(storage.lock_directory()).share(_LOCK_SECONDS)
-        reader = open_reader(folder.location, **options)
+        reader = AnyFormatReader(folder.location, **options)
         heartbeats.watch_load(reader)
         try:
             with dtypes_kept(state.values()):

@@ -164,7 +164,8 @@ class ModelSave(Save):
         """
         if (versions := self._saver.versions) is not None:
             context = None if self._staged is None else self._staged.context
-            step = None if self._record is None else self._record.step
+            record = self._description.record
+            step = None if record is None else record.step
             versions.add(SavedModel(self.storage, self._index, context, self.hold(), step))
 
     def end(self) -> None:
@@ -206,9 +207,8 @@ class ModelSave(Save):
 
     def items_of(self, plan: SavePlan, planner: SavePlanner, layout: RankLayout) -> list[Item]:
         """Returns the items that this rank writes; raises `WriteError`, naming the key, if one cannot be written."""
-        staged = self._staged
-        buffer, omitted = (None, frozenset[str]()) if staged is None else (staged.buffer, staged.omitted)
-        items = resolve(plan, planner, buffer, omitted)
+        buffer = None if self._staged is None else self._staged.buffer
+        items = resolve(plan, planner, buffer, self._description.omitted)
         try:
             rows = layout.find([item.fqn for item in items])
         except KeyError as error:

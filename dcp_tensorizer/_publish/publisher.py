@@ -9,7 +9,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -161,10 +161,9 @@ class Publication:
         previous = None if self.previous is None else self._model(self.previous, self.previous_index)
         publisher = _Publisher(folder, self.own, model, self.step, on_progress)
         with folder.storage.writing(f"publish in {folder.path}"):
-            version = publisher.publish(previous, self.options.max_deltas)
-            removed = () if self.options.keep_latest is None else folder.remove_old(self.options.keep_latest)
+            version = publisher.publish(previous, self.options)
         assert publisher.lease.own is not None
-        return replace(version, removed=removed), publisher.lease.own
+        return version, publisher.lease.own
 
     def _model(self, directory: str, index: bytes | None) -> Model:
         return read_model(open_storage(directory, self.storage_options), index)
@@ -194,11 +193,11 @@ class _Publisher:
         self._written: list[str] = []
         self._lock = free_in_child(threading.Lock())
 
-    def publish(self, previous: Model | None, max_deltas: int) -> PublishedVersion:
-        """Writes the files of the version, and then its manifest."""
+    def publish(self, previous: Model | None, options: Publish) -> PublishedVersion:
+        """Writes the files of the version, and then its manifest. Then removes the old versions."""
         notes = _notes_of(self._model)
         others = {name: FileRecord.of(self._source, name) for name in self._model.others}
-        base, why = self._base(others, max_deltas)
+        base, why = self._base(others, options.max_deltas)
         self._target.make_directory()
         try:
             manifest = self._write_whole(others) if base is None else self._write_delta(base, previous)
@@ -224,7 +223,8 @@ class _Publisher:
             logger.warning(
                 "%s is published; leaving its clean-up to the next publication: %s", self._target.path, str(error)
             )
-        return PublishedVersion(**asdict(self._folder.info(manifest)), why_whole=why)
+        removed = () if options.keep_latest is None else self._folder.remove_old(options.keep_latest)
+        return PublishedVersion(**asdict(self._folder.info(manifest)), why_whole=why, removed=removed)
 
     def _drop(self) -> None:
         """Removes the files of this publication, which can no longer be committed."""

@@ -6,15 +6,12 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 import msgspec
-from torch.distributed.checkpoint.metadata import Metadata
 
 from .._formats.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
 from .._index.container import committed
 from .._index.locations import RankLocations
-from .._index.write import encode
 from .._runtime.threads import in_threads
 from .._storage.base import DirectoryLock, Refused, SharedFile, Storage, temporary_file_name
 from .._tensor_file.encryption import Cipher, find_other_key
@@ -121,14 +118,6 @@ def files_of_models(storage: Storage, names: Sequence[str], temporary: Iterable[
     except ValueError:
         return []
     return sorted(found - kept)
-
-
-def encoded(path: str, metadata: Metadata, parts: Sequence[RankLocations], **options: Any) -> bytes:
-    """Returns the index of a save to ``path``, with the options of `encode`. Raises `WriteError`."""
-    try:
-        return encode(metadata, parts, **options)
-    except Exception as error:
-        raise WriteError(f"{path}: the checkpoint's metadata cannot be stored: {error}") from error
 
 
 def commit(

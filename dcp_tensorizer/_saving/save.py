@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from .._index.schema import SaveRecord
+from .._index.write import encode
 from .._runtime.interpreter import ShortSwitchInterval
 from .._runtime.spans import Span
 from .._runtime.threads import Hung, in_background, in_time
@@ -29,14 +30,13 @@ from .._storage.open import open_storage
 from .._tensor_file.names import metadata_file_name
 from .._writer_process.client import WriterProcessHung
 from .._writer_process.protocol import WriteDone
-from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
+from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied, describe
 from .commit import (
     WrittenFiles,
     agree_on_key,
     begin,
     commit,
     drop_record,
-    encoded,
     failed_before_commit,
     put_records,
     remove_with_records,
@@ -105,9 +105,8 @@ class Save:
         self.metadata_rank: int | None = None
         self.is_given_up = False
         self._staged = staged
-        description: SaveDescription = (None if staged is None else staged.description) or SaveDescription()
-        self._record, self._files = description.record, description.files
-        self._spans, self._lapped = [*description.spans], time.perf_counter()
+        self._description: SaveDescription = (None if staged is None else staged.description) or SaveDescription()
+        self._spans, self._lapped = [*self._description.spans], time.perf_counter()
         self._written: WriteDone | None = None
         self._has_own_thread = staged is not None and staged.is_on_own_thread
         self._interval = ShortSwitchInterval() if self._has_own_thread else None
@@ -159,14 +158,13 @@ class Save:
         if self.shares_id:
             self.id = self._tables.save_of(plan) or self.id
         with self.whole_or_nothing():
-            staged = self._staged
-            buffer, omitted = (None, frozenset[str]()) if staged is None else (staged.buffer, staged.omitted)
-            items = resolve(plan, planner, buffer, omitted)
+            buffer = None if self._staged is None else self._staged.buffer
+            items = resolve(plan, planner, buffer, self._description.omitted)
             self._record_files(items)
             written = self.write_items(items)
             try:
                 self._report_digests(items, written)
-                saver, record = self._saver, self._record
+                saver, record = self._saver, self._description.record
                 compare = None if record is None else functools.partial(saver.freshness.compare, record.step)
                 results = write_results(items, written, self.rank, planner, saver.options.cipher, compare)
                 if not self.commits:
@@ -270,25 +268,26 @@ class Save:
         """Commits the save as the checkpoint at its path; returns the files of the checkpoint that it replaces."""
         parts = self._tables.completed([result.storage_data for of_rank in results for result in of_rank])
         files = dict(file for part in parts for file in part.files)
-        cipher = self._saver.options.cipher
+        cipher, record = self._saver.options.cipher, self._description.record
         try:
             self._check_wanted()
             agree_on_key(cipher, parts)
-            index = encoded(
-                self.path,
+            index = encode(
                 metadata,
                 parts,
                 rank=self.metadata_rank,
                 cipher=cipher,
-                record=self._record,
+                record=record,
                 recent=self._saver.engine.sections,
             )
-        except CheckpointError:  # the save is not committed, and never will be
+        except Exception as error:  # the save will never be committed
             self.remove(files)
-            raise
+            if isinstance(error, Refused):
+                raise
+            raise WriteError(f"{self.path} is not committed: {describe(error)}") from error
         replaced = self.commit(index, files)
-        if self._record is not None:
-            warn_if_stale(self.path, self._record.step, [part.unchanged for part in parts])
+        if record is not None:
+            warn_if_stale(self.path, record.step, [part.unchanged for part in parts])
         return replaced
 
     def _committed(self) -> None:
@@ -368,8 +367,8 @@ class Save:
 
     def wrote(self, written: WriteDone) -> None:
         """Records that this rank has written its files."""
-        if self._files is not None:
-            self._files.set(self.storage, [file.name for file in written.files])
+        if self._description.files is not None:
+            self._description.files.set(self.storage, [file.name for file in written.files])
 
     def commit(self, index: bytes, files: dict[str, int]) -> set[str]:
         """Commits the save as the checkpoint at its path; returns the replaced checkpoint's files, for removal.

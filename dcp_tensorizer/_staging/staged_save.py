@@ -67,7 +67,6 @@ class StagedSave:
             directory.
         description: The `SaveDescription` for the layers above.
         ties: For saves of models: by the name of each tied tensor, the name of the tensor that it equals.
-        omitted: The keys of tensors that are not staged, because other ranks write them.
         described: The keys of tensors that describe their parts (`describes_part`).
         on_written: Called when the save is written, with the digests of the written items by offset and size in the
             buffer. If items are encrypted, there are no digests.
@@ -90,7 +89,6 @@ class StagedSave:
         self.context = ProcessContext.here()
         self.description: Any = None
         self.ties: Mapping[str, str] = {}
-        self.omitted: frozenset[str] = frozenset()
         self.described: Sequence[str] = ()
         self.on_written: Callable[[Mapping[tuple[int, int], bytes]], object] | None = None
         # All waits use this condition. Its lock is reentrant, because a signal handler that closes the writer, or the

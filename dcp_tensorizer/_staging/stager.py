@@ -95,7 +95,6 @@ class Stager:
         try:
             self.saves.add(staged_save)
             staged_save.distributed = world_size_of_job() > 1
-            staged_save.omitted = omitted
             tensors, staged_save.shared, copies = self._list(state_dict, omitted)
             staged_save.described = tensors.described
             if copies.devices:

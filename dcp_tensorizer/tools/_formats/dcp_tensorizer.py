@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..._saving.commit import commit, encoded, put_records
+from ..._index.write import encode
+from ..._saving.commit import commit, put_records
 from ..._saving.write_plan import Item, in_files, plan_files, stored_names, write_results
 from ..._storage.base import TIMEOUT
 from ..._tensor_file.dtypes import host_bytes
@@ -60,7 +61,7 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
         meta = StorageMeta(shown_path(path), save_id=save_id)
         metadata = Metadata(_described(view), view.paths, storage_meta=meta, version=CURRENT_DCP_VERSION)
         files_of_save = {file.name: file.nbytes for file in done.files}
-        commit(storage, encoded(storage.path, metadata, parts), files_of_save, save_id=save_id, sync=True)
+        commit(storage, encode(metadata, parts), files_of_save, save_id=save_id, sync=True)
 
 
 def _items(view: CheckpointView) -> list[Item]:

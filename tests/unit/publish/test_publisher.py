@@ -171,7 +171,7 @@ def test_a_second_publisher_takes_over_and_the_first_one_is_refused(tmp_path: Pa
     write_model(tmp_path / "second", next_state(state, 8))
     publish(tmp_path / "second", tmp_path / "published")
     with pytest.raises(WriteError, match=r"another publisher has just published|now belongs to another run"):
-        first.publish(None, 20)
+        first.publish(None, Publish(folder.path))
     apply_delta(tmp_path / "copy", tmp_path / "published")
     assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "second")
     assert list_versions(tmp_path / "published")[0].version == 2

@@ -529,7 +529,6 @@ def test_tensors_that_other_ranks_write_take_no_memory() -> None:
     buffer = result.staged_save.buffer
     assert buffer is not None
     assert buffer.nbytes < 6000
-    assert result.staged_save.omitted == {"nested.theirs.0", "pair"}
     del result, theirs
     stager.saves.close()
 
