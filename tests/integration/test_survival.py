@@ -25,7 +25,7 @@ from dcp_tensorizer import (
     open_reader,
 )
 from dcp_tensorizer._index.container import committed
-from dcp_tensorizer._memory import client, runtime_directory, survival
+from dcp_tensorizer._memory import runtime_directory, survival
 from dcp_tensorizer._memory.client import KeeperConnection, KeeperProcess, connect_to_keepers
 from dcp_tensorizer._memory.protocol import Extent, StateHead, StatePart
 from dcp_tensorizer._runtime.threads import Deadline
