@@ -20,7 +20,7 @@ from .._runtime.direct_memory import direct_memory
 from .._runtime.forks import free_in_child
 from .._runtime.process_context import environment
 from .._runtime.threads import ProgressTimeout, in_threads
-from .._storage.base import Refused, Sink, Storage, temporary_file_name
+from .._storage.base import RangeReader, Refused, Sink, Storage, temporary_file_name
 from .._storage.lease import read_lease
 from .._storage.local import LocalStorage
 from .._tensor_file.names import data_file_rank, metadata_file_name
@@ -349,17 +349,10 @@ def copy_file(source: Storage, target: Storage, name: str, nbytes: int, gate: Ca
         reader = source.open_uncached(name)
     except OSError as error:
         raise Unreadable(f"cannot open {source.path}/{name}: {error}") from error
-
-    def read(part: memoryview, start: int) -> None:
-        try:
-            reader.read_into([part], start)
-        except (OSError, EOFError) as error:  # an error of the local disk, not of the remote
-            raise Unreadable(f"cannot read {source.path}/{name}: {error}") from error
-
     try:
         sink = target.create(begun, nbytes, sync=True)
         try:
-            _copy_parts(read, sink, nbytes, gate)
+            _copy_parts(reader, f"{source.path}/{name}", sink, nbytes, gate)
             sink.complete()
         except BaseException:
             sink.abort()
@@ -380,7 +373,7 @@ def _begun_name(name: str) -> str:
     return temporary_file_name(name, "flush")
 
 
-def _copy_parts(read: Callable[[memoryview, int], object], sink: Sink, nbytes: int, gate: Callable[[], None]) -> None:
+def _copy_parts(reader: RangeReader, path: str, sink: Sink, nbytes: int, gate: Callable[[], None]) -> None:
     starts = list(range(0, nbytes, sink.part_bytes))
     threads = 1 if sink.in_order else min(_AT_ONCE, sink.concurrency, len(starts))
     numbers = iter(enumerate(starts))
@@ -395,7 +388,10 @@ def _copy_parts(read: Callable[[memoryview, int], object], sink: Sink, nbytes: i
                 if stopped:
                     return
                 part = memory[: min(sink.part_bytes, nbytes - start)]
-                read(part, start)
+                try:
+                    reader.read_into([part], start)
+                except (OSError, EOFError) as error:  # an error of the local disk, not of the remote
+                    raise Unreadable(f"cannot read {path}: {error}") from error
                 sink.put_part(number, part)
         except BaseException:
             stopped = True
