@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -88,7 +89,11 @@ class TieredSave(Save):
 
     def write_items(self, items: Sequence[Item]) -> WriteDone:
         try:
-            self._writing, self._lock = self._in_time(self._begin)
+            self._in_time(self._saver.show_alive)
+            record = FlushRecord(self._flushing.target.name, self._subpath, self.rank, self.id, self._saver.id)
+            # recorded first, so that if this process dies, the next one finds the files
+            self._writing = self._in_time(functools.partial(self._flushing.queue.begin, record))
+            self._lock = self._in_time(functools.partial(self._locked, self.storage))
             # The finalizer ends the save if another rank fails, because DCP then calls no hook. It does not run at
             # exit, when a daemon thread may still be saving.
             Finalizer(self, _end, self._writing, self._lock).atexit = False
@@ -104,23 +109,6 @@ class TieredSave(Save):
         self._writing, self._local_files, self.is_given_up = None, {}, False
         self._leave_local_folder(reason)
         return super().write_items(items)
-
-    def _begin(self) -> tuple[Writing, DirectoryLock]:
-        """Records the save, and locks the local folder against removal.
-
-        Sets no attributes: if the disk hangs, this method may still run when the save continues on the remote.
-        """
-        self._saver.show_alive()
-        record = FlushRecord(self._flushing.target.name, self._subpath, self.rank, self.id, self._saver.id)
-        # recorded first, so that if this process dies, the next one finds the files
-        writing = self._flushing.queue.begin(record)
-        local = self.storage
-        try:
-            local.make_directory()
-            return writing, self._shared(local)
-        except BaseException:
-            writing.abort()
-            raise
 
     def _write_locally(self, items: Sequence[Item]) -> WriteDone:
         """Writes to the local folder. If that fails, removes the local copies of older saves, and writes again."""
@@ -254,8 +242,7 @@ class TieredSave(Save):
             *(self.rank, self.storage.path, self.path, describe(error)),
         )
         self.storage = self._remote()
-        self.storage.make_directory()
-        self._lock = self._shared(self.storage)
+        self._lock = self._locked(self.storage)
 
     def _copy_to_remote(self, error: Exception) -> None:
         """Copies this rank's local files to the remote, because their record cannot be written to the local folder.
@@ -282,8 +269,12 @@ class TieredSave(Save):
     def _remote(self) -> Storage:
         return self._flushing.target.open(self._subpath)
 
-    def _shared(self, storage: Storage) -> DirectoryLock:
-        """Locks a directory that this rank writes to, so that no other process removes it."""
+    def _locked(self, storage: Storage) -> DirectoryLock:
+        """Creates a directory that this rank writes to, and locks it, so that no other process removes it.
+
+        Sets no attributes: if the local disk hangs, this method may still run when the save continues on the remote.
+        """
+        storage.make_directory()
         lock = storage.lock_directory()
         lock.share(self._saver.options.limits.timeout)
         return lock

@@ -242,8 +242,8 @@ class Flusher:
     def _check_owner(self) -> None:
         """Checks that no other run has taken the lease of the remote folder.
 
-        Raises `Superseded` if a run that does not save to this local folder has the lease, and `Refused` or `ReadError`
-        if that is unknown.
+        Raises `Superseded` if a run that does not save to this local folder has the lease, and `Refused`, `ReadError`
+        or `OSError` if that is unknown.
         """
         for name, runs in self._queue.runs().items():
             lease = read_lease(self._remote(""), name)

@@ -113,8 +113,14 @@ class Queue:
 
         Raises `ReadError` if the folder cannot be read.
         """
+        try:
+            names = os.listdir(self.folder)
+        except (FileNotFoundError, NotADirectoryError):
+            names = []
+        except OSError as error:
+            raise ReadError(f"cannot list {self.folder}: {error}") from error
         latest: dict[str, FlushEntry] = {}
-        for match in map(_ENTRY.fullmatch, self._names()):
+        for match in map(_ENTRY.fullmatch, names):
             if match is None:
                 continue
             entry = FlushEntry(int(match[1]), int(match[2]), match[3], match[4], time.time())
@@ -135,14 +141,6 @@ class Queue:
             else:  # another process has removed the record, or recorded a later state
                 self._refused.pop(stem, None)
         return sorted(latest.values())
-
-    def _names(self) -> list[str]:
-        try:
-            return os.listdir(self.folder)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:
-            raise ReadError(f"cannot list {self.folder}: {error}") from error
 
     def state(self, entry: FlushEntry) -> str | None:
         """Returns the current state of a record. If the record no longer exists, returns None."""
@@ -224,9 +222,9 @@ class Queue:
         self._try_to_put(f"{run}{name}", b"")
 
     def runs(self) -> dict[str, set[str]]:
-        """Returns the ids of the runs that have saved to this local folder, by lease file; raises `ReadError`."""
+        """Returns the ids of the runs that have saved to this local folder, by lease file; raises `OSError`."""
         found: dict[str, set[str]] = {}
-        for match in map(_RUN.fullmatch, self._names()):
+        for match in map(_RUN.fullmatch, os.listdir(self.folder)):
             if match is not None:
                 found.setdefault(match[2], set()).add(match[1])
         return found
