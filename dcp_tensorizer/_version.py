@@ -1,4 +1,4 @@
-"""The version of the package, also for a tree that is not installed. Every index records it."""
+"""The version of the package, also for a source tree that is not installed. Every index records it."""
 
 from __future__ import annotations
 

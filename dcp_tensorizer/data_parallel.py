@@ -16,14 +16,14 @@ _NAME = re.compile(r"(.*?)\.?\bdata-parallel-\d+-of-(\d+)(?:\.|$)")
 
 
 class DataParallelState(Stateful):
-    """State of an object that differs on each data-parallel rank, such as a data loader or a random generator.
+    """State that differs between data-parallel ranks, such as the state of a data loader or a random generator.
 
-    The key of each state contains the data-parallel rank and the number of ranks::
+    The key of each state contains the data-parallel rank and the number of data-parallel ranks::
 
         state = {"app": app, "loader": DataParallelState(loader)}
 
-    So a job with another number of data-parallel ranks cannot load the state by mistake. Otherwise some shares of the
-    data would be read twice, or never. `CheckpointManager.restore` raises before anything changes.
+    So a job with another number of data-parallel ranks cannot load the state by mistake, and then read some shares of
+    the data twice, or never. `CheckpointManager.restore` raises an error before anything changes.
 
     Args:
         value: Object with ``state_dict`` and ``load_state_dict``.
@@ -53,9 +53,9 @@ class DataParallelState(Stateful):
 
 
 def other_sizes(missing: Iterable[str], stored: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Finds missing values that another number of data-parallel ranks saved.
+    """Finds missing values that were saved with another number of data-parallel ranks.
 
-    Returns the names, each with that number and the current number.
+    Returns the names, each with the number of ranks at the save and the current number.
     """
     now = {match[1]: int(match[2]) for key in missing if (match := _NAME.match(key))}
     if not now:

@@ -9,12 +9,12 @@
     │   └── DecryptionError       the key is missing or wrong
     ├── MetadataError             a checkpoint's ``.metadata`` is unusable
     │   ├── NotCommitted          the path has no committed checkpoint (also a ``FileNotFoundError``)
-    │   ├── StateMismatch         the state has other keys or shapes than the checkpoint, or cannot take its values
+    │   ├── StateMismatch         keys or shapes of state and checkpoint differ, or a value does not fit
     │   ├── UnsupportedFormat     this release does not read the checkpoint's format or version
     │   └── UntrustedObject       loading would run code that is not allowed
     └── ConversionError           a checkpoint cannot be converted as requested
 
-Each is made from a single message, so that it can be pickled: DCP sends errors from rank to rank, wrapped in
+Each takes a message as its only argument, so that it can be pickled: DCP sends errors from rank to rank, wrapped in
 ``torch.distributed.checkpoint.api.CheckpointException``.
 """
 
@@ -97,8 +97,8 @@ def unwrap(error: BaseException) -> BaseException:
     """Returns the error of a failed rank, without the wrapper in which DCP raises it.
 
     DCP raises a ``CheckpointException``, which holds the error of each failed rank. It derives from ``BaseException``,
-    so ``except Exception`` does not catch it. Of these errors, returns the one of the lowest rank, and prefers errors
-    of this package::
+    so ``except Exception`` does not catch it. Returns the error of the lowest rank that has an error of this package,
+    or, if no rank has one, the error of the lowest rank::
 
         try:
             dcp.load(state, storage_reader=reader)
@@ -116,7 +116,7 @@ def unwrap(error: BaseException) -> BaseException:
 
 
 def describe(error: BaseException) -> str:
-    """Formats an error for the message of another one: errors of this package without their type, others with it."""
+    """Formats an error for the message of another error: without its type if it is an error of this package."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 

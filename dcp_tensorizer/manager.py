@@ -380,7 +380,7 @@ class CheckpointManager:
 
         Raises:
             NotCommitted: ``step`` has no checkpoint.
-            MetadataError: the folder has checkpoints of an unknown format, or two of one step; a pattern matches
+            MetadataError: the folder has checkpoints of an unknown format, or two of the same step; a pattern matches
                 nothing, a key is missing, or a shape is different.
             ReadError: the checkpoint is damaged, or cannot be read.
         """
@@ -529,7 +529,7 @@ class CheckpointManager:
         """Lists the steps of the committed checkpoints of the job's branch, lowest first.
 
         Raises:
-            MetadataError: two directories are of one step.
+            MetadataError: two directories are of the same step.
             ReadError: the folder cannot be read.
         """
         return [step.number for step in self._members()]
@@ -638,7 +638,7 @@ class CheckpointManager:
         if action in (Action.JOIN, Action.KEEP) and self._is_gone(step):
             action = Action.SAVE
         future = self._act(action, vote, collect, metrics)
-        self._stopping = vote.stop  # not if this save has failed: `close` saves again
+        self._stopping = vote.stop  # set last: if `_act` raises an error, `close` saves the step with ``save_at_end``
         return action, future
 
     def _take_lease(self) -> None:
@@ -726,7 +726,7 @@ class CheckpointManager:
         self._position.advance(self._saves.wait_committed())
 
     def _continue_from(self, step: int) -> None:
-        """Records that the job resumes from another step than that of its last save."""
+        """Records that the job resumes from a step that is not the step of its last save."""
         assert self._position is not None
         self._saves.forget()
         if self._agreement.is_first:

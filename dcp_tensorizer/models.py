@@ -1,4 +1,4 @@
-"""Models for inference: all ranks write one in Hugging Face's format, with `SafetensorsStorageWriter`.
+"""Models for inference: all ranks together write a model in Hugging Face's format, with `SafetensorsStorageWriter`.
 
 state dict --stage()--> SharedBuffer                        training thread
            --DCP planner--> SavePlan --prepare_global_plan()--> coordinator: file and offset of each tensor
@@ -110,13 +110,13 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         dtype: The dtype that floating-point tensors are cast to, bit for bit as by ``tensor.to(dtype)``.
         rename: New names, by patterns of the keys of the flattened state dict. Only ``*`` is special: the n-th ``*`` of
             a new name stands for the same text as the n-th of its pattern. The first matching pattern applies. One side
-            of a rule may be `Parts`: experts one by one, or queries, keys and values. The rules must be reversible, so
-            that ``open_reader(path, rename=...)`` loads the model with them.
+            of a rule may be `Parts`, which cut or join tensors: for example, fused experts, or fused queries, keys and
+            values. The rules must be reversible, so that ``open_reader(path, rename=...)`` loads the model with them.
         max_shard_bytes: Maximum size of a file. A larger tensor gets a separate file.
-        files: Files to copy to the model, such as ``config.json`` and those of the tokenizer. Of a directory, all files
-            without weights are copied. The coordinator reads the files when the save begins, and replaces existing
-            files of the same names right after the commit. With ``dtype``, the copied ``config.json`` names the new
-            dtype.
+        files: Files to copy to the model, such as ``config.json`` and the tokenizer's files. If an item is a directory,
+            all files in it that do not hold weights are copied. The coordinator reads the files when the save begins,
+            and replaces existing files of the same names right after the commit. With ``dtype``, the copied
+            ``config.json`` names the new dtype.
         overwrite: Replace a model at the path. File names then contain the save's id, and the files that the old index
             names are removed after the new index is in place. If False, a model at the path is an error.
         publish: Where to publish each model as the next version for inference servers, as a whole or as a delta. A

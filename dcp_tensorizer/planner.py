@@ -87,7 +87,7 @@ class SavePlanner(DefaultSavePlanner):
         self._histories = Histories() if enable_plan_caching else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Omits the histories: a copy has sent nothing yet."""
+        """Returns the state for a copy, with empty histories, because the copy has sent nothing yet."""
         state = {name: value for name, value in self.__dict__.items() if name not in _OF_A_SAVE}
         return {**state, "_histories": copy.copy(self._histories)}
 
@@ -271,8 +271,8 @@ class LoadPlanner(DefaultLoadPlanner):
 def _set_up(planner: DefaultSavePlanner | DefaultLoadPlanner, set_up: Callable[[], None]) -> None:
     """Sets up a planner by calling ``set_up``, torch's own method.
 
-    Skips torch's flattening of ``ShardedTensor`` if there is none: it rebuilds the state dict, which takes longer than
-    the check.
+    If the state dict has no ``ShardedTensor``, skips torch's flattening of such tensors: it rebuilds the state dict,
+    which takes longer than this check.
     """
     takes_apart, planner.flatten_sharded_tensors = planner.flatten_sharded_tensors, False
     try:

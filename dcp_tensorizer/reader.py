@@ -90,7 +90,7 @@ class TensorizerStorageReader(StorageReader):
         page_cache: Leave the data of local disks in the page cache, for the next load. None: only if free memory can
             hold twice the bytes that the ranks of this machine read.
         timeout: Seconds until a wait for a remote storage times out; 600 by default. Requests to S3 and SFTP servers
-            that do not respond for a tenth of that are retried.
+            that do not respond for a tenth of this time are retried.
         encryption: The key, or the passphrase, of an encrypted checkpoint (`tensorizer.DecryptionParams`). If it is
             given, loading an unencrypted checkpoint is an error.
         on_progress: Called with the bytes that this rank has loaded and their total, before the first tensor and then
@@ -297,8 +297,8 @@ class TensorizerStorageReader(StorageReader):
         """Reads everything in the plan into the planner's targets.
 
         Raises:
-            MetadataError: each rank saved for itself, and this rank saved other parts of a tensor than its target
-                holds; names the key.
+            MetadataError: each rank saved for itself, and the parts of a tensor that this rank saved are not the parts
+                that the target holds; names the key.
             ReadError: stored bytes cannot be read, or do not fit their target; names key and file.
             ChecksumMismatch: stored bytes are not the ones that were saved; names key, file and offset.
             UntrustedObject: objects could run code; names keys and types; no target has changed.
@@ -369,7 +369,7 @@ class TensorizerStorageReader(StorageReader):
 
 
 class _Unreadable(dict[str, Any]):
-    """The entries of an unreadable checkpoint: any access raises the reason.
+    """The entries of an unreadable checkpoint: any access raises the error of the read.
 
     DCP passes the metadata to the planner before it calls `set_up_storage_reader`, which raises the error.
     """
@@ -399,8 +399,8 @@ def open_reader(
     that a job may switch its storage between two saves.
 
     Loading a checkpoint of any format runs no code from it. torch's ``.metadata`` is a pickle, from which only DCP's
-    own records are built. Objects load under the same rules as those of this package. ``allow_pickle=True`` lifts the
-    rules for the metadata and for objects.
+    own records are built. The rules for objects are the same as in checkpoints of this package. ``allow_pickle=True``
+    lifts the rules for the metadata and for objects.
 
     Args:
         path: A local path, or any URL that fsspec opens. The ``checkpoint_id`` of ``dcp.load`` overrides it.

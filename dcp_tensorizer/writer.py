@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 _PER_PROCESS = {"_saver", "_local"}  # bound to this process, or to one of its threads
 _OF_GROUP = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
-"""Environment variables that DCP has set in its own process, for its process group."""
+"""Environment variables that DCP sets in the process of PROCESS mode, for the process group of that process."""
 
 __all__ = ["SaveReport", "TensorizerStorageWriter", "WriterOptions"]
 
@@ -118,8 +118,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         overwrite: Replace a checkpoint at the path. If False, a checkpoint at the path is an error.
         sync_files: Finish a save only when its data is on permanent storage (fsync). If False, a checkpoint can be lost
             or damaged when the machine fails, but not when only the job fails.
-        thread_count: Number of threads that copy while training waits, and that hash in the writer process. If None,
-            the node's cores divided by its ranks, up to four.
+        thread_count: Number of threads for the copy, while training waits, and for hashing in the writer process. If
+            None, the node's cores divided by its ranks, up to four.
         storage_options: Passed to the fsspec filesystem. They reach the writer process through a socket, and are never
             written to disk.
         on_report: Called once with the `SaveReport` of each save, on the save's thread: on the coordinator when the
@@ -138,16 +138,16 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             objects. Names, shapes and dtypes stay readable. The key reaches the writer process through a socket, and is
             never written to disk.
         limits: Limits on waiting, memory and failures: see `SaveLimits`.
-        local: A folder on a disk of each node, which mirrors the path. Saves are first made durable in the folder, and
-            sent to the path while no save needs the writer process. When the path has a save, ``on_report`` is called
-            again.
+        local: A folder on each node's own disk, which mirrors the path. Saves are first made durable in the folder, and
+            sent to the path while no save needs the writer process. When a save has arrived at the path, ``on_report``
+            is called again.
         max_unflushed: Training waits when this many checkpoints are only in the local folder; 3 by default.
 
     Raises:
         TypeError: an argument is of a wrong type.
-        ValueError: an argument has a value that is not allowed; ``local`` has no path; or two options cannot be
-            combined: ``encryption`` and ``sha256``, ``reuse_unchanged`` or ``staging="shared"``; ``local`` and
-            ``reuse_unchanged``; ``staging="device"`` and torch's expandable segments.
+        ValueError: an argument has a value that is not allowed; ``local`` is given without ``path``; or two options
+            cannot be combined: ``encryption`` and ``sha256``, ``reuse_unchanged`` or ``staging="shared"``; ``local``
+            and ``reuse_unchanged``; ``staging="device"`` and torch's expandable segments.
         WriteError: ``encryption`` needs libsodium, which is missing; the path is read-only (http), or relative without
             a working directory; or its URL has an unknown protocol, or needs a library that is missing.
     """
@@ -298,8 +298,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             with writer.lock():
                 optimizer.step()
 
-        It is not a real lock: several threads may be inside at once, and leaving does nothing. The name is that of the
-        same method of other checkpointers. If all remaining copies are from a GPU, entering returns at once, and work
+        It is not a real lock: several threads may be inside at once, and leaving does nothing. Other checkpointers have
+        this method under the same name. If all remaining copies are from a GPU, entering returns at once, and work
         that is queued inside on the current stream waits for the copies. Otherwise entering waits until the state may
         be changed.
 
@@ -337,7 +337,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str] | None:
-        """The path of the calling thread's save. Before a save, the path of the next one without ``checkpoint_id``."""
+        """The path of the calling thread's save. Before a save, the path of the next save without ``checkpoint_id``."""
         return getattr(self._local, "path", None) or self._path
 
     @property
@@ -416,7 +416,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         return plan_with(prepared, wholes_of(plan, prepared.storage_data))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: adds to each plan the digests of the tables that the rank's results may omit.
+        """On the coordinator: adds to each plan the digests of the tables of locations that the rank need not send.
 
         Raises:
             WriteError: ranks have tensors of different shapes or dtypes under one key, so all but one would be lost.
@@ -455,7 +455,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     def _begun(self) -> Save | None:
         """Returns the calling thread's save of a staged state between `storage_meta` and `set_up_storage_writer`.
 
-        If a planner has failed between the two hooks, DCP uses another path or has dropped the state: returns None.
+        If a planner has failed between the two hooks, so that DCP uses another path or has dropped the state, returns
+        None.
         """
         path, save = getattr(self._local, "begun", None) or (None, None)
         return None if save is None or save.is_dropped or path != self.checkpoint_id else save

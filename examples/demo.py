@@ -129,7 +129,7 @@ def _lose_a_host() -> tuple[Run, Run] | tuple[()]:
         return ()
     folder = _OUTPUT / "hosts"
     names = (
-        f"8. On {_RANKS} hosts, each step copied to another one, until host {_LOST_HOST + 1} is lost",
+        f"8. On {_RANKS} hosts, each step copied to another host, until host {_LOST_HOST + 1} is lost",
         f"9. Resumed on the {_RANKS - 1} remaining hosts and a new one",
     )
     job = Job(_STEPS, SHARED / "rendezvous", SHARED / "checkpoints", _SAVE_EVERY, survives=True, copies=2)
@@ -298,7 +298,7 @@ def _check(runs: Runs) -> None:
 
 def _check_memory(killed: Run, resumed: Run, undisturbed: Run, how: str = "killed") -> None:
     last, saved = max(killed.losses), max(killed.saved, default=0)
-    if resumed.loaded is None or resumed.loaded.step < last - 2:  # the last one was being staged
+    if resumed.loaded is None or resumed.loaded.step < last - 2:  # the last step was still being staged
         raise DemoError(f"{resumed.name}: {how} after step {last}, and resumed from {resumed.loaded}")
     if any(resumed.losses[step] != undisturbed.losses[step] for step in resumed.losses):
         raise DemoError(f"{resumed.name}: the losses differ from the undisturbed ones")
@@ -337,7 +337,7 @@ def _check_close(runs: Runs) -> None:
         )
     print(
         f"   ok  {what}: largest difference of the losses {difference:.1e}\n"
-        f"       (the order in which {fewer.ranks} ranks add up gradients alone causes {by_order:.1e}: 5 against 1)"
+        f"       (run 5 against run 1: the order in which {fewer.ranks} ranks add up gradients causes {by_order:.1e})"
     )
 
 

@@ -114,7 +114,7 @@ def _draw_differences(axes: Axes, runs: Runs) -> None:
         reference = runs.undisturbed.losses
         _curve(axes, {step: abs(loss - reference[step]) for step, loss in run.losses.items()}, color, width, label)
     ranks = runs.undisturbed.ranks
-    axes.set_title(f"Difference in loss: on {fewer.ranks} ranks, sums are computed in another order than on {ranks}")
+    axes.set_title(f"Difference in loss: {fewer.ranks} ranks and {ranks} ranks add up gradients in different orders")
     axes.set_ylabel(f"difference from the\nundisturbed {ranks} ranks")
     axes.set_xlabel("step")
     axes.set_xlim(0, max(fewer.losses) + 0.5)

@@ -1,4 +1,4 @@
-"""Serves the demo's model from one tensorizer file, without the training job and this package.
+"""Serves the demo's model from one tensorizer file, without the training job or this package.
 
 ``python -m examples.serve model.tensors "def "``
 """

@@ -175,8 +175,8 @@ class ModelCatalog(Catalog):
             first = self._items[whole.boxes[0].source][0] if whole.boxes else item
             if first.dtype != item.dtype or len(whole.shape) != len(shape):
                 raise MetadataError(
-                    f"{self.path}/{file.name}: its part of {tensor.key!r} has another dtype or other dimensions than "
-                    f"the parts in other files. Load another model."
+                    f"{self.path}/{file.name}: its part of {tensor.key!r} differs in the dtype or the number of "
+                    f"dimensions from the parts in other files. Load another model."
                 )
             whole.shape = tuple(map(max, whole.shape, ends))
             whole.boxes.append(Box(source, Region(origin, shape), Region(offset, shape)))

@@ -101,8 +101,8 @@ def check_world_size(storage: Storage, has_own: bool, world_size: int) -> None:
     has_last = storage.head(metadata_file_name(world_size - 1)) is not None
     if not has_own or not has_last or storage.head(metadata_file_name(world_size)) is not None:
         raise MetadataError(
-            f"{storage.path} was saved with use_collectives=False, each rank for itself, by another number of ranks "
-            f"than the {world_size} that load it. Load it with as many ranks as saved it."
+            f"{storage.path} was saved with use_collectives=False, each rank for itself, by a number of ranks that "
+            f"differs from the {world_size} that load it. Load it with as many ranks as saved it."
         )
 
 

@@ -21,7 +21,8 @@ from .safetensors_header import decode_json, encode_header
 MAX_SHARD_BYTES = 5_000_000_000
 """The largest size of a file, as in Hugging Face's libraries."""
 
-# In the library's order: tensors of the first dtype come first in a file, so that the elements of each are aligned.
+# In the order of the safetensors library: tensors of the first dtype come first in a file, so that the elements of each
+# are aligned.
 DTYPES = {
     "U64": torch.uint64,
     "I64": torch.int64,

@@ -25,7 +25,7 @@ INDEX = "model.safetensors.index.json"
 """The index, which maps each tensor to its file."""
 LENGTH = struct.Struct("<Q")
 MAX_HEADER = 100_000_000
-"""The library's own limit for a header."""
+"""The safetensors library's own limit for a header."""
 
 _MAX_NESTING = 500  # what every release of Python can decode; since 3.14 the interpreter's own limit is in the millions
 _STEPS = np.zeros(256, np.int8)

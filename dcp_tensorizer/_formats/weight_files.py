@@ -1,4 +1,4 @@
-"""The files of a model in Hugging Face's layout, by their index and headers. Does not import torch."""
+"""The files of a model in Hugging Face's layout, as their index and headers describe them. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .._storage.base import FileIdentity, Storage
 
 _ENDING = ".safetensors"
-_LONE = {SINGLE, ADAPTER}  # files of models without an index, whose later versions have the same names
+_LONE = {SINGLE, ADAPTER}  # files of models without an index; a later model in the directory has the same file name
 _Count = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 
 
@@ -151,7 +151,7 @@ def read_header(
     """Returns the header, the tensors and the notes of a `WeightFile` of ``nbytes`` bytes.
 
     ``read`` takes an offset and a number of bytes. Raises `ValueError` if the header is damaged, or if the tensors do
-    not fill the rest of the file without gaps, as the library requires.
+    not fill the rest of the file without gaps, as the safetensors library requires.
     """
     prefix = read(0, LENGTH.size)
     (length,) = LENGTH.unpack(prefix)

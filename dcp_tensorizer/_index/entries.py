@@ -137,7 +137,7 @@ def _torch_name(value: torch.layout | torch.memory_format) -> str:
 def entries_section(rules: StateRules, parts: Sequence[RankLocations], recent: Recent[bytes] | None = None) -> bytes:
     """Returns the section of a state dict's entries. Raises `WriteError`, naming the key, if a key cannot be stored.
 
-    ``parts`` are the ranks' reports. If several ranks wrote a chunk, uses that of the last rank. ``recent`` caches the
+    ``parts`` are the ranks' reports. If several ranks wrote a chunk, uses the last rank's. ``recent`` caches the
     sections of the last saves, to reuse them for equal contents.
     """
     name = (rules.digest, *(part.table_digest for part in parts))

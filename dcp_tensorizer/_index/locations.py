@@ -39,7 +39,7 @@ class InlineItem(NamedTuple):
 
     hash: int
     item: StoredItem
-    """The item in its file, without a location. The name is empty if it equals the key."""
+    """The item without its location. The name is empty if it equals the key."""
     content: bytes
 
 
@@ -217,7 +217,7 @@ class LocationTable:
             raise ValueError("a table of locations has an unknown dtype or kind")
         others = set(self._dtype_numbers[self._kinds > 0].tolist())
         if any(self._rows.dtypes[number] != "uint8" for number in others):
-            raise ValueError("an object has another dtype than uint8")
+            raise ValueError("an object has a dtype other than uint8")
         if max((*self._rows.names, *self._rows.keys), default=0) >= count:
             raise ValueError("a table of locations refers to an item that it does not have")
 

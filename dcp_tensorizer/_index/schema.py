@@ -49,7 +49,7 @@ class Section(Struct, array_like=True, gc=False):
     """The location of a section."""
 
     kind: SectionKind
-    rank: _Count | None  # whose locations they are; None in other sections
+    rank: _Count | None  # of a section of locations: the rank that wrote the items; otherwise None
     offset: _Count  # relative to the end of the head
     nbytes: _Count
     digest: bytes  # XXH3-128
@@ -69,7 +69,7 @@ class SaveRecord(Struct, array_like=True, gc=False, frozen=True):
     lived: float = 0.0  # seconds that the job has run up to this save, in all its runs
     restarts: _Count = 0  # how often the job has resumed after a failed run
     is_end: bool = False  # the job had received a stop request: no work is lost if it ends with this save
-    serial: _Count = 0  # higher than that of every checkpoint in the folder at that time; 0: not recorded
+    serial: _Count = 0  # higher than the serials of all earlier checkpoints in the folder; 0: not recorded
     # the rules of the manager, by its arguments
     keep_latest: _Positive | None = None
     keep_every: _Positive | None = None

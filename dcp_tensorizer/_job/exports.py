@@ -152,7 +152,8 @@ class Exports:
 
     def _chosen(self, staged: StagedStateDict) -> dict[str, Any]:
         """Returns the values to export, by their keys in the flattened state dict."""
-        flat, _ = flatten_state_dict(dict(staged))  # `dict` does not call `items`, which ties the state to a save
+        # `StagedStateDict.items` would bind the state to a save; `dict` copies it without calling `items`.
+        flat, _ = flatten_state_dict(dict(staged))
         omitted = staged.staged_save.omitted
         chosen = {key: value for key, value in flat.items() if matches((key,), self._export.include)}
         if not chosen:

@@ -28,7 +28,8 @@ class GoodputReport:
         restore_seconds: Time spent in `restore`.
         durable_seconds: Time from the call of `save` to the commit, on average over the saves.
         saving_seconds: The part of ``stall_seconds`` that was spent in calls that began a save.
-        lived_seconds: Time that the job has run, in all its runs, each up to the save that the next one restored.
+        lived_seconds: Time that the job has run, summed over its runs. Each run counts up to the save from which the
+            next run resumed.
         restarts: Number of times that the job resumed after a failed run. Runs ended by a stop signal do not count.
     """
 

@@ -143,7 +143,7 @@ def _as_given(cast: Any, given: Any) -> Any:
 def _can_be_made(entry: Any, param: torch.Tensor | None) -> bool:
     """Returns whether the sharding of a value is known: that of its parameter, or no sharding.
 
-    A parameter that describes its own part does not determine the part of its optimizer's state.
+    If a parameter describes its own part (see `describes_part`), the sharding of its optimizer state is unknown.
     """
     if param is not None and describes_part(param):
         return False

@@ -51,7 +51,7 @@ class Vote:
         is_there: First: the step exists.
         failures: First: the number of saves that have failed in a row.
         must_write: If a save is due, the rank's caller wants the step on storage, not only in memory.
-        is_busy: The previous save still runs, and this step could be held only in memory.
+        is_busy: The previous save still runs, and the rank can hold this step in memory instead of saving it.
         is_due_in_memory: The step is to be held in memory, even if no save is due.
         is_lost: First: another run has taken the lease of the folder.
         memory: Facts about states in memory, and their copies on other hosts.

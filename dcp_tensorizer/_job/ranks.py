@@ -273,7 +273,7 @@ _ERROR_SECONDS = 30.0  # extra time in which the coordinator reports to the othe
 
 
 class Heartbeats:
-    """Heartbeats of slow ranks during saves and loads, which wait for a silent rank up to the group's timeout.
+    """Heartbeats of slow ranks during saves and loads. Both wait for a silent rank up to the group's timeout.
 
     DCP gathers the results of all ranks in a collective. A rank that has written its part within seconds waits there
     for a rank that takes minutes, and cannot distinguish it from a dead rank. So before DCP's collective, a small

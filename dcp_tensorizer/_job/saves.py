@@ -249,7 +249,8 @@ class Saves:
         if staged is not None:
             try:
                 staged.staged_save.wait_copied()
-                state = dict(staged)  # `dict` does not call `items`, which ties the state to a save
+                # `StagedStateDict.items` would bind the state to a save; `dict` copies it without calling `items`.
+                state = dict(staged)
                 ties = staged.staged_save.ties
             except StagingError as error:
                 save.refusal = error

@@ -123,8 +123,8 @@ def read_steps(folder: Storage, names: StepNames) -> list[Step]:
 
     Makes one request for each checkpoint, one for the folder and one for `LATEST`. A listing may come from a cache, so
     the checkpoint that `LATEST` names counts even if it is not listed. Links to directories also count. Unreadable
-    checkpoints have a ``problem``. Raises `MetadataError` if two directories are of one step, and `ReadError` if the
-    folder cannot be listed.
+    checkpoints have a ``problem``. Raises `MetadataError` if two directories are of the same step, and `ReadError` if
+    the folder cannot be listed.
     """
     try:
         found = {*folder.listing()[1], *folder.linked_directories()}
@@ -271,7 +271,7 @@ class Position:
         others: The names of the directories of steps on other branches.
         left: The newest checkpoint if the job has gone back to an earlier step and has not saved since; otherwise None.
         step: The step of the last `save` or restore; -1 before the first.
-        line: The ids of the checkpoints of this run that the job resumes from, the newest first.
+        line: The save ids of the checkpoint that this run resumed from, and of those saved since, the newest first.
         serial: The highest serial of the folder's checkpoints.
     """
 
@@ -342,7 +342,7 @@ def first_position(folder: Storage, names: StepNames, step: int) -> Position:
 
     If the step is beyond the newest checkpoint, the job is assumed to have loaded that checkpoint by other means.
     Otherwise it counts as a new job. Raises `CheckpointError` if the folder cannot be read, or two directories are of
-    one step.
+    the same step.
     """
     clean_up(folder, names)
     steps = read_steps(folder, names)
@@ -364,7 +364,7 @@ def restorable(
     checkpoints of the folder.
 
     Raises `NotCommitted` if that step has no checkpoint, `MetadataError` if the folder has only checkpoints of unknown
-    formats, and `CheckpointError` if the folder cannot be read or two directories are of one step.
+    formats, and `CheckpointError` if the folder cannot be read or two directories are of the same step.
     """
     unfinished = clean_up(folder, names)
     steps = read_steps(folder, names)

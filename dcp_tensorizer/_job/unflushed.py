@@ -28,7 +28,7 @@ _WAIT_SECONDS = 5.0  # the pause between two agreements, so that none takes long
 
 
 class UnflushedPart(NamedTuple):
-    """Part of an unflushed save, of one rank."""
+    """One rank's part of an unflushed save."""
 
     record: FlushRecord
     is_confirmed: bool = False  # the rank knows that the save is committed; another rank may have the commit record
@@ -154,8 +154,8 @@ def _losses(flushing: Flushing, suspects: Sequence[tuple[list[UnflushedPart], se
             continue
         ranks = listed_ranks([part.record.rank for part in parts])
         is_known = any(part.is_confirmed for part in parts)
-        lost = "its node is lost" if is_known else "the save was not over, or its node is lost"
-        reason = f"no node of this job has its metadata, but data of rank {ranks}: {lost}"
+        lost = "its node is lost" if is_known else "the save never finished, or its node is lost"
+        reason = f"no node of this job has its metadata, only data of rank {ranks}: {lost}"
         losses.append(_Loss(subpath, files, reason, is_known))
     return losses
 

@@ -120,7 +120,7 @@ class Exchange:
         votes = self._group.votes(ExchangeVote(None, self._reason, setting, len(requests), on_gpu), error)
         reason = next((vote.reason for vote in votes if vote.reason), "")
         if reason:
-            self._votes_left = 0  # objects are always exchanged, because planners get them after all have been read
+            self._votes_left = 0  # objects are always exchanged: planners get them only after all are read
         odd = [rank for rank, vote in enumerate(votes) if vote.setting != votes[0].setting]
         if odd:
             common, reason = [], f"the options of rank {odd[0]} differ from those of rank 0"
@@ -320,7 +320,7 @@ _ID_BYTES = 16
 
 
 class ReadFrom(NamedTuple):
-    """The part of a rank's load plan that identifies its save to the coordinator."""
+    """The part of a rank's load plan that shows the coordinator which save the rank reads."""
 
     save_id: str
     group: str = ""  # identity of the ``exchange`` group (`identity_of`); empty without a group
@@ -409,8 +409,8 @@ class ExchangeGroup:
     def votes(self, vote: ExchangeVote, error: BaseException | None = None) -> list[ExchangeVote]:
         """Gathers the votes of all ranks. ``error`` is the reason why this rank cannot continue.
 
-        Raises `SharedFailure` if a rank cannot continue, with this rank's own error or else that of the first such
-        rank, and if a rank is gone, with a `ReadError`.
+        Raises `SharedFailure` with this rank's own error, with the error of the first rank that cannot continue, or, if
+        a rank is gone, with a `ReadError`.
         """
         own = vote
         if error is not None:

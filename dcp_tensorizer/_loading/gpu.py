@@ -56,7 +56,7 @@ class PinnedPools:
         self._keep(None)
 
     def limits(self, targets: Sequence[ReadTarget], limits: ReadLimits, threads: int) -> ReadLimits:
-        """Returns the limits for reads to these targets: larger ones if any target is on a device, and there are enough
+        """Returns the limits for reads to these targets: larger ones if any target is on a GPU, and there are enough
         cores.
         """
         elsewhere = (target.tensor for target in targets if not target.in_place)
@@ -72,7 +72,7 @@ class PinnedPools:
     def pool_for(self, operations: Sequence[ReadOperation], threads: int) -> Iterator[PinnedPool | None]:
         """Yields the slots for a read: one per thread, and two whose copies are in progress.
 
-        If no target is on a device, yields None. All copies are done when the ``with`` block ends.
+        If no target is on a GPU, yields None. All copies are done when the ``with`` block ends.
         """
         indices: set[int] = set()
         nbytes = 0
@@ -145,7 +145,7 @@ class PinnedPool:
             stream.follow()
 
     def is_for(self, target: ReadTarget) -> bool:
-        """Returns whether a target is on a device."""
+        """Returns whether a target is on a GPU."""
         return self.device.index_of(target.tensor) is not None
 
     @contextmanager

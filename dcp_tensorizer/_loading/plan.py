@@ -97,9 +97,9 @@ def targets_of(
 ) -> list[ReadTarget]:
     """Checks that an item of a load plan fits its tensor, and returns its targets. A fake tensor has none.
 
-    ``pieces`` are the item's stored chunks, and ``tensor`` receives the item. ``casts`` gets the key if the tensor has
-    another dtype. Raises `ReadError` if the item does not fit the tensor, and `MetadataError` if the metadata is
-    inconsistent; both name the key.
+    ``pieces`` are the item's stored chunks, and ``tensor`` receives the item. ``casts`` gets the key if the
+    tensor's dtype differs from the stored one. Raises `ReadError` if the item does not fit the tensor, and
+    `MetadataError` if the metadata is inconsistent; both name the key.
     """
     key = read_item.dest_index.fqn
     if world_size == 1 and len(pieces) == 1 and type(tensor) is torch.Tensor:
@@ -366,7 +366,8 @@ def _segments(targets: Sequence[ReadTarget], limits: ReadLimits, verify: bool) -
 def _in_place_segments(target: ReadTarget, run: Interval, step: int, max_bytes: int) -> list[Segment]:
     """Cuts a run into segments that are read into the target.
 
-    A block at an end of the run that the target needs only in part is a separate segment, without target offset.
+    If the target needs only a part of the block at an end of the run, that block is a separate segment, without a
+    target offset.
     """
     first, last = run
     start, stop = widened(run, step, target.item.length)

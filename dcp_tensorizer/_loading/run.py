@@ -1,4 +1,4 @@
-"""Executes a read plan: parallel range reads into the targets' memory, checked against their digests.
+"""Executes a read plan: reads byte ranges in parallel into the targets' memory, and compares the data with its digests.
 
 Data that cannot be read in place (other dtypes or strides, parts of blocks) goes through scratch memory: one buffer per
 thread, of at most an operation's size. Data for a GPU goes through the slots of a `PinnedPool`. Encrypted blocks are
@@ -151,7 +151,7 @@ class _Reads:
         self._done, self._total = 0, sum(operation.nbytes for operation in operations)
         self._counting = free_in_child(threading.Lock())
         self._scratch = threading.local()
-        # The mode is set per thread. Without it, other threads could not write to this thread's tensors.
+        # Inference mode is set per thread. A thread outside of it cannot write to tensors that were made inside of it.
         self._is_inference = torch.is_inference_mode_enabled()
 
     def close(self) -> None:
@@ -467,9 +467,8 @@ def _with_copy_kernel(target: torch.Tensor, source: torch.Tensor) -> _Pair:
 # Reads from the page cache keep cores busy, and more threads than cores slow each other down. Disks and servers make
 # threads wait, and need many concurrent reads for their full speed. A load does not know in advance from which of them
 # it reads. So it begins with few threads, and starts more when these wait. On 2 cores, a load from the page cache took
-# 252 ms with 8
-# threads and 217 ms with few; a load from the disk of the same machine reached 1.15 GB/s with 8 threads and 0.88 GB/s
-# with few.
+# 252 ms with 8 threads and 217 ms with few; a load from the disk of the same machine reached 1.15 GB/s with 8 threads
+# and 0.88 GB/s with few.
 
 _T = TypeVar("_T")
 

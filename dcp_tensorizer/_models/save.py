@@ -1,8 +1,8 @@
 """One rank's part in the save of a model: a directory in Hugging Face's format.
 
 The coordinator lays the files out and begins them under temporary names, which readers ignore. All ranks write the
-files. The coordinator completes them, and writes the index last. Writing the index is the commit; for a model of one
-file without an index, completing the file is.
+files. The coordinator completes them, and writes the index last. The commit is the writing of the index, or, for a
+model of one file without an index, the completion of that file.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _DTYPES = ("torch_dtype", "dtype")  # transformers' key for the weights' dtype: 
 
 
 class _OtherFile(NamedTuple):
-    """A complete file of the user's under a temporary name."""
+    """A file of ``files=``, written under a temporary name."""
 
     file: SharedFile
     parts: Mapping[int, Mapping[str, str]]
@@ -263,7 +263,7 @@ class ModelSave(Save):
         names: list[str] = []
         with suppress(NotCommitted):  # the directory does not exist
             names = [file.name for file in storage.listing()[0]]
-        recorded = recorded_uploads(storage, names)  # on other storages `begin` has removed leftovers
+        recorded = recorded_uploads(storage, names)  # if uploads are not hidden, `begin` has removed leftovers
         needed = set() if self._saver.versions is None else self._saver.versions.files_needed(storage.location)
         uploads = {save_id: files for save_id, files in recorded.items() if needed.isdisjoint(files)}
         self._left = set(files_of_models(storage, names, marks_of_uploads(uploads)))
@@ -294,7 +294,7 @@ class ModelSave(Save):
                 f"{storage.path} holds {self._single}, which readers prefer to an index, but this model needs an index "
                 f"of {count} files. Save to another path."
             )
-        # A model that is being published must stay unchanged while the next save replaces it.
+        # The files of a model stay until the model is published, even if the next save replaces the model earlier.
         has_readers = self.model.publish is not None and self.model.overwrite
         if self._has_single and has_readers:
             raise WriteError(
@@ -535,7 +535,7 @@ class ModelSaver(Saver):
         context: ProcessContext | None = None,
         error: StagingError | None = None,
     ) -> Save:
-        """Begins a save of its staged state, or else of `source`: see `Saver.begin`."""
+        """Begins a save of ``staged_save``, or, if that is None, of `source`: see `Saver.begin`."""
         return super().begin(path, staged_save or self.source, context, error)
 
     def close(self, deadline: Deadline) -> None:

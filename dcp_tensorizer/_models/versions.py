@@ -185,7 +185,7 @@ class VersionsOfWriter:
                 model.release()
             except Exception as error:
                 path = model.storage.path
-                logger.warning("%s: files of the model that it replaced may be left over: %s", path, describe(error))
+                logger.warning("%s: files of the replaced model may be left over: %s", path, describe(error))
 
 
 _END_SECONDS = 5.0  # for the thread to detect that its process has ended

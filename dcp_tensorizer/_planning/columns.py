@@ -340,7 +340,8 @@ def encode(columns: Columns, *, may_refer: bool = False) -> EncodedColumns:
     """Encodes columns as bytes. Equal columns have equal digests."""
     table = columns.table
     numbers = [pack_integers(column) for column in (table.key_numbers, table.kinds, table.spec_numbers)]
-    specs = [(spec.shape, TensorProperties(*spec.properties)) for spec in table.specs]  # these pickle memory formats
+    # `TensorProperties` can pickle memory formats.
+    specs = [(spec.shape, TensorProperties(*spec.properties)) for spec in table.specs]
     shared = pack((table.keys, numbers, specs, pack_paths(table.planner_data, table.keys)))
     packed = [pack_integers(column) for column in (columns.dims, columns.starts, columns.sizes)]
     chunks = pack((columns.starts.shape[1], *packed))

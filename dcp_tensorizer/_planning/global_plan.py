@@ -128,7 +128,7 @@ def _problem(
     """Returns a description of the fault in a tensor's chunks, and the chunks; None if they are valid."""
     odd = np.flatnonzero(dims != len(shape))
     if len(odd):
-        return f"a part has {dims[odd[0]]} dimensions, and the tensor has {len(shape)}", [int(odd[0])]
+        return f"a part is {dims[odd[0]]}-dimensional, and the tensor is {len(shape)}-dimensional", [int(odd[0])]
     if not shape:
         return None
     starts, sizes = starts[:, : len(shape)], sizes[:, : len(shape)]
@@ -137,7 +137,8 @@ def _problem(
         ((starts < 0) | (sizes < 0) | (sizes > np.array(shape) - np.maximum(starts, 0))).any(axis=1)
     )
     if len(beyond):
-        return f"a part lies outside its shape {shape}: {_shown_chunk(starts, sizes, beyond[0])}", [int(beyond[0])]
+        part = _shown_chunk(starts, sizes, beyond[0])
+        return f"a part lies outside the tensor's shape {shape}: {part}", [int(beyond[0])]
     pair = overlapping_pair(starts, starts + sizes)
     if pair is not None:
         one, other = sorted(pair)
@@ -341,7 +342,10 @@ _decode_layouts = msgspec.msgpack.Decoder(list[Layout]).decode
 
 
 class RuleMetadata(Metadata):
-    """torch's ``Metadata`` with a small pickle; with torch's own if a storage writer has set ``storage_data``."""
+    """torch's ``Metadata`` with a small pickle.
+
+    If a storage writer has set ``storage_data``, the pickle is that of torch's ``Metadata``.
+    """
 
     __hash__ = None  # type: ignore[assignment]
 

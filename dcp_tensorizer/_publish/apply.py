@@ -153,7 +153,7 @@ class _Directory:
         if (self._path / _SGLANG).is_dir():
             raise WriteError(
                 f"{self._path} belongs to SGLang's receiver, which records its version in {_SGLANG}. Pass another "
-                f"directory, or update it to version {self._version} with /pull_weights."
+                f"directory, or update this one to version {self._version} with SGLang's /pull_weights."
             )
         self._storage.make_directory()
         with self._storage.writing(f"write {self._path}"), _locked(self._path / _LOCK) as self._journal:
@@ -558,7 +558,7 @@ def _check_target(key: str, value: Any, tensor: StoredBytes) -> None:
     """Raises `StateMismatch` unless a value is a writable tensor in memory, of the right size."""
     torch = sys.modules.get("torch")  # without torch there are no tensors
     if torch is not None and isinstance(value, torch.Tensor):
-        is_plain = not hasattr(value, "__tensor_flatten__")  # as a DTensor has it
+        is_plain = not hasattr(value, "__tensor_flatten__")  # DTensors have this method
         is_right = is_plain and value.layout == torch.strided and not value.is_meta and not _overlaps(value)
     else:
         is_right = isinstance(value, np.ndarray) and value.flags.c_contiguous and value.flags.writeable
@@ -642,8 +642,8 @@ def verify_versions(
 
     Args:
         path: A directory of versions, or a directory to which deltas are applied.
-        version: The version to verify. By default, verifies all: for each whole version, the last version that builds
-            on it, which needs all of its deltas.
+        version: The version to verify. By default, for each whole version, verifies the last version that builds on
+            it. To rebuild that version, all deltas that follow the whole version are read.
         storage_options: Passed to the fsspec filesystem of a URL.
         on_progress: Called with the number of bytes done, and the total.
 

@@ -85,7 +85,7 @@ class DeltaDecoder:
         self._input = iter(frame)
         self._left = nbytes
         self._module = zstd()
-        # The library limits its window to 128 MiB.
+        # By default, zstd refuses windows of more than 128 MiB, so its memory is limited.
         self._decompressor = self._module.ZstdDecompressor()
 
     def xor_into(self, data: np.ndarray) -> None:

@@ -87,8 +87,8 @@ def publish(
     Args:
         directory: The model, in Hugging Face's layout. It must not change during the call.
         published: The directory of versions. If it does not exist, it is created.
-        previous: The same model at the previous version, which is verified. By default, that version is rebuilt from
-            the published files.
+        previous: The model at the previous version. Its tensors are verified. By default, the previous version is
+            rebuilt from the published files.
         step: The step of training, recorded in the version.
         max_deltas: The number of deltas that may follow a whole version. A new reader has to read all of them.
         keep_latest: The number of newest versions to keep, with all versions on which they build. Removes the others.

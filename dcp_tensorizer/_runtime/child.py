@@ -168,7 +168,7 @@ def at_end_of(trainer: int, do: Callable[[], object]) -> None:
     """Calls a function in a new thread as soon as the trainer has ended.
 
     ``trainer`` is a pidfd that the thread watches, or -1 on systems without pidfds: then no thread starts. EOF on the
-    socket is not enough: a forked DataLoader worker can hold the socket open after the trainer's death. Neither is
+    socket is not enough: a forked DataLoader worker can hold the socket open after the trainer's death. Nor is
     PR_SET_PDEATHSIG, which reports the end of the thread that started the process.
     """
 

@@ -15,10 +15,10 @@ def check_free_memory(nbytes: int, *, allocated: int = 0) -> None:
     """
     available = available_memory()
     if available is not None and nbytes - allocated > available:
-        so_far = f", of which {allocated:,} are allocated," if allocated else ""
+        so_far = f", of which {allocated:,} are allocated" if allocated else ""
         raise StagingError(
-            f"the staging buffer needs {nbytes:,} bytes{so_far} and {available:,} bytes of memory are available. Free "
-            f"memory, raise the memory limit, or shard the state dict over more ranks."
+            f"the staging buffer needs {nbytes:,} bytes{so_far}, but only {available:,} bytes of memory are available. "
+            f"Free memory, raise the memory limit, or shard the state dict over more ranks."
         )
 
 

@@ -293,7 +293,7 @@ def plain_local(value: object) -> torch.Tensor | None:
     """Returns the local tensor of a DTensor if ``to_local`` would return the same object, otherwise None.
 
     ``to_local`` records an operation for autograd, which takes ten times as long as everything else here. Also returns
-    None if the DTensor describes its part, because DCP may then take another tensor than the local one.
+    None if the DTensor describes its part, because DCP may then take a tensor that is not the local one.
     """
     if type(value) is not DTensor or not PART_NAMES.isdisjoint(value.__dict__):
         return None
@@ -383,7 +383,7 @@ def state_of_save() -> Any:
 
 
 def path_of_save() -> Any:
-    """Returns the ``checkpoint_id`` of the save in this thread, or None if it has none or is unknown.
+    """Returns the ``checkpoint_id`` of the save in this thread, or None if the save has none or is unknown.
 
     DCP passes it to the storage only after staging.
     """
@@ -407,11 +407,11 @@ def group_store(group: ProcessGroup) -> Store:
 
 
 def new_gloo_group(like: ProcessGroup, timeout: timedelta) -> ProcessGroup:
-    """Makes a gloo group of the ranks of ``like``. All of these ranks must call it equally often, and no others.
+    """Makes a gloo group of the ranks of ``like``. Exactly these ranks must call this function, all equally often.
 
-    ``new_group(use_local_synchronization=True)`` would name the group by the process's number of groups. After a group
-    was destroyed such a name may be reused, and then finds the old addresses in the store. So the name has a counter in
-    the store of ``like``.
+    ``new_group(use_local_synchronization=True)`` would name the group after the number of groups in the process. After
+    a group was destroyed, a new group may get the same name, and then find the old group's addresses in the store. So
+    the name contains a counter from the store of ``like``.
     """
     ranks, store = torch.distributed.get_process_group_ranks(like), group_store(like)
     name = f"{like.group_name}/dcp_tensorizer/{store.add(f'dcp_tensorizer/groups/{like.rank()}', 1)}"
@@ -421,7 +421,7 @@ def new_gloo_group(like: ProcessGroup, timeout: timedelta) -> ProcessGroup:
 
 
 def store_host(group: ProcessGroup) -> str | None:
-    """Returns the host of a group's store, or None if the store is not a server."""
+    """Returns the host of a group's store, or None if the store has no server."""
     store = group_store(group)
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner

@@ -1,4 +1,4 @@
-"""Checks arguments of users. Errors name the argument, the allowed values and the given one.
+"""Checks users' arguments. Errors name the argument, the allowed values and the given value.
 
 For a value that may contain a secret, the error shows only its type.
 """

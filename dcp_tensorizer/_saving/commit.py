@@ -37,8 +37,8 @@ def begin(storage: Storage, timeout: float) -> DirectoryLock:
     """Locks a directory for a save before any rank writes, and removes the files of dead saves.
 
     While no save is in progress, recorded files that no metadata names can never become part of a checkpoint. Raises
-    `WriteError` if the directory cannot be opened, or if another save's clean-up holds its lock for longer than
-    ``timeout`` seconds.
+    `WriteError` if the directory cannot be opened, or if another save's clean-up holds the directory's lock for longer
+    than ``timeout`` seconds.
     """
     lock = storage.lock_directory()
     with suppress(Exception):
@@ -193,7 +193,7 @@ def commit(
 
 
 def check_data(storage: Storage, files: Mapping[str, int]) -> None:
-    """Checks, as every load does, that the data files of all ranks exist. If not, raises `Refused`, naming ranks."""
+    """Checks, as every load does, that all ranks' data files are complete. If not, raises `Refused`, naming ranks."""
     names = list(files)
     try:
         sizes = in_threads(storage.head, names)
@@ -203,10 +203,10 @@ def check_data(storage: Storage, files: Mapping[str, int]) -> None:
     if missing:
         ranks = sorted({data_file_rank(name) for name in missing})
         raise Refused(
-            f"{storage.path} lacks data that was just written there, of rank{'s' if len(ranks) > 1 else ''} "
-            f"{listed_ranks(ranks)} ({missing[0]}), so the save is not committed. Either the ranks do not share this "
-            f"path (a relative path in different working directories, a local disk of each machine), or the directory "
-            f"was moved or emptied during the save. Pass a path that all ranks share."
+            f"{storage.path} lacks data that rank{'s' if len(ranks) > 1 else ''} {listed_ranks(ranks)} just wrote "
+            f"({missing[0]}), so the save is not committed. Either the ranks do not share this path (it is relative to "
+            f"different working directories, or on each machine's local disk), or the directory was moved or emptied "
+            f"during the save. Pass a path that all ranks share."
         )
 
 

@@ -14,7 +14,7 @@ from ..errors import WriteError, describe
 logger = logging.getLogger("dcp_tensorizer")
 
 _UNKNOWN = "the save was interrupted, or another rank or a collective failed: see the error that the save's caller got"
-_END_SECONDS = 5.0  # for the thread of a save that is over, at the end of the program
+_END_SECONDS = 5.0  # at the end of the program, the timeout for the thread of a save that is over
 _DESTROYED = (
     "the process group was destroyed during the save. Close the writer or the manager, or leave its `with` block, "
     "before destroy_process_group()"

@@ -95,7 +95,7 @@ class Flushing:
         )
 
     def resume(self) -> None:
-        """Requests from the writer process to flush the whole folder, including the saves of dead jobs."""
+        """Requests the flush of the whole folder from the writer process, including the saves of dead jobs."""
         self._has_ended = False
         states = set[str]()
         with suppress(ReadError):  # `open_records` logs it
@@ -135,8 +135,8 @@ class Flushing:
         """Returns the records of saves that the remote does not have yet.
 
         If the disk cannot be written, only the writer process knows the states of the saves. If the disk cannot be
-        read, returns an empty list: if a single rank raised an error here, the other ranks would wait for it. In both
-        cases sets `unknown`, and logs it once.
+        read, returns an empty list: if a single rank raised an error here, the other ranks would wait for this rank. In
+        both cases sets `unknown`, and logs it once.
         """
         before, found = self.unknown, list[tuple[FlushEntry, FlushRecord]]()
         try:

@@ -46,8 +46,8 @@ class SaveReport:
         wait_seconds: Time in `stage` until the previous save was over; before ``started_at``.
         stage_seconds: Time in `stage` for the copy; 0 for a synchronous save.
         plan_seconds: Time in DCP's planning and its collectives.
-        resolve_seconds: Time in this process from the finished plan to the request, and from the answer to the
-            results.
+        resolve_seconds: Time in this process from the finished plan to the request to the writer process, and from the
+            answer to the results for DCP.
         hash_seconds: Time in the writer process until all hashes were known; writes overlap it.
         write_seconds: Time in write calls and fsync, which overlaps ``hash_seconds``.
         commit_seconds: Time to publish ``.metadata``; None on ranks that do not commit.

@@ -50,7 +50,7 @@ class _History:
     digest: bytes  # of its elements, in its last save
     same: int = 0  # number of saves in a row before the last one with the same digest
     needed: int = 1  # the value of ``same`` from which the tensor counts as unchanging
-    seen: int = 0  # the number of its last save
+    seen: int = 0  # the number of the last save with the tensor
 
     @property
     def is_steady(self) -> bool:
@@ -225,8 +225,8 @@ class FilesOfSave:
     def _changed(self, done: WriteDone, digest: _Digest) -> set[TensorSource]:
         """Returns the tensors that were written from the trainer's memory and no longer match their digests.
 
-        Training must not change a tensor during its save. If it does, the checkpoint of that save is invalid, but no
-        later checkpoint may be.
+        Training must not change a tensor during its save. If it does, the checkpoint of that save is invalid, but later
+        checkpoints must not become invalid.
         """
         written = {file.name for file in done.files if not file.adopted}
         tensors = [tensor for file in self._requests if file.name in written for tensor in file.tensors]

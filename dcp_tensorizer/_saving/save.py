@@ -62,7 +62,7 @@ class SaveDescription(NamedTuple):
 
     record: SaveRecord | None = None  # the manager's record, for the index
     error: StagingError | None = None  # if this rank has no state: the error with which the save fails on all ranks
-    omitted: frozenset[str] = frozenset()  # keys of tensors that other ranks write, and this rank need not stage
+    omitted: frozenset[str] = frozenset()  # keys of tensors that other ranks write and this rank does not stage
     # Called with the staged copy, whose tensors may not have their values yet. The caller holds the copy's buffer
     # (`SharedBuffer.is_kept`).
     on_staged: Callable[[StagedStateDict], object] | None = None
@@ -138,15 +138,15 @@ class Save:
     def prepare(self, plan: SavePlan) -> SavePlan:
         """Creates the directory. The rank that commits locks it, and removes the files of dead saves.
 
-        Returns the plan, with the digests of tables that this rank could leave out of its results. Raises `WriteError`
-        if the directory cannot be created, or holds a checkpoint that must not be overwritten.
+        Returns the plan, with the digests of tables of locations that this rank could leave out of its results. Raises
+        `WriteError` if the directory cannot be created, or holds a checkpoint that must not be overwritten.
         """
         with self.or_fail():
             self.open()
             return plan if self.commits else self._tables.offer(plan)
 
     def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: adds to each rank's plan the digests of tables that the rank's results may omit."""
+        """On the coordinator: adds to each plan the digests of the tables of locations that the rank need not send."""
         with self.or_fail():
             return [self._tables.answer(plan) for plan in plans]
 
@@ -239,8 +239,8 @@ class Save:
         try:
             self._committed()
         finally:
-            # The removal precedes the user's callback, because until then a load that began earlier may find files of
-            # both saves.
+            # The files are removed before the user's callback runs, because until their removal a load that began
+            # earlier may find files of both saves.
             if replaced:
                 self.remove(replaced)
             self.end()

@@ -2,7 +2,8 @@
 
 A rank sends the digests of its last tables with its plan. The coordinator answers, in the plan that it returns,
 with those of the digests whose tables it has cached, and holds these tables until the save ends. The answer names the
-rank's save, so a rank ignores an answer that a planner has cached from another save, and sends its table.
+rank's save. So if a planner has cached an answer from an earlier save, the rank ignores that answer, and sends its
+table.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class TieredSave(Save):
         super().__init__(saver, save_id, where, staged)
         name = self._flushing.target.name
         self.path = f"{name}/{self._subpath}" if self._subpath else name
-        self._writing: Writing | None = None  # if this rank's files are in the local folder
+        self._writing: Writing | None = None  # set while this rank's files are in the local folder
         self._local_files: dict[str, int] = {}  # the files in the local folder, with their sizes
         self._is_published = False
 
@@ -71,7 +71,7 @@ class TieredSave(Save):
         return storage
 
     def open(self) -> None:
-        """If an existing checkpoint would be an error, checks that there is none. Otherwise accesses no remote."""
+        """If an existing checkpoint would be an error, checks that there is none. Else does not access the remote."""
         if self.commits and not (self._saver.options.overwrite and self.metadata_rank is None):
             self._check_free(self._remote())
             name = metadata_file_name(self.metadata_rank)

@@ -47,7 +47,7 @@ logger = logging.getLogger("dcp_tensorizer")
 _MAX_BYTES = 4 << 20
 _MAX_OPCODES = 25_000
 
-_MANY_ITEMS = 2000  # of a rank: torch's planner takes 0.1 s longer for them than this package's
+_MANY_ITEMS = 2000  # of a rank: for these, torch's planner takes 0.1 s longer than `SavePlanner`
 
 
 @dataclass(slots=True, eq=False)  # not frozen: frozen items take three times as long to make
@@ -205,7 +205,7 @@ def _known(planner: SavePlanner) -> type[SavePlanner]:
 
 
 def _inline(items: Sequence[Item], cipher: Cipher | None) -> list[InlineItem]:
-    """Returns the small items of a rank that are not sharded, as many as fit into its share of the index."""
+    """Returns a rank's small items that are whole, as many as fit into the rank's share of the index."""
     free = max(INLINE_BYTES, MAX_INLINE_BYTES // world_size_of_job())
     small: list[InlineItem] = []
     for item in items:

@@ -42,7 +42,8 @@ class WriterClient:
     With ``devices`` the writer process sees the trainer's GPUs. ``device`` is the accelerator of unstaged tensors.
 
     Attributes:
-        copies_from_gpus: The writer process has refused no copy from a GPU, and has not died too often in one.
+        copies_from_gpus: Whether to request copies from GPUs: False once the writer process has refused such a copy, or
+            has died too often during such copies.
         deaths: Number of times that the writer process has died while it copied from GPUs.
     """
 

@@ -1,7 +1,8 @@
 """GPUs: side streams, events on them, pinned host memory. Only this module calls ``torch.cuda``; see also `driver`.
 
-Every call names its device: a new thread starts on device 0, and there a CUDA call without a device would create a
-context on another rank's GPU. This module never initialises CUDA by itself: its code runs only for tensors on a GPU.
+Every call names its device: a new thread starts on device 0, so in it a CUDA call without a device would create a
+context on that GPU, which may be another rank's. This module never initialises CUDA by itself: its code runs only for
+tensors on a GPU.
 """
 
 from __future__ import annotations
@@ -155,7 +156,8 @@ class SideStreams(dict[int, SideStream]):
     def synchronize(self, tensors: Iterable[torch.Tensor]) -> None:
         """Waits for everything that the calling thread has queued on the devices of these tensors.
 
-        Afterwards other threads may read the tensors: their current streams do not wait for this thread's.
+        Afterwards other threads may read the tensors. Without this wait they could read them too early, because their
+        current streams do not wait for this thread's current stream.
         """
         for stream in self.follow(tensors):
             stream.mark().synchronize()
@@ -176,8 +178,8 @@ class _CudaStream(SideStream):
     """CUDA streams over which `spread` distributes copies; a single one if the driver takes batches. All other copies
     are queued on the first.
 
-    The streams are not from torch's pool of 32, which NCCL, graph captures and FSDP share: those would wait for
-    gigabytes of copies. ``borders`` returns the addresses at which registrations of host memory begin.
+    The streams are not from torch's pool of 32, which NCCL, graph captures and FSDP share. Otherwise these would wait
+    for gigabytes of copies. ``borders`` returns the addresses at which registrations of host memory begin.
     """
 
     def __init__(self, index: int, borders: Callable[[], Sequence[int]]) -> None:
@@ -256,7 +258,7 @@ class _CudaStream(SideStream):
             try:
                 return torch.empty(nbytes, dtype=torch.uint8, device=device)
             except torch.OutOfMemoryError:
-                # torch reuses memory that training has freed only on training's stream; no other memory may be left.
+                # Only training's stream gets memory that training has freed, and no other memory may be left.
                 with torch.cuda.stream(followed):
                     memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
                 self._wait_for(followed)  # kernels queued on that stream may still use the memory

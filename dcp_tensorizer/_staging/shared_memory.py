@@ -104,8 +104,9 @@ class SharedBuffer:
         return self._descriptor.number
 
     def pin(self, device: Device, index: int) -> None:
-        """Registers the buffer for copies from a GPU, once, as `pin_if_possible` does. The
-        buffer is unregistered before its memory is unmapped.
+        """Registers the buffer for copies from a GPU, once, as `pin_if_possible` does.
+
+        The buffer is unregistered before its memory is unmapped.
         """
         if not self._pinning:
             self._pinning = True
@@ -121,7 +122,7 @@ class SharedBuffer:
 
     @property
     def in_use(self) -> bool:
-        """Returns whether a tensor of the buffer is alive. Each refers to the mapping, also after `close`.
+        """Returns whether a tensor of the buffer is alive. Each tensor refers to the mapping, also after `close`.
 
         Releases the tensors of `allocate_all` first.
         """

@@ -66,11 +66,11 @@ class StagedSave:
         context: The process context when staging began. Relative paths of the save are relative to its working
             directory.
         description: The `SaveDescription` for the layers above.
-        ties: For saves of models, the name of the tensor that each tied tensor equals, by its name.
+        ties: For saves of models: by the name of each tied tensor, the name of the tensor that it equals.
         omitted: The keys of tensors that are not staged, because other ranks write them.
         described: The keys of tensors that describe their parts (`describes_part`).
         on_written: Called when the save is written, with the digests of the written items by offset and size in the
-            buffer. The digests are empty if items are encrypted.
+            buffer. If items are encrypted, there are no digests.
     """
 
     def __init__(self, owner: object = None, *, keeps_buffer: bool = True) -> None:
@@ -182,7 +182,7 @@ class StagedSave:
     # --- training may change the state --------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Releases training's own memory after running copies: training may change the state. Idempotent."""
+        """Releases training's own memory, once running copies have ended: training may change the state. Idempotent."""
         with self._changed:
             self.shared = None
             if self._progress != StagingState.COPIED:

@@ -1,7 +1,8 @@
 """The contract of a checkpoint's directory: sinks, range reads, and small files that appear as a whole.
 
 File names are literal, never globbed. Only local disks and SFTP rename files, because fsspec's rename copies and globs.
-Saves and loads never list a directory. The manager and the tools list directories to find checkpoints.
+Saves and loads find a checkpoint's files through its index. They list a directory only to find leftovers, or models
+without an index. The manager and the tools list directories to find checkpoints.
 """
 
 from __future__ import annotations
@@ -247,7 +248,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def child(self, name: str) -> Storage:
-        """The storage of a subdirectory."""
+        """Returns the storage of a subdirectory."""
 
     @abc.abstractmethod
     def listing(self) -> tuple[list[FileInfo], list[str]]:
@@ -489,7 +490,7 @@ class Storage(abc.ABC):
 
     @contextmanager
     def writing(self, doing: str) -> Iterator[None]:
-        """Turns an `OSError` of the ``with`` block into a `WriteError`, "cannot ``doing``"; raises others unchanged."""
+        """Turns an `OSError` of the ``with`` block into a `WriteError`, "cannot ``doing``"; no other error."""
         try:
             yield
         except CheckpointError:

@@ -28,7 +28,7 @@ class LeaseRecord(msgspec.Struct, frozen=True):
 
     epoch: int  # the number of the run: one more than that of the previous run
     id: str
-    host: str  # the host of the run's first rank, to which the process id belongs
+    host: str  # the host of the run's rank 0, to which the process id belongs
     process: int
     claimed_at: str  # in UTC
 

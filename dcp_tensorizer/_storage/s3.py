@@ -47,13 +47,13 @@ from .remote import RemoteStorage, Retries, is_transient, silence_timeout
 # Defaults for the user's config_kwargs.
 _CONFIG: dict[str, Any] = {
     "max_pool_connections": 300,
-    # This is botocore's default over https. Over http, signing would hash each part once more, at the cost of the
-    # save's own hashes. Reads are not signed either, and parts always have a CRC-32.
+    # This is botocore's default over https. Over http, signing would hash each part once more, which costs as much as
+    # the save's own hashes. Reads are not signed either, and parts always have a CRC-32.
     "s3": {"payload_signing_enabled": False},
 }
 _PIECE = 1 << 20  # the largest number of bytes that are lost when a body breaks off
 _ASYNC_CONFIG = {"connector_args", "http_session_cls"}  # options of aiobotocore that botocore rejects
-# HEAD has no error code, only the status 400.
+# The answer to a HEAD request has no error code, only the status 400.
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "400"}
 _TAKEN = {"PreconditionFailed", "ConditionalRequestConflict", "412"}
 # Retryable codes, whatever the status: some come with 400.
@@ -343,11 +343,11 @@ class S3Storage(RemoteStorage):
         try:
             answer = self.call_until_timeout(begin)
         except OSError:
-            self.abort_uploads(name)  # a lost answer may have created one
+            self.abort_uploads(name)  # a request whose answer was lost may have created an upload
             raise
         upload = str(answer["UploadId"])
         if beginnings > 1:
-            self.abort_uploads(name, but=upload)  # a lost answer may have created another one
+            self.abort_uploads(name, but=upload)  # an earlier request, whose answer was lost, may have created another
         return SharedFile(name, upload, nbytes, save_id)
 
     def open_shared(self, file: SharedFile, *, sync: bool) -> Sink:

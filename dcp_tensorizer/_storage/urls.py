@@ -29,6 +29,6 @@ def check_writable(url: str) -> None:
     """Raises `WriteError` if fsspec can only read a URL; does nothing for paths."""
     if read_only := _READ_ONLY.intersection(protocols_of(url)):
         raise WriteError(
-            f"cannot write to {redact(url)}: {' and '.join(sorted(read_only))} is read-only. Save to a local path, or "
-            f"to a URL such as s3:// or sftp://."
+            f"cannot write to {redact(url)}: {' and '.join(sorted(read_only))} URLs are read-only. Save to a local "
+            f"path, or to a URL such as s3:// or sftp://."
         )

@@ -157,9 +157,10 @@ def _device(name: str, args: Arguments) -> Value:
 
 # --- NumPy's arrays, scalars and dtypes -------------------------------------------------------------------------------
 #
-# NumPy trusts pickles: a dtype whose flags hide objects dereferences any pointer, and one with fields outside its items
-# reads out of bounds. So this table has only dtypes without fields, subarrays and objects. The check makes each dtype
-# with NumPy's constructor, and the pickle must describe exactly the result. Arrays must have the size of their shape.
+# NumPy trusts pickles. With a dtype whose flags deny that it holds objects, NumPy dereferences any pointer. If fields
+# of a dtype lie outside its items, NumPy reads out of bounds. So this table has only dtypes without fields, subarrays
+# and objects. The check makes each dtype with NumPy's constructor, and the pickle must describe exactly the result.
+# Arrays must have the size of their shape.
 
 
 class _DType(Value):

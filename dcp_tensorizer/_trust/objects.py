@@ -74,7 +74,7 @@ class _Judge(Inert):
         super().__init__(pickled, protocol=2)
         self._allowed = allowed
         self._torch = torch_names
-        self._refused: set[str] = set()  # called or used in a way in which their own values are never pickled
+        self._refused: set[str] = set()  # names with a call, a state or members that the type would not pickle
         self._unknown: set[str] = set()
         self._owners: set[str] = set()  # names whose attributes are used
         self._members: dict[str, Named] = {}  # the attributes that are used, with their owners

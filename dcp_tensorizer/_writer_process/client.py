@@ -36,7 +36,7 @@ class Unsendable(WriteError):
 
 
 class NotStarted(WriterProcessDied):
-    """The process cannot be started: memory, processes or descriptors are short."""
+    """The process cannot be started: memory, processes or descriptors are exhausted."""
 
 
 class WriterProcess(ChildProcess):
@@ -45,7 +45,7 @@ class WriterProcess(ChildProcess):
     With ``devices`` the process sees the trainer's GPUs, and makes a CUDA context for its first snapshot.
 
     Raises:
-        NotStarted: memory, processes or descriptors are short.
+        NotStarted: memory, processes or descriptors are exhausted.
     """
 
     def __init__(self, *, devices: bool = False) -> None:

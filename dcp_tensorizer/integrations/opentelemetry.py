@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of saves and loads: `OpenTelemetrySpans`, an ``on_report``."""
+"""OpenTelemetry spans of saves and loads: `OpenTelemetrySpans`, a callback for ``on_report``."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ print(open_storage(location, options).read(".metadata").decode())
 class StorageTests:
     """Tests of the contract of a storage. Inherit from this class to run them.
 
-    The subclass defines the fixture `url`: for each test, the URL or path of another directory, which does not exist
+    The subclass defines the fixture `url`: for each test, the URL or path of a new directory, which does not exist
     yet. If the storage takes options, it also defines `options`. The storage's package must be installed, so that its
     entry point is found.
 
@@ -245,7 +245,7 @@ class StorageTests:
         assert [storage.head(name) for name in names] == [len(name) for name in names]
 
     def test_of_jobs_that_meet_one_wins(self, storage: Storage, url: str, options: dict[str, Any]) -> None:
-        """Of several puts with replace=False at the same time one succeeds, and the file has its contents."""
+        """Of several puts with replace=False at the same time, one succeeds, and the file has that put's contents."""
         if storage.in_process or not self.creates_exclusively:
             return  # no other job can write there, or the storage does not promise it
         storages = [open_storage(url, options) for _ in range(6)]

@@ -1,8 +1,8 @@
 """Plans and removes old checkpoints and the leftovers of dead saves.
 
 A save or a copy may be in progress in any directory. A file is therefore removed as a leftover only if it provably
-belongs to a dead save (see `commit.dead_files`), or if it is older than any save or copy takes, an age that only the
-user knows. A checkpoint is removed as old only if it is known to be a step of a job.
+belongs to a dead save (see `commit.dead_files`), or if its age exceeds the duration of any save or copy. Only the user
+knows that duration. A checkpoint is removed as old only if it is known to be a step of a job.
 """
 
 from __future__ import annotations

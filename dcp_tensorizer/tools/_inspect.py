@@ -184,7 +184,7 @@ def inspect(
 
 
 def _metric_of_best(storage: Storage, record: SaveRecord, options: Mapping[str, Any] | None) -> str | None:
-    """Returns the metric by which a checkpoint is the best in its manager's folder. For any other, returns None."""
+    """Returns the metric by which a checkpoint is the best in its manager's folder; None for any other checkpoint."""
     folder, _, name = storage.location.rstrip("/").rpartition("/")
     numbers = [number for number in re.finditer(r"\d+", name) if int(number[0]) == record.step]
     if not numbers:

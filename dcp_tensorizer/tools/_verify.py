@@ -226,7 +226,7 @@ def verify_files(
             now = data_files(read_parts(storage))
         except NotCommitted:
             now = {}
-        if now != data_files(parts):  # file names are unique to a save, which deletes those of the save it replaces
+        if now != data_files(parts):  # each save has its own file names, and deletes the files that it replaces
             raise ReadError(f"{storage.path} was replaced or removed while it was verified. Verify it again.")
         damages = _with_other_names(storage, _folded(damages, cut))
     damages.sort(key=lambda damage: (damage.file, damage.key is not None, damage.offset))

@@ -230,7 +230,7 @@ DIFFERENCES: dict[str, Holds] = {
     "plans without the id of the save that they read": _lost_the_save,
     "ranks that saved for themselves": _saved_apart,
     "tensors that are not plain bytes": _is_no_plain_tensor,
-    "planners that give other shapes": _has_other_shape,
+    "save planners whose `resolve_data` returns a tensor of a shape other than the planned one": _has_other_shape,
     "ranks that disagree": _disagrees,
     "dtypes that do not convert": _does_not_convert,
     "staged tensors are plain": _is_plain_copy,
@@ -238,6 +238,6 @@ DIFFERENCES: dict[str, Holds] = {
     "containers that contain themselves": _contains_itself,
     "empty mappings in lists": _is_empty_in_list,
     "overwrites that fail": _is_failed_overwrite,
-    "parts at once": _is_asked_at_once,
+    "calls of `resolve_tensor`": _is_asked_at_once,
     STAGING: lambda context, difference: False,  # `judge` finds it
 }

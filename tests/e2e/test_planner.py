@@ -172,8 +172,9 @@ class _Shifted(SavePlanner):
 
 def test_all_ranks_hear_what_is_wrong_with_a_plan(saved):
     """The error names the key and the rank; nothing is hung, and the planner before it goes on."""
+    fault = "a part lies outside the tensor's shape (9,): (3,) at (7,) (of rank 2)"
     for causes in saved[1]["wrong"]:
-        assert causes == {0: "'x' cannot be saved: a part lies outside its shape (9,): (3,) at (7,) (of rank 2)"}
+        assert causes == {0: f"'x' cannot be saved: {fault}"}
 
 
 def _sent_tables(rank, path, planner_class):

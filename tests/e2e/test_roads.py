@@ -181,7 +181,7 @@ def test_without_collectives_another_number_of_ranks_cannot_load(travelled, worl
         assert failure.causes.keys() == set(range(world_size))
         for cause in failure.causes.values():
             assert type(cause) is MetadataError
-            assert f"another number of ranks than the {world_size}" in str(cause)
+            assert f"a number of ranks that differs from the {world_size}" in str(cause)
 
 
 def _load_otherwise(rank, folder):

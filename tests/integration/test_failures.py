@@ -110,7 +110,7 @@ REFUSALS: dict[str, tuple[Callable[[], AbstractContextManager[object]], str]] = 
     "ulimit -f": (lambda: file_size_limit(1 << 20), r"8,[\d,]+ bytes.*File too large.*ulimit -f"),
     "memory": (
         lambda: mock.patch.object(memory_limit, "available_memory", return_value=1 << 20),
-        r"needs 8,[\d,]+ bytes and 1,048,576 bytes of memory are available",
+        r"needs 8,[\d,]+ bytes, but only 1,048,576 bytes of memory are available",
     ),
 }
 
@@ -239,7 +239,7 @@ def test_a_directory_that_is_moved_during_the_save(tmp_path: Path) -> None:
         save(writer, 1)
         error = error_of(lambda: save(writer, 2))
         assert isinstance(error, WriteError)
-        assert re.search(r"of rank 0 .*the ranks do not share this path", str(error))
+        assert re.search(r"that rank 0 just wrote .*the ranks do not share this path", str(error))
         assert loaded(tmp_path / "moved") == 1
         save(writer, 3)
     assert loaded(path) == 3

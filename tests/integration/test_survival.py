@@ -248,11 +248,10 @@ def test_a_keeper_that_is_stopped_holds_up_no_save(
         (keeper,) = keepers_below(sockets)
         keeper.send_signal(signal.SIGSTOP)
         stopped.append(keeper)
-        monkeypatch.setattr(client, "_ANSWER_SECONDS", 0.5)
         return write_items(save, items)
 
     monkeypatch.setattr(Save, "write_items", stop_and_write)
-    with manager_of(tmp_path / "run", survive_every=None) as manager:
+    with manager_of(tmp_path / "run", survive_every=None, limits=SaveLimits(timeout=3.0)) as manager:
         manager.save(1, state_of(1), wait=True)
         stopped[0].wait(WAIT)
     loaded = state_of(0)

@@ -551,11 +551,11 @@ def test_memory_of_this_process_behind_a_cache():
 
 def test_a_url_that_is_only_read():
     """A read-only URL fails the constructor; as a checkpoint_id, it fails its save."""
-    with pytest.raises(WriteError, match="cannot write to http://host/run: http is read-only"):
+    with pytest.raises(WriteError, match="cannot write to http://host/run: http URLs are read-only"):
         TensorizerStorageWriter("http://host/run")
     with TensorizerStorageWriter() as writer, pytest.raises(CheckpointException) as caught:
         dcp.async_save(state_of(1), storage_writer=writer, checkpoint_id="https://host/run").result()
-    assert str(cause(caught)).startswith("cannot write to https://host/run: https is read-only")
+    assert str(cause(caught)).startswith("cannot write to https://host/run: https URLs are read-only")
 
 
 def test_without_a_cache_a_save_keeps_no_memory(tmp_path):

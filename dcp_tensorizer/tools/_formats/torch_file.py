@@ -137,7 +137,7 @@ def _read_strided(storage: Storage, piece: Piece, strides: Sequence[int], region
     """Reads a region of a tensor with these strides in its file, by reading the whole tensor once for all blocks."""
     with _STRIDED_LOCK:
         elements = LAST_STRIDED[0][1] if LAST_STRIDED and LAST_STRIDED[0][0] is piece else None
-        LAST_STRIDED.clear()  # before reading, so that two tensors are never in memory
+        LAST_STRIDED.clear()  # before reading, so that memory never holds two such tensors
         if elements is None:
             elements = _read_whole(storage, piece, strides)
         if region == piece.part:

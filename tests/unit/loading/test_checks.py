@@ -97,7 +97,7 @@ def test_ranks_that_saved_each_for_itself_are_as_many_as_load(tmp_path: Path, sa
     storage = open_storage(tmp_path)
     check_world_size(storage, True, saved)
     for own in (True, False):
-        with pytest.raises(MetadataError, match="another number of ranks than the 3 that load it"):
+        with pytest.raises(MetadataError, match="a number of ranks that differs from the 3 that load it"):
             check_world_size(storage, own, 3)
 
 

@@ -17,7 +17,7 @@ PAGE = 4096
 def test_a_shortage_is_an_error_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error has the needed and the available bytes, and advice. Exactly the available bytes are no error."""
     monkeypatch.setattr(memory_limit, "available_memory", lambda: 10_000)
-    with pytest.raises(StagingError, match=r"needs 10,001 bytes and 10,000 bytes.*Free memory.*more ranks"):
+    with pytest.raises(StagingError, match=r"needs 10,001 bytes, but only 10,000 bytes.*Free memory.*more ranks"):
         check_free_memory(10_001)
     check_free_memory(10_000)
 

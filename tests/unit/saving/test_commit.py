@@ -232,7 +232,7 @@ def test_data_that_is_not_where_the_metadata_will_say_is_no_checkpoint(storage, 
         os.truncate(tmp_path / names[1], 3)
     parts = parts_of(dict.fromkeys(names, 4), {("w", (rank,)): item_in(name) for rank, name in enumerate(names)})
     ranks = "ranks 1, 2" if harm == "missing" else "rank 1"
-    with pytest.raises(WriteError, match=rf"of {ranks} \(__1_0_b.*the ranks do not share this path"):
+    with pytest.raises(WriteError, match=rf"that {ranks} just wrote \(__1_0_b.*the ranks do not share this path"):
         commit(storage, *index_and_files(metadata_of("new"), parts), save_id="new", sync=True)
     assert read_metadata(storage).storage_data["files"] == {old: 4}
     assert {path.name for path in tmp_path.iterdir()} == {".metadata", old}

@@ -374,7 +374,7 @@ def test_several_threads_make_the_pages(threads: str, monkeypatch: pytest.Monkey
 def test_a_shortage_is_known_before_anything_is_allocated() -> None:
     """The error has the needed bytes, and no memory file is made."""
     files = memory_files()
-    with pytest.raises(StagingError, match=r"needs 1,125,899,906,842,624 bytes and [\d,]+ bytes"):
+    with pytest.raises(StagingError, match=r"needs 1,125,899,906,842,624 bytes, but only [\d,]+ bytes"):
         SharedBuffer(1 << 50)
     assert memory_files() == files
 
@@ -385,7 +385,7 @@ def test_memory_that_other_ranks_take_is_noticed_in_time(monkeypatch: pytest.Mon
     left = iter(range(10 << 20, 0, -2 << 20))  # this one takes half of what goes
     monkeypatch.setattr(memory_limit, "available_memory", lambda: next(left))
     before = memory_files(), open_descriptors()
-    words = r"needs 8,388,608 bytes, of which 1,048,576 are allocated, and 6,291,456 bytes"
+    words = r"needs 8,388,608 bytes, of which 1,048,576 are allocated, but only 6,291,456 bytes"
     with pytest.raises(StagingError, match=words):
         SharedBuffer(8 << 20)
     assert (memory_files(), open_descriptors()) == before

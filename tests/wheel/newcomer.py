@@ -1,6 +1,6 @@
 """Uses the package as a newcomer does, in an environment that has the wheel and what it requires, and nothing else.
 
-    python -I tests/docs/use_wheel.py
+    python -I tests/wheel/newcomer.py
 
 It runs the README's first example, and the tutorial's script twice: the second run loads what the first has saved.
 """
