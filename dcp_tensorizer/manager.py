@@ -647,7 +647,7 @@ class CheckpointManager:
             return
         self._has_lease = True
         if self._flushing is not None:  # before the lease is taken, so that the flush of each node recognises it
-            self._flushing.admit(self._lease.name, self._agreement.decided(lambda: self._lease.id))
+            self._flushing.queue.admit(self._lease.name, self._agreement.decided(lambda: self._lease.id))
             self._agreement.largest(0)
         if self._agreement.is_first:
             self._lease.take()

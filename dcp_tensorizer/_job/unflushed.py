@@ -15,8 +15,8 @@ from .._runtime.threads import Deadline
 from .._saving.flushing import Flushing
 from .._storage.local import LocalStorage
 from .._tensor_file.names import is_data_file_name, metadata_file_name, save_id_in
-from .._tiers.flush import discard, drop, missing_files, named_files, remove_unused
-from .._tiers.queue import OPEN, REPORTED, FlushEntry, FlushRecord
+from .._tiers.flush import discard, missing_files, named_files
+from .._tiers.queue import REPORTED, FlushEntry, FlushRecord, remove_unused
 from ..errors import CheckpointError, ReadError, listed_ranks
 from .ranks import Agreement
 
@@ -66,8 +66,8 @@ def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str
     """
     if flushing is None:
         return set()
-    own = flushing.open_records()
-    can_list, queue = flushing.is_readable, flushing.queue
+    own, queue = flushing.open_records(), flushing.queue
+    can_list = bool(own) or not flushing.unknown  # a disk that cannot be written may be readable
     held = {name for _, record in own for name in _whole(flushing, record)}
     parts = [UnflushedPart(record, queue.is_confirmed(entry), queue.is_alive(record.writer)) for entry, record in own]
     everybody = agreement.gathered(LocalSaves(held, parts, can_list))
@@ -164,13 +164,13 @@ def _give_up(flushing: Flushing, entry: FlushEntry, record: FlushRecord, reason:
     """Gives up this node's part of a lost save."""
     deadline = time.monotonic() + _CLAIM_SECONDS
     while time.monotonic() < deadline:
-        now = next((e for e in flushing.entries() if e.stem == entry.stem and e.state in OPEN), None)
+        now = next((e for e, _ in flushing.open_records() if e.stem == entry.stem), None)
         if now is None:  # another rank of this node has given it up
             return
         with flushing.queue.claimed(now) as is_free:
             if is_free:
                 flushing.queue.give_up(now, record, reason, REPORTED)
-                drop(flushing.queue, now._replace(state=REPORTED), record)
+                flushing.queue.drop(now._replace(state=REPORTED), record)
                 return
         time.sleep(_POLL_SECONDS)  # a flush is in progress, perhaps of another job
 
@@ -192,10 +192,10 @@ def _wait(flushing: Flushing, agreement: Agreement) -> None:
         "%s: waiting for the flush of saves that an earlier job left in local folders: no node has all of their files",
         flushing.target.name,
     )
-    timeout, before = flushing.target.progress_timeout(), flushing.progress()
+    timeout, before = flushing.target.progress_timeout(), flushing.open_records()
     while True:
         is_over = flushing.wait(Deadline(_WAIT_SECONDS), until=lambda: not flushing.unflushed())
-        now = flushing.progress()
+        now = flushing.open_records()
         if now != before:
             before = now
             timeout.renew()

@@ -7,6 +7,7 @@ process.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import threading
 import time
@@ -69,7 +70,10 @@ def _received(*fields: Any) -> StorageMeta:
 class Flushing:
     """The flush of one local folder, shared by all writers of a process that save there.
 
-    ``queue`` has the records of the folder. ``is_readable``: the last attempt to read the folder succeeded.
+    Attributes:
+        target: The local folder and the remote one.
+        queue: The records of the folder.
+        unknown: Why the states of the open records are unknown, as of the last `open_records`; empty if they are known.
     """
 
     def __init__(self, client: WriterClient, target: FlushTarget) -> None:
@@ -85,16 +89,20 @@ class Flushing:
         self._lock = free_in_child(threading.RLock())
         self._is_watching = False
         self._has_ended = False
-        self._has_reported_unwritable = False
-        self.is_readable = True
+        self.unknown = ""
+        self._unwritable = (
+            f"{self.queue.folder} cannot be written, so it is unknown which of its checkpoints {target.name} has"
+        )
 
     def resume(self) -> None:
         """Requests the flush of the whole folder from the writer process, including the saves of dead jobs."""
         self._has_ended = False
-        entries = self.entries()
-        if any(entry.state in OPEN for entry in entries):
+        states = set[str]()
+        with suppress(ReadError):  # `open_records` logs it
+            states = {entry.state for entry in self.queue.entries()}
+        if states & OPEN:
             self._request()
-        if any(entry.state in (*OPEN, LOST) for entry in entries) or self._followed:
+        if states & {*OPEN, LOST} or self._followed:
             with self._lock:
                 if not self._is_watching:
                     self._is_watching = True
@@ -123,64 +131,33 @@ class Flushing:
         """
         return self._futures.get(save_id)
 
-    def admit(self, name: str, run: str) -> None:
-        """Records, in the file ``name``, a run that saves to this local folder and is about to lease the remote folder.
+    def open_records(self) -> list[tuple[FlushEntry, FlushRecord]]:
+        """Returns the records of saves that the remote does not have yet.
 
-        The local folder is flushed as long as the remote folder belongs to one of the recorded runs (`Queue.runs`).
+        If the disk cannot be written, only the writer process knows the states of the saves. If the disk cannot be
+        read, returns an empty list: if a single rank raised an error here, the other ranks would wait for this rank. In
+        both cases sets `unknown`, and logs it once.
         """
-        with suppress(ReadError):  # a folder that cannot be read gets no saves
-            self.queue.admit(name, run)
-
-    def entries(self) -> list[FlushEntry]:
-        """Returns all records. If the folder cannot be read, logs an error and returns an empty list.
-
-        If a single rank raised an error here, the other ranks would wait for this rank.
-        """
+        before, found = self.unknown, list[tuple[FlushEntry, FlushRecord]]()
         try:
-            found, self.is_readable = self.queue.entries(), True
+            found = self.queue.records(OPEN, self.target.name)
+            self.unknown = "" if not found or self.queue.is_writable else self._unwritable
         except ReadError as error:
-            if self.is_readable:  # logged once, not at each check
-                logger.error("%s: gave up waiting for its saves", str(error))
-            found, self.is_readable = [], False
+            self.unknown = str(error)
+        if self.unknown and not before:
+            logger.error("%s: gave up waiting for its saves", self.unknown)
         return found
 
-    def open_records(self) -> list[tuple[FlushEntry, FlushRecord]]:
-        """Returns the records of saves that the remote does not have yet. Handles errors like `entries`."""
-        return self.queue.records(OPEN, self.target.name, self.entries())
-
-    def pending(self) -> list[tuple[FlushEntry, FlushRecord]]:
-        """Returns the records of saves that the remote does not have yet, if their states can be followed.
-
-        If the disk cannot be written, logs an error once, and returns an empty list: only the writer process then knows
-        the states.
-        """
-        found = self.queue.records(OPEN, self.target.name, self.entries())
-        if not found or self.queue.is_writable:
-            return found
-        if not self._has_reported_unwritable:
-            self._has_reported_unwritable = True
-            logger.error("%s: gave up waiting for its saves", self._unknown())
-        return []
-
-    def _unknown(self) -> str:
-        return (
-            f"{self.queue.folder} cannot be written, so it is unknown which of its checkpoints {self.target.name} has"
-        )
-
     def unflushed(self) -> int:
-        """Returns the number of checkpoints that are in the local folder and not on the remote.
+        """Returns the number of checkpoints that are in the local folder and not on the remote; 0 if that is unknown.
 
         A rank that does not commit counts checkpoints whose files it has not sent yet: the committing rank waits for
-        these files. If the disk cannot be written, returns 0.
+        these files.
         """
         counts: Counter[int] = Counter()
-        for entry, record in self.pending():
+        for entry, record in self.open_records():
             counts[entry.rank] += entry.state == UNFLUSHED or record.commit is not None
-        return max(counts.values(), default=0)
-
-    def progress(self) -> list[tuple[str, float]]:
-        """Returns a value that changes while the flush makes progress."""
-        return [(entry.name, entry.changed) for entry, _ in self.pending()]
+        return 0 if self.unknown else max(counts.values(), default=0)
 
     def wait(
         self,
@@ -208,32 +185,20 @@ class Flushing:
         before: object = None
         timeout = timeout or self.target.progress_timeout()
         while True:
-            if until is not None:
-                is_over = until()
-            else:
-                left = self.queue.records(OPEN, self.target.name)
-                if left and not self.queue.is_writable:
-                    raise ReadError(f"{self._unknown()}. Fix the disk, or check the remote.")
-                is_over = not left
-            if is_over:
+            left = self.open_records()
+            if until is None and self.unknown:
+                raise ReadError(f"{self.unknown}. Fix the disk, or check the remote.")
+            if until() if until is not None else not left:
                 break
-            now = self.progress(), progress()
+            now = left, progress()
             if now != before:
                 before = now
                 timeout.renew()
             if deadline.left == 0 or timeout.is_over():
                 return False
             time.sleep(deadline.within(every))
-        self._check_now()  # reports arrived saves before the caller continues
+        self._check_folder()  # reports arrived saves before the caller continues
         return True
-
-    def _check_now(self) -> None:
-        if self._lock.acquire(timeout=1.0):
-            try:
-                with suppress(Exception):  # such as an unreadable folder
-                    self._check_folder()
-            finally:
-                self._lock.release()
 
     def check(self) -> None:
         """Raises `WriteError` if the flush has given up a checkpoint since the last call."""
@@ -243,10 +208,8 @@ class Flushing:
 
     def end(self, deadline: Deadline) -> None:
         """Waits until this rank's part of the flush is done. If it gives up, logs the number of checkpoints left."""
-        if not self.unflushed():
-            self._check_now()  # a save may just have arrived
-            return
-        logger.info("%s: waiting for the flush of %d checkpoint(s)", self.target.name, self.unflushed())
+        if count := self.unflushed():
+            logger.info("%s: waiting for the flush of %d checkpoint(s)", self.target.name, count)
         if not self.wait(deadline, until=lambda: not self.unflushed()):
             logger.error(
                 "%d checkpoint(s) have not reached %s. They are in %s. Start a job with the same local folder to flush "
@@ -264,7 +227,11 @@ class Flushing:
         context = ProcessContext.here()
         self._environment = dict(context.environment)
         try:
-            self._client.flush(self.target, context)
+            process = self._client.ensure_process()
+            # On another thread, which continues while a signal handler interrupts the caller: if the handler closes the
+            # writer, `close` waits for this request.
+            ask = functools.partial(process.ask, self.target, None, self.target.timeout, context)
+            in_background(ask, daemon=True).result()
         except WriteError as error:
             logger.warning("%s: cannot resume the flush: %s", self.target.name, str(error))
 
@@ -286,37 +253,46 @@ class Flushing:
                         self._request()
 
     def _check_folder(self) -> bool:
-        """Reports saves that have arrived, have failed or were given up. Returns whether others are left to follow or
-        flush.
+        """Reports saves that have arrived, have failed or were given up.
+
+        Returns whether others may be left to follow or flush.
         """
-        entries = {entry.stem: entry for entry in self.queue.entries()}
-        is_unknown = bool(self._followed) and not self.queue.is_writable
-        for stem, followed in list(self._followed.items()):
-            entry = entries.get(stem)
-            if entry is None and self._followed.pop(stem, None) is not None:
-                self._report_missing(
-                    followed,
-                    f"its record in {self.queue.folder} was removed: the save was given up, or a newer save has "
-                    f"replaced it",
-                )
-            elif entry is not None and entry.state == REMOTE and self._followed.pop(stem, None) is not None:
-                try:
-                    followed.on_arrival(followed.report, entry.changed)
-                finally:
-                    followed.future.set_result(entry.changed)
-            elif (
-                is_unknown and entry is not None and entry.state in OPEN and self._followed.pop(stem, None) is not None
-            ):
-                self._report_missing(followed, self._unknown())
-        for entry in entries.values():
-            if entry.state in (LOST, REPORTED):
-                self._report_given_up(entry)
-            elif entry.state in OPEN:
-                trouble = entry.stem, self.queue.trouble(entry) or ""
-                if trouble[1] and trouble != self._trouble:
-                    self._trouble = trouble
-                    logger.warning("%s: a flush has failed, retrying: %s", self.target.name, trouble[1])
-        return bool(self._followed) or any(entry.state in OPEN for entry in entries.values())
+        if not self._lock.acquire(timeout=1.0):
+            return True
+        try:
+            entries = {entry.stem: entry for entry in self.queue.entries()}
+            is_unknown = bool(self._followed) and not self.queue.is_writable
+            for stem, followed in list(self._followed.items()):
+                entry = entries.get(stem)
+                is_over = entry is None or entry.state == REMOTE or (is_unknown and entry.state in OPEN)
+                if not is_over or self._followed.pop(stem, None) is None:
+                    continue
+                if entry is None:
+                    self._report_missing(
+                        followed,
+                        f"its record in {self.queue.folder} was removed: the save was given up, or a newer save has "
+                        f"replaced it",
+                    )
+                elif entry.state == REMOTE:
+                    try:
+                        followed.on_arrival(followed.report, entry.changed)
+                    finally:
+                        followed.future.set_result(entry.changed)
+                else:
+                    self._report_missing(followed, self._unwritable)
+            for entry in entries.values():
+                if entry.state in (LOST, REPORTED):
+                    self._report_given_up(entry)
+                elif entry.state in OPEN:
+                    trouble = entry.stem, self.queue.trouble(entry) or ""
+                    if trouble[1] and trouble != self._trouble:
+                        self._trouble = trouble
+                        logger.warning("%s: a flush has failed, retrying: %s", self.target.name, trouble[1])
+            return bool(self._followed) or any(entry.state in OPEN for entry in entries.values())
+        except Exception:  # the folder may be unreadable for a while, or a callback has raised
+            return True
+        finally:
+            self._lock.release()
 
     def _report_missing(self, followed: _Followed, reason: str) -> None:
         """Reports a save that this process can no longer follow to the remote.

@@ -32,6 +32,7 @@ from .._writer_process.gpu_ipc import DeviceWay
 from .._writer_process.options import SaveOptions
 from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied
 from .engine import engine_of_process
+from .flushing import Flushing
 from .report import Freshness, Reports
 from .save import Save, SaveDescription
 from .tiered_save import TieredSave
@@ -102,15 +103,9 @@ class Saver:
         Raises `StagingError` if memory is short, or, naming the key, if a value cannot be saved.
         """
         self._ensure_process()
-        self.pick_up()
-        self.stager.prewarm(state_dict)
-
-    def pick_up(self) -> None:
-        """With a local folder: resumes the flush of saves that an earlier job has left there."""
-        if self.flushing is not None and not self.closed:
-            self.engine.open(self)
-            self._flushes = True
+        if self.flushing is not None and not self.closed:  # an earlier job may have left saves in the local folder
             self.flushing.resume()
+        self.stager.prewarm(state_dict)
 
     def wait_remote(self, deadline: Deadline) -> bool:
         """Waits until the remote has everything from the local folder; returns False on timeout.
@@ -119,7 +114,10 @@ class Saver:
         """
         if self.flushing is None:
             return True
-        self.pick_up()
+        if not self.closed:
+            self.engine.open(self)
+            self._flushes = True
+            self.flushing.resume()
         is_over = self.flushing.wait(deadline)
         self.flushing.check()
         return is_over
@@ -148,8 +146,12 @@ class Saver:
             if self._leave():
                 self.engine.end_process(Deadline(0.0))
             return self.stager.refuse(StagingError(_CLOSED))
-        started = time.perf_counter()
-        if (error := self._wait_for_flush()) is not None:
+        started, flushing = time.perf_counter(), self.flushing
+        if (
+            flushing is not None
+            and flushing.unflushed() >= self.options.max_unflushed
+            and (error := self._wait_for_flush(flushing)) is not None
+        ):
             return self.stager.refuse(error)
         staged = self.stager.stage(state_dict, save.omitted, is_kept=save.on_staged is not None)
         spans = Span("wait", called, started), Span("stage", started, time.perf_counter())
@@ -263,11 +265,9 @@ class Saver:
         with suppress(WriterProcessDied):  # the save reports the error, if the process still cannot be started
             self.engine.client.ensure_process()
 
-    def _wait_for_flush(self) -> StagingError | None:
+    def _wait_for_flush(self, flushing: Flushing) -> StagingError | None:
         """Waits while too many checkpoints are only in the local folder. If it gives up, returns the reason."""
-        flushing, most = self.flushing, self.options.max_unflushed
-        if flushing is None or flushing.unflushed() < most:
-            return None
+        most = self.options.max_unflushed
         flushing.resume()
         logger.info("%s: training waits for the flush of %d checkpoints", flushing.target.name, most)
         if flushing.wait(until=lambda: self.closed or flushing.unflushed() < most):

@@ -15,12 +15,12 @@ from .._storage.base import DirectoryLock, Refused, Storage
 from .._storage.local import LocalStorage
 from .._storage.redact import redact
 from .._tensor_file.names import data_file_rank, metadata_file_name
-from .._tiers.flush import Superseded, copy_file, discard, free, missing_files, publish, undo
+from .._tiers.flush import Superseded, copy_file, discard, missing_files, publish
 from .._tiers.queue import Commit, FlushEntry, FlushRecord, Writing
 from .._tiers.target import subpath_of
 from .._writer_process.client import WriterProcessHung
 from .._writer_process.protocol import WriteDone
-from ..errors import CheckpointError, WriteError, WriterProcessDied, describe, listed_ranks
+from ..errors import CheckpointError, ReadError, WriteError, WriterProcessDied, describe, listed_ranks
 from .commit import remove
 from .flushing import CommittedMeta
 from .report import SaveReport
@@ -89,7 +89,11 @@ class TieredSave(Save):
 
     def write_items(self, items: Sequence[Item]) -> WriteDone:
         try:
-            self._writing, self._lock = self._in_time(self._begin)
+            self._in_time(self._saver.show_alive)
+            record = FlushRecord(self._flushing.target.name, self._subpath, self.rank, self.id, self._saver.id)
+            # recorded first, so that if this process dies, the next one finds the files
+            self._writing = self._in_time(functools.partial(self._flushing.queue.begin, record))
+            self._lock = self._in_time(functools.partial(self._locked, self.storage))
             # The finalizer ends the save if another rank fails, because DCP then calls no hook. It does not run at
             # exit, when a daemon thread may still be saving.
             Finalizer(self, _end, self._writing, self._lock).atexit = False
@@ -106,23 +110,6 @@ class TieredSave(Save):
         self._leave_local_folder(reason)
         return super().write_items(items)
 
-    def _begin(self) -> tuple[Writing, DirectoryLock]:
-        """Records the save, and locks the local folder against removal.
-
-        Sets no attributes: if the disk hangs, this method may still run when the save continues on the remote.
-        """
-        self._saver.show_alive()
-        record = FlushRecord(self._flushing.target.name, self._subpath, self.rank, self.id, self._saver.id)
-        # recorded first, so that if this process dies, the next one finds the files
-        writing = self._flushing.queue.begin(record)
-        local = self.storage
-        try:
-            local.make_directory()
-            return writing, self._shared(local)
-        except BaseException:
-            undo(writing)
-            raise
-
     def _write_locally(self, items: Sequence[Item]) -> WriteDone:
         """Writes to the local folder. If that fails, removes the local copies of older saves, and writes again."""
         try:
@@ -130,7 +117,7 @@ class TieredSave(Save):
         except WriterProcessDied:
             raise
         except CheckpointError:
-            if not free(self._flushing.queue):
+            if not self._flushing.queue.free():
                 raise
             self.storage.make_directory()
             written = super().write_items(items)
@@ -143,36 +130,18 @@ class TieredSave(Save):
 
     def wrote(self, written: WriteDone) -> None:
         """Hands over this rank's files to the flush. On the coordinator, `commit` does that."""
-        if self._writing is not None and not self.commits:
-            try:
-                self._hand_over(None, b"")
-            except CheckpointError as error:
-                self._copy_to_remote(error)
-        elif self._writing is None:
+        if self._writing is None:
             super().wrote(written)
-        if not self.commits:
-            self._release()
-
-    def _hand_over(self, commit: Commit | None, index: bytes) -> None:
-        """Hands over this rank's local files to the flush. With ``commit``, also commits the save locally.
-
-        Raises `CheckpointError` if the record cannot be written.
-        """
-        assert self._writing is not None
-        if commit is None and not self._local_files:
+        elif not self.commits and not self._local_files:
             self._writing.abort()
             self._writing = None
-            return
-        queue, sync = self._flushing.queue, self._saver.options.sync_files
-        try:
+        elif not self.commits:
             try:
-                self._writing.written(self._local_files, sync=sync, commit=commit, index=index)
-            except (CheckpointError, OSError):
-                if not free(queue):
-                    raise
-                self._writing.written(self._local_files, sync=sync, commit=commit, index=index)
-        except OSError as error:
-            raise WriteError(f"cannot write to {queue.folder}: {error}") from error
+                self._writing.written(self._local_files, sync=self._saver.options.sync_files)
+            except CheckpointError as error:
+                self._copy_to_remote(error)
+        if not self.commits:
+            self._release()
 
     def remove(self, names: Iterable[str]) -> None:
         """Removes files on the remote. The flush or `_release` removes local files."""
@@ -182,7 +151,7 @@ class TieredSave(Save):
     def _release(self) -> None:
         super()._release()
         if self._writing is not None and self._writing.is_unfinished:
-            self._clean_up(functools.partial(undo, self._writing))
+            self._clean_up(self._writing.abort)
 
     # --- the commit -------------------------------------------------------------------------------------------------
 
@@ -192,7 +161,8 @@ class TieredSave(Save):
         self._check_wanted()
         if self._writing is not None:
             try:
-                self._hand_over(commit, index)
+                sync = self._saver.options.sync_files
+                self._writing.written(self._local_files, sync=sync, commit=commit, index=index)
                 return set()  # the flush removes the replaced files
             except CheckpointError as error:
                 self._copy_to_remote(error)
@@ -208,7 +178,9 @@ class TieredSave(Save):
         try:
             self._wait_for_turn(commit)
             is_known = False
-            before = {entry.id for entry in self._flushing.entries()}
+            before = set[str]()
+            with suppress(ReadError):  # this node's folder may be unreadable
+                before = {entry.id for entry in self._flushing.queue.entries()}
             replaced = publish(self.storage, index, commit, before, self._check_commit)
         except BaseException as error:
             if is_known or isinstance(error, (Refused, Superseded)):
@@ -228,7 +200,10 @@ class TieredSave(Save):
         def is_over() -> bool:
             nonlocal missing, ahead
             missing = missing_files(self.storage, missing, commit.files)
-            ahead = [(e, r) for e, r in self._flushing.pending() if e.id != self.id and r.commit is not None]
+            left = self._flushing.open_records()
+            # If the local disk cannot be written, only the writer process knows what has arrived.
+            left = [] if self._flushing.unknown else left
+            ahead = [(e, r) for e, r in left if e.id != self.id and r.commit is not None]
             self._check_wanted()  # the requests above may have taken long
             return not missing and not ahead
 
@@ -267,8 +242,7 @@ class TieredSave(Save):
             *(self.rank, self.storage.path, self.path, describe(error)),
         )
         self.storage = self._remote()
-        self.storage.make_directory()
-        self._lock = self._shared(self.storage)
+        self._lock = self._locked(self.storage)
 
     def _copy_to_remote(self, error: Exception) -> None:
         """Copies this rank's local files to the remote, because their record cannot be written to the local folder.
@@ -289,14 +263,18 @@ class TieredSave(Save):
             if before is not None:
                 before.release()
             if self._writing is not None:
-                undo(self._writing)
+                self._writing.abort()
             self._writing, self._local_files = None, {}
 
     def _remote(self) -> Storage:
         return self._flushing.target.open(self._subpath)
 
-    def _shared(self, storage: Storage) -> DirectoryLock:
-        """Locks a directory that this rank writes to, so that no other process removes it."""
+    def _locked(self, storage: Storage) -> DirectoryLock:
+        """Creates a directory that this rank writes to, and locks it, so that no other process removes it.
+
+        Sets no attributes: if the local disk hangs, this method may still run when the save continues on the remote.
+        """
+        storage.make_directory()
         lock = storage.lock_directory()
         lock.share(self._saver.options.limits.timeout)
         return lock
@@ -304,4 +282,4 @@ class TieredSave(Save):
 
 def _end(writing: Writing, lock: DirectoryLock) -> None:
     lock.release()  # first, because a locked folder is not removed
-    undo(writing)
+    writing.abort()

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from .._models.pieces import SharedFiles
     from .._publish.publisher import Publication, PublishedVersion
     from .._storage.lease import LeaseRecord
-    from .._tiers.target import FlushTarget
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -162,16 +161,6 @@ class WriterClient:
         if attempt == 2:
             raise WriterProcessDied(f"the save to {path} failed twice: {error}") from error
         logger.warning("rank %d: %s; writing once more with a fresh process", files.rank, str(error))
-
-    def flush(self, target: FlushTarget, context: ProcessContext) -> None:
-        """Requests the flush of a local folder from the writer process, which is started if necessary.
-
-        Raises `WriterProcessDied` if the process cannot be started, or has ended.
-        """
-        process = self.ensure_process()
-        # On another thread, which continues while a signal handler interrupts the caller: if the handler closes the
-        # writer, `close` waits for this request.
-        in_background(lambda: process.ask(target, None, target.timeout, context), daemon=True).result()
 
     def publish(
         self,

@@ -20,24 +20,20 @@ from .._runtime.direct_memory import direct_memory
 from .._runtime.forks import free_in_child
 from .._runtime.process_context import environment
 from .._runtime.threads import ProgressTimeout, in_threads
-from .._storage.base import Refused, Sink, Storage, temporary_file_name
+from .._storage.base import RangeReader, Refused, Sink, Storage, temporary_file_name
 from .._storage.lease import read_lease
 from .._storage.local import LocalStorage
 from .._tensor_file.names import data_file_rank, metadata_file_name
 from ..errors import CheckpointError, MetadataError, ReadError, WriteError, describe, listed_ranks
 from .queue import (
-    LOST,
     OPEN,
     REMOTE,
-    REPORTED,
     SENT,
     UNFLUSHED,
-    WRITING,
     Commit,
     FlushEntry,
     FlushRecord,
     Queue,
-    Writing,
 )
 from .target import FlushTarget, below
 
@@ -67,7 +63,7 @@ class Flusher:
         Returns the seconds until the next attempt. If all saves are on the remote, returns None.
         """
         if not self._is_clean:
-            clean_up(self._queue)
+            self._queue.clean_up()
             self._is_clean = True
         is_damaged = self._lose_unreadable()
         before = self._open()
@@ -246,8 +242,8 @@ class Flusher:
     def _check_owner(self) -> None:
         """Checks that no other run has taken the lease of the remote folder.
 
-        Raises `Superseded` if a run that does not save to this local folder has the lease, and `Refused` or `ReadError`
-        if that is unknown.
+        Raises `Superseded` if a run that does not save to this local folder has the lease, and `Refused`, `ReadError`
+        or `OSError` if that is unknown.
         """
         for name, runs in self._queue.runs().items():
             lease = read_lease(self._remote(""), name)
@@ -290,7 +286,7 @@ class Flusher:
                     # Only the saves of one writer are ordered. The files of other writers may still be needed.
                     if record.writer and any(other.writer == record.writer for other in later):
                         discard(self._remote(record.subpath), *record.files)
-                    drop(self._queue, entry, record)
+                    self._queue.drop(entry, record)
                 return
         else:
             other, of_other = committed
@@ -320,7 +316,7 @@ class Flusher:
         self._queue.give_up(entry, record, reason)
         with suppress(OSError, CheckpointError):
             discard(self._remote(record.subpath), *files)
-        drop(self._queue, entry, record, forget=False)
+        self._queue.drop(entry, record, forget=False)
 
     def _remote(self, subpath: str) -> Storage:
         now = environment()
@@ -353,17 +349,10 @@ def copy_file(source: Storage, target: Storage, name: str, nbytes: int, gate: Ca
         reader = source.open_uncached(name)
     except OSError as error:
         raise Unreadable(f"cannot open {source.path}/{name}: {error}") from error
-
-    def read(part: memoryview, start: int) -> None:
-        try:
-            reader.read_into([part], start)
-        except (OSError, EOFError) as error:  # an error of the local disk, not of the remote
-            raise Unreadable(f"cannot read {source.path}/{name}: {error}") from error
-
     try:
         sink = target.create(begun, nbytes, sync=True)
         try:
-            _copy_parts(read, sink, nbytes, gate)
+            _copy_parts(reader, f"{source.path}/{name}", sink, nbytes, gate)
             sink.complete()
         except BaseException:
             sink.abort()
@@ -384,7 +373,7 @@ def _begun_name(name: str) -> str:
     return temporary_file_name(name, "flush")
 
 
-def _copy_parts(read: Callable[[memoryview, int], object], sink: Sink, nbytes: int, gate: Callable[[], None]) -> None:
+def _copy_parts(reader: RangeReader, path: str, sink: Sink, nbytes: int, gate: Callable[[], None]) -> None:
     starts = list(range(0, nbytes, sink.part_bytes))
     threads = 1 if sink.in_order else min(_AT_ONCE, sink.concurrency, len(starts))
     numbers = iter(enumerate(starts))
@@ -399,7 +388,10 @@ def _copy_parts(read: Callable[[memoryview, int], object], sink: Sink, nbytes: i
                 if stopped:
                     return
                 part = memory[: min(sink.part_bytes, nbytes - start)]
-                read(part, start)
+                try:
+                    reader.read_into([part], start)
+                except (OSError, EOFError) as error:  # an error of the local disk, not of the remote
+                    raise Unreadable(f"cannot read {path}: {error}") from error
                 sink.put_part(number, part)
         except BaseException:
             stopped = True
@@ -415,8 +407,6 @@ def _copy_parts(read: Callable[[memoryview, int], object], sink: Sink, nbytes: i
 
 # --- removing local copies, except of the newest checkpoint -----------------------------------------------------------
 
-_FORGET_SECONDS = 60.0  # the time that a record is retained for processes that wait for its save
-
 
 def arrive(queue: Queue, entry: FlushEntry, record: FlushRecord, named: set[str]) -> None:
     """Records that a checkpoint is on the remote. Before that, removes the local copies of all such except the newest.
@@ -431,96 +421,15 @@ def arrive(queue: Queue, entry: FlushEntry, record: FlushRecord, named: set[str]
         is_before = other.number < entry.number and _metadata_of(of_other) == _metadata_of(record)
         is_replaced = is_before and not named & set(files)
         if of_other.subpath != kept or is_replaced:
-            drop(queue, other, of_other, forget=_is_old(other))
+            queue.drop(other, of_other, forget=other.is_old)
     if record.subpath != kept:
-        drop(queue, entry, record, forget=False)
+        queue.drop(entry, record, forget=False)
     queue.move(entry, REMOTE)
 
 
 def _metadata_of(record: FlushRecord) -> tuple[str, str]:
     """Returns the folder and the name of a save's metadata. A save replaces an earlier one if both are equal."""
     return record.subpath, metadata_file_name() if record.commit is None else record.commit.name
-
-
-def _is_old(entry: FlushEntry) -> bool:
-    return time.time() - entry.changed > _FORGET_SECONDS
-
-
-def free(queue: Queue) -> bool:
-    """Frees space: removes the local copies of all saves that are on the remote; returns whether there were any."""
-
-    def is_here(record: FlushRecord) -> bool:
-        return any((queue.root / record.subpath / name).exists() for name in record.files)
-
-    dropped = [drop(queue, e, r, forget=_is_old(e)) for e, r in queue.records({REMOTE}) if is_here(r)]
-    return any(dropped)
-
-
-def drop(queue: Queue, entry: FlushEntry, record: FlushRecord, *, forget: bool = True) -> bool:
-    """Unless a load is reading them, removes a rank's local files, and then their record; returns whether it did."""
-    folder = queue.root / record.subpath
-    local = LocalStorage(folder)
-    if not folder.is_dir():
-        if forget:
-            queue.remove(entry)
-        return False
-    try:
-        with local.lock_directory() as lock:
-            if local.locks_are_visible and not lock.is_exclusive:
-                return False
-            local.remove(*record.files)
-    except (CheckpointError, OSError):
-        return False
-    with suppress(OSError):
-        while folder != queue.root:
-            folder.rmdir()
-            folder = folder.parent
-    if forget:
-        queue.remove(entry)
-    return True
-
-
-def clean_up(queue: Queue) -> None:
-    """Removes the files of saves whose process died while writing, and of saves that were given up and reported."""
-    queue.sweep()
-    entries = queue.entries()
-    for entry in entries:
-        if entry.state == WRITING:
-            with queue.claimed(entry) as is_dead:
-                record = queue.record(entry) if is_dead else None
-                if record is not None:
-                    _remove_written(queue, record)
-                    queue.remove(entry)
-        elif entry.state in (LOST, REPORTED):
-            record = queue.record(entry)
-            if entry.state == REPORTED and record is not None:
-                drop(queue, entry, record)
-
-
-def undo(writing: Writing) -> None:
-    """Removes the local files and the record of a failed save. Idempotent.
-
-    Does nothing if the files were handed over to the flush.
-    """
-    if writing.is_unfinished:
-        _remove_written(writing.queue, writing.record)
-        writing.abort()  # last: if this process dies before that, the next one finds the files by this record
-
-
-def _remove_written(queue: Queue, record: FlushRecord) -> None:
-    """Removes the files of an unfinished save. If the folder is then empty and unused, removes it."""
-    local = LocalStorage(queue.root / record.subpath)
-    with suppress(CheckpointError, OSError):
-        names = [file.name for file in local.listing()[0]]
-        local.remove(*(n for n in names if n.startswith(f"__{record.rank}_") and n.endswith(f"_{record.id}.tensors")))
-        remove_unused(local)
-
-
-def remove_unused(storage: Storage) -> None:
-    """Removes a directory if it is empty and no save has locked it."""
-    with storage.lock_directory() as lock:
-        if lock.is_exclusive or not storage.locks_are_visible:
-            storage.remove_directory()
 
 
 # --- the commit on the remote -----------------------------------------------------------------------------------------

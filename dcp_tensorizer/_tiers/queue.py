@@ -12,7 +12,7 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from .._runtime.forks import Descriptor, Finalizer, Home
+from .._storage.base import Storage
 from .._storage.local import LocalStorage
 from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, WriteError
 
@@ -33,6 +34,7 @@ _ORDER = (WRITING, UNFLUSHED, SENT, REMOTE, LOST, REPORTED)
 
 _ENTRY = re.compile(rf"(\d+)-(\d+)-([0-9a-f]{{32}})\.({'|'.join(_ORDER)})")
 _RUN = re.compile(r"([0-9a-f]{32})(\..*\.claim)")  # the id of a run that saves here, and the name of its lease's file
+_FORGET_SECONDS = 60.0  # the time that a record is retained for processes that wait for its save
 _TEMPORARY_SECONDS = 3600.0  # the age of abandoned temporary files: writing a record takes milliseconds
 _ALIVE = ".writer"
 
@@ -77,6 +79,11 @@ class FlushEntry(NamedTuple):
     def name(self) -> str:
         return f"{self.stem}.{self.state}"
 
+    @property
+    def is_old(self) -> bool:
+        """Returns whether the record was retained long enough for processes that wait for its save."""
+        return time.time() - self.changed > _FORGET_SECONDS
+
 
 class Queue:
     """The records of a local folder, which several processes may use at once.
@@ -106,8 +113,14 @@ class Queue:
 
         Raises `ReadError` if the folder cannot be read.
         """
+        try:
+            names = os.listdir(self.folder)
+        except (FileNotFoundError, NotADirectoryError):
+            names = []
+        except OSError as error:
+            raise ReadError(f"cannot list {self.folder}: {error}") from error
         latest: dict[str, FlushEntry] = {}
-        for match in map(_ENTRY.fullmatch, self._names()):
+        for match in map(_ENTRY.fullmatch, names):
             if match is None:
                 continue
             entry = FlushEntry(int(match[1]), int(match[2]), match[3], match[4], time.time())
@@ -128,14 +141,6 @@ class Queue:
             else:  # another process has removed the record, or recorded a later state
                 self._refused.pop(stem, None)
         return sorted(latest.values())
-
-    def _names(self) -> list[str]:
-        try:
-            return os.listdir(self.folder)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:
-            raise ReadError(f"cannot list {self.folder}: {error}") from error
 
     def state(self, entry: FlushEntry) -> str | None:
         """Returns the current state of a record. If the record no longer exists, returns None."""
@@ -165,11 +170,10 @@ class Queue:
         return known
 
     def records(
-        self, states: Container[str] = _ORDER, remote: str | None = None, entries: Sequence[FlushEntry] | None = None
+        self, states: Container[str] = _ORDER, remote: str | None = None
     ) -> list[tuple[FlushEntry, FlushRecord]]:
-        """Reads the records in some states, in the order of their saves. ``entries``: those of an earlier listing."""
-        listed = self.entries() if entries is None else entries
-        found = [(entry, self.record(entry)) for entry in listed if entry.state in states]
+        """Reads the records in some states, in the order of their saves; raises `ReadError`."""
+        found = [(entry, self.record(entry)) for entry in self.entries() if entry.state in states]
         return [(e, r) for e, r in found if r is not None and remote in (None, r.remote)]
 
     def damage(self, entry: FlushEntry) -> str:
@@ -199,7 +203,7 @@ class Queue:
         writing = FlushEntry(number, record.rank, record.id, WRITING, time.time())
         while True:  # once more if a clean-up takes the save for dead, and removes its unlocked record
             # Not synced: after a failure of the machine, files without a record only take space.
-            self._put(writing, record, sync=False)
+            self._storage.put(writing.name, msgspec.json.encode(record), sync=False)
             with suppress(FileNotFoundError):
                 descriptor = os.open(self.folder / writing.name, os.O_RDONLY | os.O_CLOEXEC)
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -208,19 +212,19 @@ class Queue:
                 os.close(descriptor)
 
     def admit(self, name: str, run: str) -> None:
-        """Records that a run saves to this local folder. Idempotent. Ignores errors.
+        """Records a run that saves to this local folder and is about to lease the remote folder. Idempotent.
 
-        ``name`` is the name of the lease file in the remote folder.
+        ``name`` is the name of the lease's file. The local folder is flushed as long as the remote folder belongs to
+        one of the recorded runs (`runs`). Ignores errors.
         """
-        if run not in self.runs().get(name, ()):
-            with suppress(CheckpointError):  # the next save reports the error
-                self._storage.make_directory()
-            self._try_to_put(f"{run}{name}", b"")
+        with suppress(CheckpointError):  # the next save reports the error
+            self._storage.make_directory()
+        self._try_to_put(f"{run}{name}", b"")
 
     def runs(self) -> dict[str, set[str]]:
-        """Returns the ids of the runs that have saved to this local folder, by lease file; raises `ReadError`."""
+        """Returns the ids of the runs that have saved to this local folder, by lease file; raises `OSError`."""
         found: dict[str, set[str]] = {}
-        for match in map(_RUN.fullmatch, self._names()):
+        for match in map(_RUN.fullmatch, os.listdir(self.folder)):
             if match is not None:
                 found.setdefault(match[2], set()).add(match[1])
         return found
@@ -258,7 +262,7 @@ class Queue:
         lost, record = entry._replace(state=state), msgspec.structs.replace(record, reason=reason)
         path = self._path(entry)
         try:
-            self._put(lost, record, sync=True)
+            self._storage.put(lost.name, msgspec.json.encode(record), sync=True)
         except WriteError:
             self._refused[entry.stem] = lost, record
         else:
@@ -271,7 +275,7 @@ class Queue:
             with self.claimed(entry) as is_free, suppress(CheckpointError):
                 if is_free:
                     path = self._path(entry)
-                    self._put(entry, record, sync=True)
+                    self._storage.put(entry.name, msgspec.json.encode(record), sync=True)
                     self._refused.pop(entry.stem, None)
                     self._unlink(path.name)
         return not self._refused
@@ -279,6 +283,52 @@ class Queue:
     def remove(self, entry: FlushEntry) -> None:
         """Removes a record and the files that belong to it. Remove the data files before."""
         self._unlink(*(f"{entry.stem}.{suffix}" for suffix in ("index", "trouble", "committed", *_ORDER)))
+
+    def drop(self, entry: FlushEntry, record: FlushRecord, *, forget: bool = True) -> bool:
+        """Unless a load is reading them, removes a rank's local files, and then their record; returns whether it did.
+
+        With ``forget=False``, leaves the record.
+        """
+        folder = self.root / record.subpath
+        local = LocalStorage(folder)
+        if not folder.is_dir():
+            if forget:
+                self.remove(entry)
+            return False
+        try:
+            with local.lock_directory() as lock:
+                if local.locks_are_visible and not lock.is_exclusive:
+                    return False
+                local.remove(*record.files)
+        except (CheckpointError, OSError):
+            return False
+        with suppress(OSError):
+            while folder != self.root:
+                folder.rmdir()
+                folder = folder.parent
+        if forget:
+            self.remove(entry)
+        return True
+
+    def drop_written(self, entry: FlushEntry, record: FlushRecord) -> None:
+        """Removes the files of an unfinished save, and then its record. If the folder is then unused, removes it."""
+        local = LocalStorage(self.root / record.subpath)
+        with suppress(CheckpointError, OSError):
+            names = [file.name for file in local.listing()[0]]
+            local.remove(
+                *(n for n in names if n.startswith(f"__{record.rank}_") and n.endswith(f"_{record.id}.tensors"))
+            )
+            remove_unused(local)
+        self.remove(entry)  # last: if this process dies before that, the next one finds the files by this record
+
+    def free(self) -> bool:
+        """Frees space: removes the local copies of all saves that are on the remote; returns whether there were any."""
+        dropped = [
+            self.drop(entry, record, forget=entry.is_old)
+            for entry, record in self.records({REMOTE})
+            if any((self.root / record.subpath / name).exists() for name in record.files)
+        ]
+        return any(dropped)
 
     def confirm(self, entry: FlushEntry) -> None:
         """Records, on a rank that is not the coordinator, that the save is committed, so that its loss is an error."""
@@ -338,23 +388,28 @@ class Queue:
             os.close(descriptor)
         return False
 
-    def sweep(self) -> None:
-        """Removes temporary files and marks of dead processes."""
+    def clean_up(self) -> None:
+        """Removes the leftovers of dead processes, and the files of saves that were given up and reported."""
         with suppress(NotCommitted, OSError):
             for file in self._storage.listing()[0]:
                 if file.name.endswith(".tmp") and time.time() - (file.changed or 0) > _TEMPORARY_SECONDS:
                     self._unlink(file.name)
                 if file.name.endswith(_ALIVE) and not self.is_alive(file.name.removesuffix(_ALIVE)):
                     self._unlink(file.name)
+        for entry in self.entries():
+            if entry.state == WRITING:
+                with self.claimed(entry) as is_dead:
+                    record = self.record(entry) if is_dead else None
+                    if record is not None:
+                        self.drop_written(entry, record)
+            elif entry.state == REPORTED and (record := self.record(entry)) is not None:
+                self.drop(entry, record)
 
     def _path(self, entry: FlushEntry) -> Path:
         """Returns the file of a record. If the disk has refused the record's state, its name has an earlier one."""
         states = _ORDER[: _ORDER.index(entry.state) + 1] if entry.stem in self._refused else ()
         paths = [self.folder / f"{entry.stem}.{state}" for state in reversed(states)]
         return next((path for path in paths if path.exists()), self.folder / entry.name)
-
-    def _put(self, entry: FlushEntry, record: FlushRecord, *, sync: bool) -> None:
-        self._storage.put(entry.name, msgspec.json.encode(record), sync=sync)
 
     def _try_to_put(self, name: str, content: bytes) -> bool:
         with suppress(OSError):
@@ -370,6 +425,13 @@ class Queue:
 
 def _progress(entry: FlushEntry) -> tuple[int, float]:
     return _ORDER.index(entry.state), entry.changed
+
+
+def remove_unused(storage: Storage) -> None:
+    """Removes a directory if it is empty and no save has locked it."""
+    with storage.lock_directory() as lock:
+        if lock.is_exclusive or not storage.locks_are_visible:
+            storage.remove_directory()
 
 
 class AliveMark:
@@ -418,29 +480,38 @@ class Writing:
     ) -> None:
         """Hands durable files over to the flush. With ``commit``, also commits the save locally.
 
-        Raises `CheckpointError` or `OSError` if the record cannot be written. Then the save has not changed.
+        If the disk refuses that, removes the local copies of older saves, and tries once more. Raises `WriteError` if
+        the record cannot be written. Then the save has not changed.
         """
-        if self._is_aborted:
-            raise WriteError(f"{self.queue.root}/{self.record.subpath}: the save was interrupted")
+        queue, storage, entry = self.queue, self.queue._storage, self.entry._replace(state=UNFLUSHED)
         record = msgspec.structs.replace(self.record, files=dict(files), commit=commit)
-        entry = self.entry._replace(state=UNFLUSHED)
-        if commit is not None:
-            self.queue._storage.put(f"{entry.stem}.index", index, sync=sync)
-        self._is_handed_over = True  # set before the write, so that an interruption does not remove the files
-        try:
-            self.queue._put(entry, record, sync=sync)
-        except Exception:
-            self._is_handed_over = False
-            raise
-        self.queue._unlink(self.entry.name)
+        for is_last in (False, True):
+            if self._is_aborted:
+                raise WriteError(f"{queue.root}/{record.subpath}: the save was interrupted")
+            try:
+                if commit is not None:
+                    storage.put(f"{entry.stem}.index", index, sync=sync)
+                self._is_handed_over = True  # set before the write, so that an interruption does not remove the files
+                storage.put(entry.name, msgspec.json.encode(record), sync=sync)
+                break
+            except Exception as error:
+                self._is_handed_over = False
+                if is_last or not isinstance(error, CheckpointError | OSError) or not queue.free():
+                    if isinstance(error, OSError):
+                        raise WriteError(f"cannot write to {queue.folder}: {error}") from error
+                    raise
+        queue._unlink(self.entry.name)
         self.entry = entry
         self._unlock()
 
     def abort(self) -> None:
-        """Removes the record of a failed save whose files were removed. Idempotent; does nothing after `written`."""
+        """Removes the local files and the record of a failed save. Idempotent.
+
+        Does nothing if the files were handed over to the flush.
+        """
         if self.is_unfinished:
             self._is_aborted = True
-            self.queue.remove(self.entry)
+            self.queue.drop_written(self.entry, self.record)
             self._unlock()
 
     def _unlock(self) -> None:

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import TensorizerStorageWriter, WriteError
-from dcp_tensorizer._tiers.flush import undo
+from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tiers.queue import FlushRecord, Queue
 
 from ...lab.processes import quietly
@@ -103,7 +103,7 @@ def test_a_save_that_was_ended_is_not_handed_over(tmp_path: Path) -> None:
 
 def test_an_interrupted_hand_over_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the write of a record is interrupted after the record exists, its files stay."""
-    queue, put = Queue(tmp_path), Queue._put
+    queue, put = Queue(tmp_path), LocalStorage.put
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / FILE).write_bytes(b"data")
     writing = queue.begin(FlushRecord("remote", "a", 0, ID))
@@ -112,10 +112,10 @@ def test_an_interrupted_hand_over_loses_nothing(tmp_path: Path, monkeypatch: pyt
         put(*args, **options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Queue, "_put", interrupted)
+    monkeypatch.setattr(LocalStorage, "put", interrupted)
     with pytest.raises(KeyboardInterrupt):
         writing.written({FILE: 4}, sync=False)
-    undo(writing)
+    writing.abort()
     assert ([entry.state for entry in queue.entries()], os.listdir(tmp_path / "a")) == (["unflushed"], [FILE])
 
 
@@ -127,9 +127,9 @@ def test_a_forked_child_removes_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     writing = queue.begin(FlushRecord("remote", "a", 0, ID))
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: 1)
-        undo(writing)
+        writing.abort()
     assert ([entry.state for entry in queue.entries()], os.listdir(tmp_path / "a")) == (["writing"], [FILE])
-    undo(writing)
+    writing.abort()
     assert (queue.entries(), (tmp_path / "a").exists()) == ([], False)
 
 

@@ -22,7 +22,7 @@ from dcp_tensorizer._storage.base import Refused, Storage
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tiers import flush
 from dcp_tensorizer._tiers import flush as flusher_module
-from dcp_tensorizer._tiers.flush import Flusher, free
+from dcp_tensorizer._tiers.flush import Flusher
 from dcp_tensorizer._tiers.queue import REMOTE, SENT, Commit, FlushEntry, FlushRecord, Queue
 from dcp_tensorizer.errors import unwrap
 
@@ -492,7 +492,7 @@ def test_room_is_made_without_forgetting_what_has_just_arrived(tmp_path: Path) -
     """Freeing space removes local copies and keeps their records, and a second call frees nothing."""
     run = Run(tmp_path)
     run.queue.move(_sent(run, "a")[0], REMOTE)
-    assert [free(run.queue), free(run.queue)] == [True, False]
+    assert [run.queue.free(), run.queue.free()] == [True, False]
     assert run.states() == ["remote"]
     assert list(run.local.rglob("*.tensors")) == []
 

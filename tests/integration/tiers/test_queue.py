@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from dcp_tensorizer._tiers.flush import clean_up
 from dcp_tensorizer._tiers.queue import LOST, REMOTE, SENT, UNFLUSHED, FlushRecord, Queue
 
 from .support import read_only
@@ -56,14 +55,14 @@ def test_a_record_is_not_cleaned_up_before_it_is_locked(tmp_path: Path, monkeypa
     def lock(descriptor: int, operation: int) -> None:
         if not cleaned and operation == fcntl.LOCK_EX:
             cleaned.extend(entry.name for entry in queue.entries())
-            clean_up(queue)
+            queue.clean_up()
         flock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", lock)
     writing = queue.begin(FlushRecord("remote", "step-1", 0, "a" * 32))
     assert cleaned == [writing.entry.name]
     assert [entry.name for entry in queue.entries()] == [writing.entry.name]
-    clean_up(queue)
+    queue.clean_up()
     assert [entry.name for entry in queue.entries()] == [writing.entry.name]
     writing.abort()
 

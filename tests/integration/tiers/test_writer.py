@@ -26,7 +26,7 @@ from dcp_tensorizer import (
 from dcp_tensorizer._saving import tiered_save
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
-from dcp_tensorizer._tiers.queue import Queue, Writing
+from dcp_tensorizer._tiers.queue import Queue
 from dcp_tensorizer.errors import unwrap
 from dcp_tensorizer.writer import SaveReport
 
@@ -281,12 +281,14 @@ def test_what_cannot_be_written_down_is_brought_to_the_remote(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the local disk takes no record, the rank copies its files to the remote."""
-    run = Run(tmp_path)
+    run, put = Run(tmp_path), LocalStorage.put
 
-    def full(writing: Writing, *args: Any, **options: Any) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+    def full(storage: LocalStorage, name: str, *args: Any, **options: Any) -> None:
+        if name.endswith(".unflushed"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        put(storage, name, *args, **options)
 
-    monkeypatch.setattr(Writing, "written", full)
+    monkeypatch.setattr(LocalStorage, "put", full)
     with run.writer() as writer:
         dcp.async_save(state_of(1), storage_writer=writer, checkpoint_id=run.remote / "step-1").result()
         assert writer.last_report.remote_durable_at is not None  # type: ignore[union-attr]
@@ -304,7 +306,7 @@ def test_what_cannot_be_brought_either_fails_the_save(tmp_path: Path, monkeypatc
 
     with quietly(), run.writer() as writer, monkeypatch.context() as patch:
         destination, written = begun(run, writer, rank=1)
-        patch.setattr(Writing, "written", fails)
+        patch.setattr(LocalStorage, "put", fails)
         patch.setattr(LocalStorage, "open_uncached", fails)
         with pytest.raises(
             WriteError, match=r"cannot write to .*Input/output error.*; then cannot open .*Input/output"
