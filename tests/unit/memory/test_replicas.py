@@ -143,6 +143,26 @@ def test_a_state_is_copied_and_read_from_afar(
         RemotePart(address, "a", 1).record()
 
 
+def test_ranges_are_read_over_one_connection(buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next read of a part uses the connection of the one before."""
+    keeper, data = Keeper("run", 7, 60.0), os.pread(buffer.fd, NBYTES, 0)
+    address = opened(keeper)
+    copy_part(address, with_digests(part("a"), data), buffer.fd, "", Throttle(0), lambda: True)
+    wires = list[Wire]()
+    connect = Address.connect
+    monkeypatch.setattr(Address, "connect", lambda self: wires.append(connect(self)) or wires[-1])
+    remote = RemotePart(address, "a", 0)
+    remote.record()
+    for start in (0, BLOCK):
+        content = memoryview(bytearray(BLOCK))
+        remote.read_into([content], start)
+        assert content == data[start : start + BLOCK]
+    remote.release()
+    ((fd, _),) = keeper.drop_replicas(part("a").head, "")
+    os.close(fd)
+    assert len(wires) == 1
+
+
 def test_older_replicas_go(source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer) -> None:
     """Only the confirmed and the newest replica stay."""
     address = partner.ask(OpenToPeers("127.0.0.1", SECRET), Address)

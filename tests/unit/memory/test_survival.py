@@ -89,6 +89,13 @@ class _Keeper(KeeperConnection):
         kept = head(5, None, None)._replace(rank=rank, world_size=2, folder=None)
         self.found = Found("run", 7, (kept,))
         self.has_ended = has_ended
+        self.end_is = ""
+
+    def end(self) -> None:
+        self.end_is = "ended"
+
+    def close(self) -> None:
+        self.end_is = "closed"
 
     def part(self, state_id: str, rank: int) -> tuple[StatePart, Descriptor]:
         if self.has_ended:
@@ -178,6 +185,15 @@ def test_a_run_leaves_its_states_only_when_it_fails(holding: Survival, writer: T
     holding.leave()
     assert (holding.has_left, keeper.is_left, len(keeper.held)) == (True, True, 1)
     keeper.end(Deadline(None))
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, "closed"), ({"has_saved": True}, "ended")])
+def test_what_earlier_runs_left_at_the_end(holding: Survival, options: dict[str, bool], expected: str) -> None:
+    """States of earlier runs stay for the next run, unless this run has saved a step."""
+    earlier = _Keeper(0, has_ended=False)
+    holding.predecessors = Predecessors([earlier])
+    holding.end(**options)
+    assert earlier.end_is == expected
 
 
 def test_no_memory_for_the_next_state(
