@@ -32,6 +32,7 @@ from dcp_tensorizer import CheckpointManager, CopyOptions
 from dcp_tensorizer._memory.checkpoint import _STREAMS
 from dcp_tensorizer._memory.copies import DEFAULT_RATE
 from dcp_tensorizer._memory.frames import FRAME_MAC_BYTES, FrameCipher, FrameCipherKind, frame_ciphers
+from dcp_tensorizer._memory.protocol import CopyStatus, Plain
 from dcp_tensorizer._memory.replicas import Throttle
 from dcp_tensorizer._memory.wire import MAX_BYTES
 from dcp_tensorizer._runtime.threads import cores
@@ -233,7 +234,8 @@ def copied(case: Case) -> None:
             tensor.fill_(step)
         manager.save(step, state, force=step == 1, wait=step == 1)
         survival.wait_held()
-        while survival.copies.ordered and survival._keeper is not None and survival._keeper.copy_status().is_running:
+        keeper = survival._keeper
+        while survival.copies.ordered and keeper is not None and keeper.ask(Plain.COPY_STATUS, CopyStatus).is_running:
             time.sleep(0.01)
         if survival.copies.confirmed:
             break

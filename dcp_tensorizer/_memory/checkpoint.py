@@ -14,18 +14,18 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from .._formats.own import decode
 from .._index.locations import RankLocations
-from .._index.schema import ItemKey, item_key
+from .._index.schema import ItemKey
 from .._index.write import encode
 from .._runtime.forks import Descriptor
 from .._runtime.interpreter import collector_paused
 from .._runtime.threads import cores
 from .._saving.write_plan import resolve
-from .._staging.shared_memory import SharedBuffer
+from .._staging.staged_save import StagedStateDict
 from .._storage.base import FileInfo, MemoryReader, RangeReader, ReadTuning, Sink, Storage
 from .._storage.local_io import read_into
 from .._tensor_file.dtypes import host_bytes
@@ -38,6 +38,7 @@ from .._tensor_file.names import (
     metadata_file_name,
 )
 from ..errors import WriteError
+from ..planner import SavePlanner
 from ..reader import TensorizerStorageReader
 from .protocol import Extent, StateHead, StatePart
 from .replicas import RemotePart
@@ -57,7 +58,6 @@ class StateCheckpoint(Storage):
             If several parts have an item, it is loaded from the last of them: pass the loading rank's part last.
 
     Attributes:
-        save_id: The id of the save.
         is_whole: Whether the parts of all ranks are included.
         holders: The holder of each rank's part, for messages.
 
@@ -68,7 +68,6 @@ class StateCheckpoint(Storage):
     def __init__(self, path: str, parts: Sequence[tuple[StatePart, Descriptor | RemotePart]]) -> None:
         head = parts[0][0].head
         self.holders: dict[int, str] = {}
-        self.save_id = head.id
         self.is_whole = len(parts) == head.world_size
         self.path = self.location = path
         is_remote = any(isinstance(buffer, RemotePart) for _, buffer in parts)
@@ -196,25 +195,19 @@ def _names(head: StateHead) -> list[str]:
 
 
 @collector_paused()
-def state_part(
-    head: StateHead,
-    plan: SavePlan,
-    planner: SavePlanner,
-    buffer: SharedBuffer,
-    seconds: float,
-    *,
-    digests_follow: bool = False,
-) -> StatePart:
-    """Describes a staged state dict for a keeper. ``plan`` has all items that this rank could write.
+def state_part(head: StateHead, staged: StagedStateDict, planner: SavePlanner) -> StatePart:
+    """Describes a staged state dict for a keeper, with all items that this rank could write.
 
     Raises `CheckpointError`, with the key, if an item cannot be saved.
     """
-    wanted, names = SavePlan(list(plan.items)), _names(head)
+    buffer = staged.staged_save.buffer
+    assert buffer is not None, "the state is copied"
+    planner.set_up_planner(dict(staged))  # `dict` does not call `items`, which ties the state to a save
+    plan, names = planner.create_local_plan(), _names(head)
     entries: dict[str, Any] = {}
     locations: dict[ItemKey, StoredItem] = {}
     extents, inline = list[Extent](), bytearray()
-    resolved = resolve(wanted, planner, buffer)
-    for planned, item in zip(wanted.items, resolved, strict=True):
+    for planned, item in zip(plan.items, resolve(plan, planner, buffer), strict=True):
         location = StoredItem.empty(item.dtype, item.kind)
         if item.has_bytes:
             offset, nbytes = buffer.locate(item.tensor), item.tensor.nbytes
@@ -230,12 +223,13 @@ def state_part(
             BytesStorageMetadata() if data is None else TensorStorageMetadata(data.properties, data.size, [data.chunk])
         )
         _add_entries({planned.index.fqn: entry}, entries)
-        locations[item_key(planned.index)] = location
+        locations[item.key] = location
     paths = plan.planner_data if isinstance(plan.planner_data, dict) else None
     metadata = Metadata(entries, planner_data=paths, storage_meta=StorageMeta(save_id=head.id))
     files = {names[0]: buffer.nbytes, names[1]: len(inline)}
     description = encode(metadata, [RankLocations.of(head.rank, locations, files)])
-    return StatePart(head, buffer.nbytes, tuple(extents), description, bytes(inline), seconds, digests_follow)
+    digests_follow = staged.staged_save.on_written is not None
+    return StatePart(head, buffer.nbytes, tuple(extents), description, bytes(inline), digests_follow)
 
 
 def _add_entries(entries: Mapping[str, Any], known: dict[str, Any]) -> None:

@@ -19,7 +19,6 @@ from ..errors import CheckpointError, ReadError, WriteError
 from .protocol import (
     Answer,
     ClaimRequest,
-    CopyStatus,
     Forget,
     Found,
     GetPart,
@@ -47,8 +46,7 @@ class KeeperProcess(ChildProcess):
     Args:
         job: The name of the job in the names of sockets.
         run: The run of the job.
-        seconds: How long the keeper waits for a successor if this process leaves no state. States have their own time
-            (`StatePart`).
+        seconds: How long the keeper waits for a successor when this process is gone.
         timeout: Seconds after which an unresponsive keeper is killed, a minute at most.
 
     Attributes:
@@ -58,7 +56,7 @@ class KeeperProcess(ChildProcess):
     def __init__(self, job: str, run: str, seconds: float, timeout: float = _ANSWER_SECONDS) -> None:
         self.timeout = timeout
         self.held: dict[str, SharedBuffer] = {}
-        self._written: tuple[str, Mapping[tuple[int, int], bytes]] = "", {}  # the last state, with its digests
+        self._written = WrittenDigests("", {})  # of the last state
         try:
             self._path = socket_path(runtime_directory(), job)
             arguments = [str(os.getpid()), run, str(seconds), os.fspath(self._path)]
@@ -81,18 +79,18 @@ class KeeperProcess(ChildProcess):
                 self._lose()
             self._release([state_id])
             raise
-        written = self._written
-        if written[0] == state_id:
-            self._send_digests(*written)
+        if (written := self._written).id == state_id:
+            self.written(state_id, written.known)
 
     def written(self, state_id: str, known: Mapping[tuple[int, int], bytes]) -> None:
-        """Sends the digests of a state that a save has written. `hold` of the state may follow later.
+        """Sends the digests of a state that a save has written, perhaps twice. `hold` of the state may follow later.
 
-        Returns immediately, because a stopped keeper must not delay a commit.
+        Returns immediately, because a stopped keeper must not delay a commit. On an error, which is not raised, the
+        keeper computes the digests.
         """
-        self._written = state_id, known
+        self._written = written = WrittenDigests(state_id, known)
         if state_id in self.held:
-            self._send_digests(state_id, known)
+            in_background(functools.partial(self.ask, written, Done), name="digests", daemon=True)
 
     def forget(self, ids: Collection[str], *, but_copied: bool = False) -> None:
         """Makes the keeper forget states, and frees their buffers, even on failure.
@@ -109,10 +107,6 @@ class KeeperProcess(ChildProcess):
             self._lose()
             raise
         self._release(over)
-
-    def copy_status(self) -> CopyStatus:
-        """Returns the status of the last copy. Raises `WriteError`."""
-        return self.ask(Plain.COPY_STATUS, CopyStatus)
 
     def end(self, deadline: Deadline = NEVER) -> None:
         """Ends the keeper, and frees its memory. Kills the keeper if it does not end in time. Idempotent.
@@ -152,14 +146,10 @@ class KeeperProcess(ChildProcess):
         self._close_files()
         self._release(list(self.held))
 
-    def _release(self, numbers: Sequence[str]) -> None:
-        for state_id in numbers:
+    def _release(self, ids: Sequence[str]) -> None:
+        for state_id in ids:
             if (buffer := self.held.pop(state_id, None)) is not None:
                 buffer.is_kept = False
-
-    def _send_digests(self, state_id: str, known: Mapping[tuple[int, int], bytes]) -> None:
-        """Sends the digests of a state, perhaps twice. On an error, which is not raised, the keeper computes them."""
-        in_background(functools.partial(self.ask, WrittenDigests(state_id, known), Done), name="digests", daemon=True)
 
     def ask(self, request: Request, kind: type[_T], fds: Sequence[int] = ()) -> _T:
         """Sends a request. Returns the answer, which is a ``kind``.

@@ -35,7 +35,7 @@ from .._storage.local import boot_id
 from .._tensor_file.encryption import require_libsodium
 from ..errors import CheckpointError, WriteError
 from .client import KeeperProcess
-from .protocol import Copy, OpenToPeers, Plain
+from .protocol import Copy, CopyStatus, OpenToPeers, Plain
 from .replicas import RESERVE
 from .wire import SECRET_BYTES, Address
 
@@ -120,33 +120,24 @@ class PeerCopies:
         is_on: States are copied; the same on all ranks.
         confirmed: The id of the newest state that is copied from all ranks; empty before the first.
         ordered: The id of the state that is being copied; empty if no copy is in progress. The same on all ranks.
+        is_ready: States can be copied: all ranks have partners, and all hosts have memory for the replicas.
+        problem: Why this rank's states are no longer copied; empty if they are. If set, the other ranks learn of it at
+            the next step.
     """
 
     def __init__(self, agreement: Agreement, copies: int, options: CopyOptions) -> None:
         self.is_on = copies > 1
-        self.confirmed = ""
+        self.is_ready = False
+        self.confirmed = self.ordered = self.problem = ""
         self._agreement = agreement
         self._options = options
         self._peers: list[Peer] = []
         self._partner_of: list[int] = []
         self._partner: Address | None = None
         self._rate = 0.0
-        self._has_memory = False
         self._tries = 0
-        self.ordered = ""
         self._begun = ""  # the state that this rank's keeper has begun to copy last
-        self._problem = ""  # why the last copy failed
-        self._ends = ""  # why this rank's states are no longer copied
-
-    @property
-    def is_ready(self) -> bool:
-        """Returns whether this rank has a partner, and all hosts have memory for the replicas."""
-        return self.is_on and self._has_memory
-
-    @property
-    def are_awaited(self) -> bool:
-        """Returns whether copies are on, and none is confirmed yet."""
-        return self.is_on and not self.confirmed
+        self._logged = ""  # why a copy failed, in the last log record
 
     # --- all ranks together -----------------------------------------------------------------------------------------
 
@@ -186,11 +177,11 @@ class PeerCopies:
         Collective. Each rank passes the size of a state and the number of staging buffers that it has yet to allocate.
         The second call, once the memory of earlier runs' states is freed, is final.
         """
-        if not self.is_on or self._has_memory:
+        if not self.is_on or self.is_ready:
             return False
         memory = self._agreement.gathered((nbytes, missing, available_memory()))
         why = lack_of_memory(self._peers, self._partner_of, memory, RESERVE)
-        self._has_memory = not why
+        self.is_ready = not why
         self._tries += 1
         if why and self._tries > 1:
             self._end(why)
@@ -201,7 +192,7 @@ class PeerCopies:
         if not self.is_on:
             return
         if vote.copies_end:
-            self._end(self._ends or "another rank has stopped copying its states")
+            self._end(self.problem or "another rank has stopped copying its states")
         elif self.ordered and not vote.copy_runs:
             if not vote.copy_failed:
                 self.confirmed = self.ordered
@@ -240,33 +231,29 @@ class PeerCopies:
         """Returns this rank's vote about copies, from the status of the last copy."""
         if not self.is_on:
             return MemoryVote()
-        if self._ends or not self.ordered:
-            return MemoryVote(copies_end=bool(self._ends))
+        if self.problem or not self.ordered:
+            return MemoryVote(copies_end=bool(self.problem))
         if keeper is None or self._begun != self.ordered:
             return MemoryVote(copy_failed=True)
         try:
-            status = keeper.copy_status()
+            status = keeper.ask(Plain.COPY_STATUS, CopyStatus)
         except WriteError:
             return MemoryVote(copy_failed=True)
-        if status.problem and status.problem != self._problem:
-            self._problem = status.problem
+        if status.problem and status.problem != self._logged:
+            self._logged = status.problem
             log = logger.info if status.is_given_up else logger.warning
             log("a state was not copied to another host: %s", status.problem)
         if status.is_full:
-            self._ends = status.problem
+            self.problem = status.problem
         return MemoryVote(
             copy_runs=status.is_running,
             copy_failed=bool(status.problem),
-            copies_end=bool(self._ends),
+            copies_end=bool(self.problem),
             is_superseded=status.is_claimed,
         )
 
-    def give_up(self, why: str) -> None:
-        """Ends the copies of this rank's states. The other ranks learn of it at the next step."""
-        self._ends = why
-
     def _end(self, why: str) -> None:
-        self.is_on, self.ordered = False, ""
+        self.is_on, self.is_ready, self.ordered = False, False, ""
         logger.warning("states are not copied to other hosts, as with copies=1: %s", why)
 
 

@@ -106,21 +106,12 @@ class _HeldPart:
             digester.update(part)
         return digester.digests()
 
-    def forget(self) -> None:
-        """Withdraws the part, and stops the computation of its digests."""
-        self.is_forgotten = True
-        self.digests.cancel()
-
-    def close(self) -> None:
-        """Frees the memory. Call it only when no digests are being computed."""
-        os.close(self.fd)
-
 
 class Keeper:
     """Holder of states, which answers the trainer, its successors, and the keepers of other hosts.
 
-    It waits for a successor for the longest ``StatePart.seconds`` of its states; without states, for ``seconds``.
-    ``set_priority`` sets the niceness of its session, which is higher while it copies beside its trainer.
+    It waits for a successor for ``seconds``. ``set_priority`` sets the niceness of its session, which is higher while
+    it copies beside its trainer.
     """
 
     def __init__(
@@ -180,8 +171,7 @@ class Keeper:
     def _restart_timeout(self) -> None:
         """Restarts the timeout for successors. While a successor has claimed the keeper, there is no timeout."""
         if self.is_orphaned:
-            seconds = max((held.part.seconds for held in self._held.values()), default=self._seconds)
-            self._deadline = None if self._claims else time.monotonic() + seconds
+            self._deadline = None if self._claims else time.monotonic() + self._seconds
             self._changed.notify_all()
 
     def _answer(
@@ -209,7 +199,7 @@ class Keeper:
                 with self._changed:
                     heads = tuple(held.part.head for held in self._held.values())
                     address = None if self._server is None else self._server.address
-                    return Found(self._job, self._trainer, self.is_orphaned, heads, address), []
+                    return Found(self._job, self._trainer, heads, address), []
             case ClaimRequest(job):
                 return self._claim(job, channel), []
             case GetPart(state_id, rank):
@@ -228,7 +218,6 @@ class Keeper:
             return Failed(f"the staging buffer cannot be read: {error}")
         with self._changed:
             self._held[part.head.id, part.head.rank] = held
-            self._restart_timeout()
             if self.is_orphaned or not part.digests_follow:
                 self._digest(held)
         return Done()
@@ -257,10 +246,10 @@ class Keeper:
                 self._copy = CopyStatus(copied, problem=_NEEDED, is_given_up=True)
             keys = [key for key, held in self._held.items() if key[0] in over and not (is_trainer and held.is_replica)]
             forgotten = [self._held.pop(key) for key in keys]
-            self._restart_timeout()
         for held in forgotten:
-            held.forget()
-            self._digesting.submit(held.close)
+            held.is_forgotten = True
+            held.digests.cancel()
+            self._digesting.submit(os.close, held.fd)  # once no thread reads it for its digests
         return tuple(over)
 
     def _claim(self, job: str, channel: Channel) -> Answer:
@@ -396,7 +385,7 @@ def _accept(listener: socket.socket, keeper: Keeper) -> None:
     while True:
         connection, _ = listener.accept()
         if is_own_peer(connection):
-            threading.Thread(target=keeper.serve, args=(Channel(connection),), name="visitor", daemon=True).start()
+            threading.Thread(target=keeper.serve, args=(Channel(connection),), name="visitor").start()
         else:
             connection.close()
 
@@ -417,7 +406,7 @@ def _set_session_priority(niceness: int, is_wanted: Callable[[], bool]) -> None:
                 except BlockingIOError:  # the kernel allows ten writes a second, of all processes of all users together
                     time.sleep(_SESSION_SECONDS)
 
-    threading.Thread(target=work, name="priority", daemon=True).start()
+    threading.Thread(target=work, name="priority").start()
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -435,8 +424,8 @@ def main(arguments: Sequence[str]) -> None:
     listener = listen(Path(path))
     try:
         channel.send(Ready())
-        threading.Thread(target=keeper.serve, args=(channel,), kwargs={"is_trainer": True}, daemon=True).start()
-        threading.Thread(target=_accept, args=(listener, keeper), daemon=True).start()
+        threading.Thread(target=keeper.serve, args=(channel,), kwargs={"is_trainer": True}).start()
+        threading.Thread(target=_accept, args=(listener, keeper)).start()
         at_end_of(pidfd, keeper.orphan)
         keeper.wait_for_end(Path(path))
     finally:

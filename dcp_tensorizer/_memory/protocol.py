@@ -72,7 +72,6 @@ class StatePart:
     extents: tuple[Extent, ...]  # all tensors and objects, in the order of their digests
     description: bytes  # the layout, for a load; a keeper does not decode it
     inline: bytes  # the bytes that are not in the buffer
-    seconds: float  # how long the state is held when the trainer is gone
     digests_follow: bool = False  # a save writes the state, and then sends the digests
     digests: tuple[bytes, ...] = ()  # of each extent, as in `StoredItem`
 
@@ -130,7 +129,6 @@ class Found:
 
     job: str  # the run of the job
     trainer: int  # its process id
-    is_orphaned: bool  # the trainer is gone
     heads: tuple[StateHead, ...]  # the trainer's own parts of states, and replicas; the oldest first
     address: Address | None = None  # the keeper's address for other hosts; None if it is not open to them
 

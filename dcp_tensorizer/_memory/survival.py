@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from itertools import chain
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from .._index.schema import SaveRecord
@@ -25,7 +24,6 @@ from .._runtime.forks import Descriptor
 from .._runtime.memory_limit import available_memory
 from .._runtime.threads import NEVER, Deadline, in_background
 from .._saving.saver import Saver
-from .._staging.saves import StagedSaves
 from .._staging.shared_memory import SharedBuffer
 from .._staging.staged_save import StagedStateDict
 from .._storage.base import Storage
@@ -174,8 +172,8 @@ class Survival:
         if self._stage is _Stage.ON:
             self._saver.engine.saves.spares[self] = self._most_buffers - 1
 
-    def wait_held(self) -> tuple[bool, bool]:
-        """Waits until the newest state is held. Returns whether that failed, and whether this rank stopped holding."""
+    def wait_held(self) -> None:
+        """Waits until the newest state is held. If the keeper has ended, or memory is short, stops holding states."""
         holding, self._holding = self._holding, None
         error = None if holding is None else holding.exception()
         if self._stage is _Stage.ON and self._keeper is not None and not self._keeper.is_ours:
@@ -184,14 +182,13 @@ class Survival:
             logger.warning("a state is not held in memory: %s", describe(error))
         if self._stage is _Stage.ON:
             self._check_memory()
-        has_failed = self._newest is not None and self._newest not in self._held
-        return has_failed, self._stage is _Stage.ENDING
 
     def vote(self) -> MemoryVote:
         """Waits until the newest state is held. Returns this rank's vote about states in memory."""
-        has_failed, ends = self.wait_held()
+        self.wait_held()
+        has_failed = self._newest is not None and self._newest not in self._held
         about_copies = self.copies.vote(self._keeper if self._stage is _Stage.ON else None)
-        return about_copies._replace(has_failed=has_failed, ends=ends)
+        return about_copies._replace(has_failed=has_failed, ends=self._stage is _Stage.ENDING)
 
     def advance(self, vote: MemoryVote, *, is_busy: bool) -> None:
         """Forgets the states that are no longer needed after a vote.
@@ -219,18 +216,16 @@ class Survival:
             self._forget_all_but([number for number in self._held if number != newest])
             return
         # All ranks have the newest state.
-        saves, confirmed = self._saver.engine.saves, self.copies.confirmed
+        confirmed = self.copies.confirmed
         nbytes = self._held[newest].nbytes if newest in self._held else 0
         staying = {newest, confirmed, self.copies.ordered} & self._held.keys()
         in_use = {*staying, *([self._written] if is_busy else [])}
         self._forget_all_but([newest, confirmed], but_copied=len(in_use) < self._most_buffers)
-        if self.copies.is_on and len(self._held) > 1:
-            saves.reclaim()
-            if why := _lack_of_memory(saves, nbytes):
-                self.copies.give_up(why)
-                self._forget_all_but([newest])
+        if self.copies.is_on and len(self._held) > 1 and (why := self._lack_of_memory(nbytes)):
+            self.copies.problem = why
+            self._forget_all_but([newest])
         asks_again = self.copies.check_memory(nbytes, max(0, self._most_buffers - len(in_use)))
-        if asks_again or not self.copies.are_awaited:
+        if asks_again or not self.copies.is_on or self.copies.confirmed:
             self.predecessors.end()
 
     @property
@@ -355,11 +350,7 @@ class Survival:
             staged_save.wait_copied()
             buffer = staged_save.buffer
             assert buffer is not None and self._keeper is not None
-            planner = SavePlanner(enable_plan_caching=False)
-            planner.set_up_planner(dict(staged))  # `dict` does not call `items`, which ties the state to a save
-            plan, digests_follow = planner.create_local_plan(), staged_save.on_written is not None
-            part = state_part(head, plan, planner, buffer, self._seconds, digests_follow=digests_follow)
-            self._keeper.hold(part, buffer)
+            self._keeper.hold(state_part(head, staged, SavePlanner(enable_plan_caching=False)), buffer)
         except BaseException:
             if staged_save.buffer is not None:
                 staged_save.buffer.is_kept = False
@@ -371,10 +362,8 @@ class Survival:
         """Frees states if memory is too short to stage the next one as well."""
         if len(self._held) > 1:  # the older state is about to be forgotten
             return
-        saves = self._saver.engine.saves
-        saves.reclaim()
         nbytes = max([self.predecessors.nbytes, *(buffer.nbytes for buffer in self._held.values())])
-        why = _lack_of_memory(saves, nbytes) if nbytes else ""
+        why = self._lack_of_memory(nbytes) if nbytes else ""
         if not why:
             return
         if self._held:
@@ -382,6 +371,15 @@ class Survival:
         else:
             logger.warning("the states of an earlier run are freed from memory: %s", why)
             self.predecessors.end()
+
+    def _lack_of_memory(self, nbytes: int) -> str:
+        """Returns why another staging buffer of this size does not fit into memory, or an empty string if it fits."""
+        saves = self._saver.engine.saves
+        saves.reclaim()  # a buffer of a finished save may fit
+        available = None if saves.has_buffer(nbytes) else available_memory()
+        if available is None or available > _MARGIN * nbytes:
+            return ""
+        return f"another staging buffer takes {nbytes:,} bytes, and {available:,} bytes of memory are available"
 
     def _stop_holding(self, why: str) -> None:
         """Stops holding states on this rank. The next vote reports it to the other ranks."""
@@ -397,16 +395,6 @@ class Survival:
                 self._keeper.forget(forgotten, but_copied=but_copied)
         except WriteError as error:
             self._stop_holding(str(error))
-
-
-def _lack_of_memory(saves: StagedSaves, nbytes: int) -> str:
-    """Returns why another staging buffer of this size does not fit into memory, or an empty string if it fits."""
-    if saves.has_buffer(nbytes):
-        return ""
-    available = available_memory()
-    if available is None or available > _MARGIN * nbytes:
-        return ""
-    return f"another staging buffer takes {nbytes:,} bytes, and {available:,} bytes of memory are available"
 
 
 # --- the states of earlier runs ---------------------------------------------------------------------------------------
@@ -451,8 +439,8 @@ class Predecessors:
         state_id: str,
         rank: int,
         path: str,
-        elsewhere: Mapping[int, Sequence[Address]] = MappingProxyType({}),
-        damaged: Collection[tuple[int, str]] = (),
+        elsewhere: Mapping[int, Sequence[Address]],
+        damaged: Collection[tuple[int, str]],
     ) -> StateCheckpoint:
         """Opens a state as a checkpoint. If several ranks have the same item, ``rank`` gets its own.
 

@@ -147,8 +147,7 @@ class TensorizerTransport:
             if buffer is None or error is not None:
                 raise StagingError(f"step {step} cannot be sent: {error}")
             planner = SavePlanner(flatten_state_dict=False, enable_plan_caching=False)
-            planner.set_up_planner(dict(staged), is_coordinator=True)
-            self._keeper.hold(state_part(head, planner.create_local_plan(), planner, buffer, seconds=0.0), buffer)
+            self._keeper.hold(state_part(head, staged, planner), buffer)
         except BaseException:
             if buffer is not None:
                 buffer.is_kept = False

@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_tensorizer import CheckpointManager, CopyOptions
 
+from ..lab.seams import status_of_copy, wait_held
 from .lab import SHARED, Host, Job, Lab
 
 __all__ = ["copied_step", "damage", "events", "keepers", "start"]
@@ -58,8 +59,7 @@ def main(words: str) -> None:
         local = distribute_tensor(full + step, mesh, [Shard(0)]).to_local()
         tell("restored", step, right=torch.equal(state["w"].to_local(), local) and state["step"] == step)
         last = last or (step + more if more else 0)
-        survival = manager._survival
-        copies = survival.copies
+        copies = manager._survival.copies
         steps: dict[str, int] = {}  # by the ids of states
         while not last or step < last:
             step += 1
@@ -73,8 +73,8 @@ def main(words: str) -> None:
             if not waits and (found := steps.pop(copies.confirmed, 0)):
                 tell("copied", found)
             while waits and copies.is_ready:
-                survival.wait_held()
-                if not (status := survival._keeper.copy_status()).is_running:
+                wait_held(manager)
+                if not (status := status_of_copy(manager)).is_running:
                     if not status.problem:
                         tell("copied", step)
                     break

@@ -31,6 +31,7 @@ from dcp_tensorizer._saving.save import Save
 from dcp_tensorizer._saving.writer_client import WriterClient
 from dcp_tensorizer._staging.state_tree import TensorList
 
+from ..lab.seams import status_of_copy
 from .lab import SHARED, Host, Job, Lab
 
 __all__ = ["PHASES", "go_on", "start"]
@@ -108,7 +109,7 @@ def main(words: str) -> None:
                     ordered.setdefault(copies.ordered, step)
                 if found := ordered.pop(copies.confirmed, 0):
                     tell("copied", found)
-                if halt.is_due("copy") and copies.is_ready and manager._survival._keeper.copy_status().is_running:
+                if halt.is_due("copy") and copies.is_ready and status_of_copy(manager).is_running:
                     halt.at("copy", stands=False)
                 tell("made", step)
                 time.sleep(_STEP_SECONDS)

@@ -45,6 +45,8 @@ from ..lab.processes import forget, quietly
 from ..lab.seams import cached
 from ..lab.states import directories_in, same
 
+pytestmark = pytest.mark.usefixtures("one_writer_process")
+
 NUMBERS = 2048  # more than what stands in the index itself
 
 

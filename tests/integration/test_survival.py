@@ -210,7 +210,8 @@ def test_the_digests_of_a_save_are_those_that_the_keeper_would_take(
     ) as manager:
         manager.save(1, mixed_state(), wait=True)
         wait_held(manager)  # the keeper may be told of it when it has been written
-        ((number, known),) = told
+        number, known = told[0]
+        assert told == told[:1] * len(told)
         content, digests = taken_from(sockets, number)
         expected = {(extent.offset, extent.nbytes): own for extent, own in digests.items() if not extent.is_inline}
         assert len(expected) == 5 and known == ({} if encrypts else expected)
@@ -278,7 +279,7 @@ def test_a_keeper_is_left_while_it_is_told_digests(sockets: Path, goes_on: str) 
     head = StateHead("a", 1, "run", 0, 1, None)
     with closing(SharedBuffer(4096)) as buffer:
         process = KeeperProcess("job", "run", WAIT)
-        part = StatePart(head, buffer.nbytes, (Extent(False, 0, 100),), b"", b"", WAIT, digests_follow=True)
+        part = StatePart(head, buffer.nbytes, (Extent(False, 0, 100),), b"", b"", digests_follow=True)
         process.hold(part, buffer)
         (keeper,) = keepers_below(sockets)
         if goes_on == "afterwards":

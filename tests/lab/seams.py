@@ -11,6 +11,7 @@ import xxhash
 from dcp_tensorizer import CheckpointManager
 from dcp_tensorizer._memory import survival
 from dcp_tensorizer._memory.client import KeeperConnection
+from dcp_tensorizer._memory.protocol import CopyStatus, Plain
 from dcp_tensorizer._memory.runtime_directory import connect
 from dcp_tensorizer._storage.base import Storage
 from dcp_tensorizer._storage.local_io import Residency
@@ -27,6 +28,13 @@ from .states import dtype_name, raw
 def wait_held(manager: CheckpointManager) -> None:
     """Waits until the newest state is held in memory (``survive``)."""
     manager._survival.wait_held()
+
+
+def status_of_copy(manager: CheckpointManager) -> CopyStatus:
+    """The status of the last copy of this rank's states to another host."""
+    keeper = manager._survival._keeper
+    assert keeper is not None
+    return keeper.ask(Plain.COPY_STATUS, CopyStatus)
 
 
 def leave_no_memory() -> None:

@@ -12,7 +12,7 @@ from dcp_tensorizer._memory.wire import Address
 def found(*ranks: int, given: bool = False, world_size: int = 2, host: str = "a") -> list[Found]:
     """Returns a keeper that holds the parts of these ranks. With ``given``, it serves them to other hosts."""
     heads = tuple(StateHead("a", 1, "run", rank, world_size, None) for rank in ranks)
-    return [Found("run", 1, True, heads, Address(host, 1, b"secret") if given else None)]
+    return [Found("run", 1, heads, Address(host, 1, b"secret") if given else None)]
 
 
 @pytest.mark.parametrize(

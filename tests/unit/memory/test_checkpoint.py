@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dcp_tensorizer import ChecksumMismatch, MetadataError, SavePlanner, unwrap
 from dcp_tensorizer._index.schema import SaveRecord
@@ -30,15 +33,9 @@ def kept(state: Mapping[str, Any], rank: int = 0, world_size: int = 1) -> tuple[
     buffer = staged.staged_save.buffer
     assert buffer is not None
     head = StateHead("0" * 32, 1, "run", rank, world_size, SaveRecord(1, None, (), {}))
-    planner = SavePlanner(enable_plan_caching=False)
-    planner.set_up_planner(dict(staged))
-    held = _HeldPart(state_part(head, planner.create_local_plan(), planner, buffer, 60.0), os.dup(buffer.fd))
+    held = _HeldPart(state_part(head, staged, SavePlanner(enable_plan_caching=False)), os.dup(buffer.fd))
     held.take_digests()
-    content = replace(held.part, digests=held.digests.result())
-    copy = Descriptor(os.dup(held.fd))
-    held.forget()
-    held.close()
-    return content, copy
+    return replace(held.part, digests=held.digests.result()), Descriptor(held.fd)
 
 
 def load(state: dict[str, Any], *states: tuple[StatePart, Descriptor], **options: Any) -> None:
@@ -74,6 +71,21 @@ def test_of_what_several_ranks_have_the_last_one_counts() -> None:
     loaded = {"a": torch.zeros(3), "rank": -1}
     load(loaded, kept({"a": torch.ones(3), "rank": 0}, 0, 2), kept({"a": torch.full((3,), 2.0), "rank": 1}, 1, 2))
     assert (loaded["a"].tolist(), loaded["rank"]) == ([2.0] * 3, 1)
+
+
+def test_chunks_of_several_ranks_are_joined() -> None:
+    """A tensor of which each rank has a part is loaded whole."""
+    parts = []
+    for rank in range(2):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+        try:
+            local, mesh = torch.full((3, 2), float(rank)), DeviceMesh("cpu", [0, 1])
+            parts.append(kept({"w": DTensor.from_local(local, mesh, [Shard(0)], run_check=False)}, rank, 2))
+        finally:
+            dist.destroy_process_group()
+    loaded = {"w": torch.full((6, 2), 7.0)}
+    load(loaded, *parts)
+    assert loaded["w"].tolist() == [[0.0, 0.0]] * 3 + [[1.0, 1.0]] * 3
 
 
 def test_a_load_without_a_template() -> None:

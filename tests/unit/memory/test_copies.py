@@ -25,7 +25,9 @@ class _Keeper:
         self.status = CopyStatus()
         self.has_dropped = False
 
-    def ask(self, request: Copy | Plain, kind: type[Done]) -> Done:
+    def ask(self, request: Copy | Plain, kind: type[Done | CopyStatus]) -> Done | CopyStatus:
+        if request is Plain.COPY_STATUS:
+            return self.status
         if isinstance(request, Copy):
             self.copied.append((request.id, request.confirmed))
             self.status = CopyStatus(request.id, is_running=True)
@@ -34,14 +36,11 @@ class _Keeper:
             self.has_dropped = True
         return Done()
 
-    def copy_status(self) -> CopyStatus:
-        return self.status
-
 
 def ready() -> tuple[PeerCopies, Any]:
     """Makes copies with a partner and enough memory."""
     copies = PeerCopies(Agreement(None), 2, CopyOptions())
-    copies._partner, copies._has_memory = Address("10.0.0.2", 5, b""), True
+    copies._partner, copies.is_ready = Address("10.0.0.2", 5, b""), True
     return copies, _Keeper()
 
 
@@ -58,7 +57,7 @@ def test_one_after_the_other() -> None:
     copies, keeper = ready()
     assert step(copies, keeper, "a")
     assert not step(copies, keeper, "b")
-    assert copies.are_awaited and copies.ordered == "a"
+    assert (copies.confirmed, copies.ordered) == ("", "a")
     keeper.status = CopyStatus("a")
     assert step(copies, keeper, "c")
     assert (copies.confirmed, copies.ordered) == ("a", "c")
@@ -106,6 +105,19 @@ def test_a_partner_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
         copies.advance(vote)
     assert not copies.is_on and not copies.order("b")
     assert "as with copies=1: there is no memory" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("is_begun", "has_keeper", "is_ours"), [(False, True, True), (True, False, True), (True, True, False)]
+)
+def test_copies_that_are_not_removed(is_begun: bool, has_keeper: bool, is_ours: bool) -> None:
+    """Without a copy, or without a keeper of this process, no request to remove copies is sent."""
+    copies, keeper = ready()
+    keeper.is_ours = is_ours
+    if is_begun:
+        step(copies, keeper, "a")
+    copies.forget(keeper if has_keeper else None)
+    assert (keeper.has_dropped, copies.confirmed) == (False, "")
 
 
 def test_a_partner_that_a_later_run_has() -> None:

@@ -6,9 +6,11 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -35,10 +37,10 @@ SIZE = 4096
 NOWHERE = Path("/nonexistent/socket")
 
 
-def state(number: str, seconds: float = 60.0) -> StatePart:
+def state(number: str) -> StatePart:
     head = StateHead(number, 1, "run", 0, 1, SaveRecord(1, None, (), {}))
     extents = (Extent(is_inline=False, offset=64, nbytes=100), Extent(is_inline=True, offset=0, nbytes=3))
-    return StatePart(head, SIZE, extents, b"what is where", b"abc", seconds)
+    return StatePart(head, SIZE, extents, b"what is where", b"abc")
 
 
 @contextmanager
@@ -101,7 +103,7 @@ def test_a_state_is_given_with_its_digests(buffer: int) -> None:
     keeper = Keeper("run", 7, 60.0)
     with connected(keeper, is_trainer=True) as trainer, connected(keeper) as visitor:
         assert ask(trainer, state("a"), (buffer,)) == Done()
-        assert ask(visitor, Plain.LIST) == Found("run", 7, False, (state("a").head,))
+        assert ask(visitor, Plain.LIST) == Found("run", 7, (state("a").head,))
         content = ask(visitor, GetPart("a", 0))
         assert isinstance(content, StatePart)
         assert replace(content, digests=()) == state("a")
@@ -159,17 +161,18 @@ def test_it_ends_when_it_is_told_to() -> None:
 
 
 def test_how_long_it_waits(buffer: int) -> None:
-    """The keeper waits for the longest time of its states."""
+    """The keeper waits for its time from the end of the trainer on, and anew when a successor is gone."""
     keeper = Keeper("run", 7, 600.0)
     waiting = threading.Thread(target=keeper.wait_for_end, args=(NOWHERE,))
     waiting.start()
     with connected(keeper) as visitor:
         with connected(keeper, is_trainer=True) as trainer:
-            ask(trainer, state("a", 0.01), (buffer,))
-            ask(trainer, state("b", 600.0), (buffer,))
-        assert isinstance(ask(visitor, GetPart("b", 0)), StatePart)
-        assert waiting.is_alive()
-        ask(visitor, Forget(("b",)))
+            ask(trainer, state("a"), (buffer,))
+        assert isinstance(ask(visitor, GetPart("a", 0)), StatePart)
+        with connected(keeper) as successor:
+            assert ask(successor, ClaimRequest("next")) == Done()
+            assert waiting.is_alive()
+            keeper._seconds = 0.01
         waiting.join()
 
 
@@ -182,6 +185,23 @@ def test_it_ends_when_nobody_comes() -> None:
         assert isinstance(ask(visitor, ClaimRequest("next")), Failed)
         assert waiting.is_alive()
     waiting.join()
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_whose_connections_are_served(monkeypatch: pytest.MonkeyPatch, is_own: bool) -> None:
+    """A process of this user gets answers. The connection of another user is closed."""
+    ours, theirs = socket.socketpair()
+    connections = [(theirs, "")]
+    listener: Any = SimpleNamespace(accept=connections.pop)
+    monkeypatch.setattr(keeper_module, "is_own_peer", lambda connection: is_own)
+    with pytest.raises(IndexError):  # no further connection
+        keeper_module._accept(listener, Keeper("run", 7, 60.0))
+    with closing(Channel(ours)) as channel:
+        if is_own:
+            assert ask(channel, Plain.LIST) == Found("run", 7, ())
+        else:
+            with pytest.raises(EOFError):
+                channel.receive()
 
 
 def test_its_socket_does_not_grow_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

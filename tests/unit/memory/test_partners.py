@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from typing import Any
 
 import pytest
@@ -71,6 +72,19 @@ def test_an_address_that_leads_a_host_to_itself() -> None:
     own = introduce(CopyOptions(interface="127.0.0.1"), None)
     assert own.keeper is None and "127.0.0.1 is a loopback address. Pass interface=" in own.problem
     assert routes_to_others([own, rank("y", 1, "10.0.0.7")]) == ["10.0.0.7", ""]
+
+
+def test_the_interface_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leads to the given host, and otherwise to the coordinator: by MASTER_ADDR, or by this host's own name."""
+    asked = list[str]()
+    monkeypatch.setattr(copies_module, "address_towards", lambda other: asked.append(other) or "10.0.0.5")
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.9")
+    own = introduce(CopyOptions(), None, "10.0.0.7")
+    assert (own.address, own.problem) == ("10.0.0.5", "it has no keeper")
+    introduce(CopyOptions(), None)
+    monkeypatch.delenv("MASTER_ADDR")
+    introduce(CopyOptions(), None)
+    assert asked == ["10.0.0.7", "10.0.0.9", socket.gethostname()]
 
 
 def test_routes_of_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

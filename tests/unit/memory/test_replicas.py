@@ -27,6 +27,7 @@ from dcp_tensorizer._memory.protocol import (
     CopyStatus,
     Extent,
     OpenToPeers,
+    Plain,
     StateHead,
     StatePart,
 )
@@ -59,7 +60,7 @@ NBYTES = 3 * BLOCK + 4096
 def part(number: str, rank: int = 0, nbytes: int = NBYTES) -> StatePart:
     head = StateHead(number, 1, "run", rank, 2, SaveRecord(1, None, (("b", 0),), {"loss": 0.5}), folder=(1, 2))
     extents = (Extent(is_inline=False, offset=64, nbytes=nbytes - 64), Extent(is_inline=True, offset=0, nbytes=3))
-    return StatePart(head, nbytes, extents, b"what is where", b"abc", 60.0)
+    return StatePart(head, nbytes, extents, b"what is where", b"abc")
 
 
 def with_digests(part: StatePart, data: bytes) -> StatePart:
@@ -99,10 +100,14 @@ def copied(source: KeeperProcess) -> CopyStatus:
     """Returns the status of a copy that is over."""
 
     def over() -> CopyStatus | None:
-        status = source.copy_status()
+        status = status_of_copy(source)
         return None if status.is_running else status
 
     return eventually(over)
+
+
+def status_of_copy(source: KeeperProcess) -> CopyStatus:
+    return source.ask(Plain.COPY_STATUS, CopyStatus)
 
 
 def found(job: str) -> KeeperConnection:
@@ -138,6 +143,26 @@ def test_a_state_is_copied_and_read_from_afar(
         RemotePart(address, "a", 1).record()
 
 
+def test_ranges_are_read_over_one_connection(buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next read of a part uses the connection of the one before."""
+    keeper, data = Keeper("run", 7, 60.0), os.pread(buffer.fd, NBYTES, 0)
+    address = opened(keeper)
+    copy_part(address, with_digests(part("a"), data), buffer.fd, "", Throttle(0), lambda: True)
+    wires = list[Wire]()
+    connect = Address.connect
+    monkeypatch.setattr(Address, "connect", lambda self: wires.append(connect(self)) or wires[-1])
+    remote = RemotePart(address, "a", 0)
+    remote.record()
+    for start in (0, BLOCK):
+        content = memoryview(bytearray(BLOCK))
+        remote.read_into([content], start)
+        assert content == data[start : start + BLOCK]
+    remote.release()
+    ((fd, _),) = keeper.drop_replicas(part("a").head, "")
+    os.close(fd)
+    assert len(wires) == 1
+
+
 def test_older_replicas_go(source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer) -> None:
     """Only the confirmed and the newest replica stay."""
     address = partner.ask(OpenToPeers("127.0.0.1", SECRET), Address)
@@ -156,7 +181,7 @@ def test_a_copy_that_is_given_up(source: KeeperProcess, partner: KeeperProcess, 
     source.ask(Copy("a", address, 1e6), Done)
     source.forget(["a"], but_copied=True)
     assert source.held == {"a": buffer}
-    assert source.copy_status() == CopyStatus("a", is_running=True)
+    assert status_of_copy(source) == CopyStatus("a", is_running=True)
     source.forget(["a"])
     assert (source.held, buffer.is_kept) == ({}, False)
     assert copied(source) == CopyStatus("a", problem="its memory was needed", is_given_up=True)
@@ -204,10 +229,10 @@ def test_a_copy_counts_only_beside_its_own_part(
     source.ask(Copy("a", partner.ask(OpenToPeers("127.0.0.1", SECRET), Address), 0.0), Done)
     assert copied(source) == CopyStatus("a")
     source.forget(["a"], but_copied=True)
-    assert (source.held, source.copy_status()) == ({"a": buffer}, CopyStatus("a"))
+    assert (source.held, status_of_copy(source)) == ({"a": buffer}, CopyStatus("a"))
     source.forget(["a"])
     assert source.held == {}
-    assert source.copy_status() == CopyStatus("a", problem="its memory was needed", is_given_up=True)
+    assert status_of_copy(source) == CopyStatus("a", problem="its memory was needed", is_given_up=True)
 
 
 def test_a_partner_that_another_run_has_claimed() -> None:
@@ -370,6 +395,30 @@ def test_digests_have_a_low_priority_unless_replicas_wait_for_them(
                 priorities.add(os.getpriority(os.PRIO_PROCESS, int(task.name)))
         assert priorities == {own} | ({10} if lower else set())
     finally:
+        keeper.end()
+
+
+def test_an_address_stays_until_another_is_requested() -> None:
+    """A second request returns the same address. A request for a new one closes it, and has its own secret."""
+    keeper, other = Keeper("run", 7, 60.0), bytes(32)
+    first = opened(keeper)
+    with connected(keeper) as trainer:
+        assert ask(trainer, OpenToPeers("127.0.0.1", other)) == first
+        first.connect().close()
+        anew = ask(trainer, OpenToPeers("127.0.0.1", other, anew=True))
+    assert isinstance(anew, Address) and anew.secret == other
+    anew.connect().close()
+    with pytest.raises(ConnectionRefusedError):
+        first.connect()
+
+
+def test_a_keeper_that_is_left(source: KeeperProcess) -> None:
+    """A successor can claim a keeper that its trainer has left, even while the trainer lives."""
+    assert status_of_copy(source) == CopyStatus()  # it has started
+    with closing(found("test-source")) as keeper:
+        assert not keeper.claim("next")
+        source.leave()
+        assert eventually(lambda: keeper.claim("next"))
         keeper.end()
 
 

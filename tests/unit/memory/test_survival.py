@@ -1,20 +1,29 @@
-"""Whether a state in memory is outdated, by the checkpoints on storage."""
+"""The states that a rank holds in memory, and whether they are outdated by the checkpoints on storage."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from dcp_tensorizer import MetadataError, ReadError
+from dcp_tensorizer import MetadataError, ReadError, TensorizerStorageWriter
 from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._job.ranks import Agreement
 from dcp_tensorizer._job.restore import Problem, Selection, joint_problem, load_from_memory
-from dcp_tensorizer._job.steps import Step
+from dcp_tensorizer._job.steps import Position, Step
+from dcp_tensorizer._memory import survival as survival_module
 from dcp_tensorizer._memory.client import KeeperConnection
+from dcp_tensorizer._memory.copies import CopyOptions, MemoryVote
 from dcp_tensorizer._memory.protocol import Found, StateHead, StatePart
-from dcp_tensorizer._memory.survival import AllMemory, Predecessors, outdated
+from dcp_tensorizer._memory.survival import AllMemory, Predecessors, Survival, outdated
 from dcp_tensorizer._runtime.forks import Descriptor
+from dcp_tensorizer._runtime.threads import Deadline
+from dcp_tensorizer._storage.open import open_storage
 
 from ...lab.processes import open_descriptors, quietly
 
@@ -78,13 +87,20 @@ class _Keeper(KeeperConnection):
 
     def __init__(self, rank: int, has_ended: bool) -> None:
         kept = head(5, None, None)._replace(rank=rank, world_size=2, folder=None)
-        self.found = Found("run", 7, True, (kept,))
+        self.found = Found("run", 7, (kept,))
         self.has_ended = has_ended
+        self.end_is = ""
+
+    def end(self) -> None:
+        self.end_is = "ended"
+
+    def close(self) -> None:
+        self.end_is = "closed"
 
     def part(self, state_id: str, rank: int) -> tuple[StatePart, Descriptor]:
         if self.has_ended:
             raise ReadError("a keeper has ended")
-        return StatePart(self.found.heads[0], 0, (), b"", b"", 60.0), Descriptor(os.open("/dev/null", os.O_RDONLY))
+        return StatePart(self.found.heads[0], 0, (), b"", b""), Descriptor(os.open("/dev/null", os.O_RDONLY))
 
 
 def test_a_keeper_that_ends_while_others_give_their_states() -> None:
@@ -99,6 +115,101 @@ def test_a_keeper_that_ends_while_others_give_their_states() -> None:
     assert (problem.is_damage, problem.has_touched) == (True, False)
     assert "a keeper has ended" in str(problem.error)
     assert open_descriptors() == before
+
+
+class _OwnKeeper:
+    """Keeper of this process, which the test plays."""
+
+    is_ours = True
+
+    def __init__(self, job: str, run: str, seconds: float, timeout: float) -> None:
+        self.held = dict[str, Any]()
+        self.is_left = False
+
+    def hold(self, part: StatePart, buffer: Any) -> None:
+        self.held[part.head.id], buffer.is_kept = buffer, True
+
+    def forget(self, ids: Sequence[str], *, but_copied: bool) -> None:
+        for state_id in ids:
+            self.held.pop(state_id).is_kept = False
+
+    def leave(self, deadline: Deadline) -> None:
+        self.is_left = True
+
+    def end(self, deadline: Deadline) -> None:
+        self.forget(list(self.held), but_copied=False)
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[TensorizerStorageWriter]:
+    with TensorizerStorageWriter(tmp_path) as writer:
+        yield writer
+
+
+@pytest.fixture
+def holding(writer: TensorizerStorageWriter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Survival]:
+    """Yields the states of a rank, which is alone and has found no earlier run."""
+    monkeypatch.setattr(survival_module, "KeeperProcess", _OwnKeeper)
+    monkeypatch.setattr(survival_module, "connect_to_keepers", lambda job, timeout: ([], []))
+    holding = Survival(
+        writer.saver,
+        open_storage(tmp_path),
+        "step-{}",
+        Agreement(None),
+        seconds=60.0,
+        buffers=3,
+        copies=1,
+        copy_options=CopyOptions(),
+    )
+    holding.find_predecessors()
+    holding.start_keeper()
+    holding.find_partners()
+    yield holding
+    holding.end()
+
+
+def hold(holding: Survival, writer: TensorizerStorageWriter, step: int) -> _OwnKeeper:
+    """Holds the state of a step that no save writes. Returns the keeper."""
+    on_staged = holding.next_state(SaveRecord(step, None, BRANCH, {}, "run"), Position.at(BRANCH, None, []))
+    assert on_staged is not None
+    writer.saver.hold({"w": torch.full((1000,), float(step))}, on_staged)
+    holding.wait_held()
+    keeper: Any = holding._keeper
+    return keeper
+
+
+def test_a_run_leaves_its_states_only_when_it_fails(holding: Survival, writer: TensorizerStorageWriter) -> None:
+    """Until `leave`, the states are those of a run that continues. Afterwards, they are in its keeper."""
+    keeper = hold(holding, writer, 1)
+    assert (holding.vote(), holding.has_left, keeper.is_left) == (MemoryVote(), False, False)
+    holding.leave()
+    assert (holding.has_left, keeper.is_left, len(keeper.held)) == (True, True, 1)
+    keeper.end(Deadline(None))
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, "closed"), ({"has_saved": True}, "ended")])
+def test_what_earlier_runs_left_at_the_end(holding: Survival, options: dict[str, bool], expected: str) -> None:
+    """States of earlier runs stay for the next run, unless this run has saved a step."""
+    earlier = _Keeper(0, has_ended=False)
+    holding.predecessors = Predecessors([earlier])
+    holding.end(**options)
+    assert earlier.end_is == expected
+
+
+def test_no_memory_for_the_next_state(
+    holding: Survival,
+    writer: TensorizerStorageWriter,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """If another buffer does not fit into memory, the rank frees its states, and votes to hold no more."""
+    keeper = hold(holding, writer, 1)
+    monkeypatch.setattr(survival_module, "available_memory", lambda: 1000)
+    with caplog.at_level(logging.WARNING):
+        assert holding.vote() == MemoryVote(has_failed=True, ends=True)
+    assert keeper.held == {}
+    why = "another staging buffer takes 4,096 bytes, and 1,000 bytes of memory are available"
+    assert caplog.messages == [f"states are no longer held in memory, and survive=60 is off: {why}"]
 
 
 def test_a_job_that_had_gone_back() -> None:
