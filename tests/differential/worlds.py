@@ -110,9 +110,10 @@ def _run(size: int, function: Callable[[int], Any]) -> list[Any]:
         thread.start()
     for thread in threads:
         thread.join(_WAIT)
-        if thread.is_alive():
-            group.exception_handle(TimeoutError())
+        if thread.is_alive():  # the ranks wait for one that has failed and gone on: as if they had been killed
+            group.exception_handle(TimeoutError("the ranks wait for each other"))
             thread.join(_WAIT)
+        if thread.is_alive():
             raise TimeoutError(f"{thread.name} hangs")
     sys.excepthook = excepthook
     return results

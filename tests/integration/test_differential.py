@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from ..differential import worlds
 from ..differential.cases import Case
 from ..differential.check import check
 from ..differential.describe import Failed
@@ -49,6 +51,22 @@ def test_the_messages_of_the_differences_are_those_of_the_package() -> None:
     words = [word for call in calls for word in re.findall(r'"(.*?)"', "".join(call))]
     assert len(words) >= 11
     assert [word for word in words if word not in source and not word.startswith("KeyError")] == []
+
+
+def test_ranks_that_wait_for_one_that_has_failed_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's save lets them wait forever, and the other cases are still to run."""
+    monkeypatch.setattr(worlds, "_WAIT", 1.0)
+
+    def save(rank: int) -> str:
+        if rank:
+            dist.barrier()
+        return "failed"
+
+    with threads_as_ranks() as run:
+        first, *others = run(3, save)
+        assert first == "failed"
+        assert [type(other) for other in others] == [Failed, Failed]
+        assert run(2, lambda rank: rank) == [0, 1]
 
 
 @pytest.mark.parametrize("planner", ["none", EACH_ITS_OWN])
