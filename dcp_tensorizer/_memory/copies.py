@@ -198,24 +198,22 @@ class PeerCopies:
                 self.confirmed = self.ordered
             self.ordered = ""
 
-    def order(self, state_id: str) -> bool:
-        """Decides whether to copy the state that is staged next. The decision is the same on all ranks."""
-        if not self.is_ready or self.ordered:
-            return False
-        self.ordered = state_id
-        return True
+    def order(self, state_id: str) -> None:
+        """Orders a copy of the state that is staged next, if none is in progress. The same on all ranks."""
+        if self.is_ready and not self.ordered:
+            self.ordered = state_id
 
     # --- this rank --------------------------------------------------------------------------------------------------
 
-    def start(self, keeper: KeeperProcess, state_id: str) -> None:
-        """Begins to copy a state that the keeper holds. The other ranks learn of a failure at the next step."""
+    def start(self, keeper: KeeperProcess) -> None:
+        """Begins the ordered copy, of a state that the keeper holds. The others learn of a failure at the next step."""
         assert self._partner is not None
         try:
-            keeper.ask(Copy(state_id, self._partner, self._rate, self.confirmed), Done)
+            keeper.ask(Copy(self.ordered, self._partner, self._rate, self.confirmed), Done)
         except WriteError as error:
             logger.info("a state is not copied to another host: %s", str(error))
         else:
-            self._begun = state_id
+            self._begun = self.ordered
 
     def forget(self, keeper: KeeperProcess | None) -> None:
         """Removes all copies. Call it if the job has restored another state, or makes no further copies."""

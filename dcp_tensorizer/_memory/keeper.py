@@ -139,7 +139,7 @@ class Keeper:
         """Answers the requests of one connection until the other end closes it."""
         try:
             with suppress(OSError):
-                channel.serve(lambda request, fds: self._answer(request, fds, channel, is_trainer=is_trainer))
+                channel.serve(functools.partial(self._answer, channel=channel, is_trainer=is_trainer))
         finally:
             with self._changed:
                 if self._claims.pop(channel, None) is not None:

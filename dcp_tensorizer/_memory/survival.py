@@ -255,14 +255,14 @@ class Survival:
             host=this_host(),
             line=position.line,
         )
-        is_copied = self.copies.order(number)
+        self.copies.order(number)
 
         def hold(staged: StagedStateDict) -> None:
             if not staged.staged_save.abandoned:  # a save writes this state
                 self._written = number
                 if self._keeper is not None:
                     staged.staged_save.on_written = functools.partial(self._keeper.written, number)
-            self._holding = in_background(functools.partial(self._hold, head, staged, is_copied=is_copied), name="hold")
+            self._holding = in_background(functools.partial(self._hold, head, staged), name="hold")
 
         return hold
 
@@ -344,7 +344,7 @@ class Survival:
         """Returns the buffers of the states, by the states' ids, the oldest first."""
         return {} if self._keeper is None else self._keeper.held
 
-    def _hold(self, head: StateHead, staged: StagedStateDict, *, is_copied: bool) -> None:
+    def _hold(self, head: StateHead, staged: StagedStateDict) -> None:
         staged_save = staged.staged_save
         try:
             staged_save.wait_copied()
@@ -355,8 +355,8 @@ class Survival:
             if staged_save.buffer is not None:
                 staged_save.buffer.is_kept = False
             raise
-        if is_copied:
-            self.copies.start(self._keeper, head.id)
+        if self.copies.ordered == head.id:  # unchanged until the next vote, which waits for this thread
+            self.copies.start(self._keeper)
 
     def _check_memory(self) -> None:
         """Frees states if memory is too short to stage the next one as well."""

@@ -47,8 +47,9 @@ def ready() -> tuple[PeerCopies, Any]:
 def step(copies: PeerCopies, keeper: Any, state_id: str) -> bool:
     """Runs a step of training, whose state is held. Returns whether the state is copied."""
     copies.advance(copies.vote(keeper))
-    if is_copied := copies.order(state_id):
-        copies.start(keeper, state_id)
+    copies.order(state_id)
+    if is_copied := copies.ordered == state_id:
+        copies.start(keeper)
     return is_copied
 
 
@@ -103,7 +104,8 @@ def test_a_partner_that_is_full(caplog: pytest.LogCaptureFixture) -> None:
     assert keeper.has_dropped
     with caplog.at_level(logging.WARNING):
         copies.advance(vote)
-    assert not copies.is_on and not copies.order("b")
+    copies.order("b")
+    assert (copies.is_on, copies.ordered) == (False, "")
     assert "as with copies=1: there is no memory" in caplog.text
 
 

@@ -18,6 +18,7 @@ import xxhash
 
 from dcp_tensorizer import ReadError, WriteError
 from dcp_tensorizer._index.schema import SaveRecord
+from dcp_tensorizer._memory import keeper as keeper_module
 from dcp_tensorizer._memory import replicas as replicas_module
 from dcp_tensorizer._memory.client import KeeperConnection, KeeperProcess, connect_to_keepers
 from dcp_tensorizer._memory.keeper import Keeper
@@ -26,6 +27,7 @@ from dcp_tensorizer._memory.protocol import (
     Copy,
     CopyStatus,
     Extent,
+    GetPart,
     OpenToPeers,
     Plain,
     StateHead,
@@ -161,6 +163,21 @@ def test_ranges_are_read_over_one_connection(buffer: SharedBuffer, monkeypatch: 
     ((fd, _),) = keeper.drop_replicas(part("a").head, "")
     os.close(fd)
     assert len(wires) == 1
+
+
+def test_the_digests_of_a_replica_are_not_computed(buffer: SharedBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come with it, also when the keeper computes the digests of all parts that have none."""
+    keeper, content = Keeper("run", 7, 60.0), with_digests(part("a"), os.pread(buffer.fd, NBYTES, 0))
+    copy_part(opened(keeper), content, buffer.fd, "", Throttle(0), lambda: True)
+    computed = list[int]()
+    monkeypatch.setattr(keeper_module, "Digester", computed.append)
+    keeper.orphan()
+    with connected(keeper) as visitor:
+        assert ask(visitor, GetPart("a", 0)) == content
+    keeper._digesting.submit(int).result()  # after all computations that have been requested
+    assert computed == []
+    ((fd, _),) = keeper.drop_replicas(content.head, "")
+    os.close(fd)
 
 
 def test_older_replicas_go(source: KeeperProcess, partner: KeeperProcess, buffer: SharedBuffer) -> None:
