@@ -105,7 +105,7 @@ class TensorizerStorageReader(StorageReader):
             must be the writer's path: pass the checkpoint below that path as the ``checkpoint_id`` of ``dcp.load``.
 
     Attributes:
-        load_id: Identifies the load in its report and in ``storage_meta`` of the metadata; `reset` makes a new one.
+        load_id: The id of the load, in its report and in ``storage_meta`` of the metadata. `reset` makes a new one.
         around_read: Returns the context manager in which this rank reads its data; for `CheckpointManager`.
 
     Raises:
@@ -339,7 +339,7 @@ class TensorizerStorageReader(StorageReader):
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
-        """The process group of the exchange; None without an exchange."""
+        """The process group of the exchange; None if the ranks exchange nothing."""
         return self._exchange if self._opened()[1].has_digests else None
 
     def _opened(self) -> tuple[Storage, Catalog]:

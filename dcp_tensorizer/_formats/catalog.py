@@ -87,7 +87,9 @@ class Catalog(abc.ABC):
 def check_length(path: str, key: str, item: StoredItem, shape: tuple[int, ...]) -> None:
     """Raises `MetadataError`, naming the key, unless a stored tensor has the size of its shape and dtype."""
     if math.prod(shape) * named_dtype(item.dtype).itemsize != item.length:
-        raise MetadataError(f"{path}: {key!r} of shape {shape} has {item.length:,} bytes stored")
+        raise MetadataError(
+            f"{path}: {key!r} of shape {shape} has {item.length:,} bytes stored, which do not match its shape and dtype"
+        )
 
 
 def check_chunks(path: str, key: str, shape: Sequence[int], regions: Sequence[Region]) -> None:

@@ -169,7 +169,7 @@ class ModelCatalog(Catalog):
             ends = [start + size for start, size in zip(offset, shape, strict=False)]
             if len(offset) != len(shape) or max(ends, default=0) > MAX_NUMBER:
                 raise MetadataError(
-                    f"{self.path}/{file.name}: its metadata entry {SHARDING} lacks the offset of {tensor.key!r}"
+                    f"{self.path}/{file.name}: its metadata entry {SHARDING} has no valid offset of {tensor.key!r}"
                 )
             whole = placed.setdefault(tensor.key, Placed((0,) * len(shape)))
             first = self._items[whole.boxes[0].source][0] if whole.boxes else item

@@ -57,9 +57,7 @@ _FIELDS = {field.name for field in dataclasses.fields(TensorProperties)}
 
 
 def decode(data: bytes, path: str) -> Metadata:
-    """Decodes the whole result of `encode`. Raises `MetadataError`, naming ``path``, if it is damaged or of another
-    version.
-    """
+    """Decodes a whole index. Raises `MetadataError`, naming ``path``, if it is damaged or of another version."""
     return Index(IndexFile(path, container.read_head(data, path), data)).stored_metadata()
 
 
@@ -134,7 +132,7 @@ class Index(Catalog):
             self.encryption = {"derivation": key.derivation, "check": key.check, "seal": file.seal}
 
     def metadata(self) -> Metadata:
-        """Returns DCP's metadata for a load. If the stored chunks of a tensor cover it, it is one chunk.
+        """Returns DCP's metadata for a load. A tensor that its stored chunks cover is one chunk.
 
         DCP's planners visit each chunk of each tensor on each rank. `locate` finds the stored chunks that a rank needs.
         Tensors with equal descriptions share one object.
@@ -325,7 +323,9 @@ class Index(Catalog):
         except CheckpointError:
             raise
         except Exception as error:
-            raise invalid_index(self.path, f"its planner's data: {type(error).__name__}: {error}") from error
+            raise invalid_index(
+                self.path, f"its planner's data cannot be loaded: {type(error).__name__}: {error}"
+            ) from error
 
     def _section(self, kind: SectionKind) -> Section | None:
         return next((section for section in self._file.head.sections if section.kind == kind), None)
@@ -374,7 +374,7 @@ class Index(Catalog):
 
 @contextmanager
 def _valid(path: str) -> Iterator[None]:
-    """Converts any error inside the block to a `MetadataError`: the index is invalid."""
+    """Converts errors that an invalid index causes inside the block to a `MetadataError`."""
     try:
         yield
     except (ValueError, LookupError, TypeError, OverflowError) as error:

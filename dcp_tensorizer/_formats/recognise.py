@@ -84,14 +84,17 @@ def kind_of_file(head: bytes) -> str:
     """Describes a file that was passed instead of a checkpoint, with advice."""
     if head.startswith(b"PK\3\4") or looks_like_pickle(head):
         return (
-            "that torch.save wrote: load it with torch.load, or convert it to a checkpoint with `dcp-tensorizer "
-            "convert`"
+            "like those that torch.save writes: load it with torch.load, or convert it to a checkpoint with "
+            "`dcp-tensorizer convert`"
         )
     if head.startswith(MAGIC) or is_index(head):
-        return "of a checkpoint: pass the directory that it is in"
+        return "like those of a checkpoint: pass the directory of the checkpoint"
     if head[8:10] == b'{"':
         return (
             "in the safetensors format: convert it to a checkpoint with `dcp-tensorizer convert`, or pass its "
             "directory to open_reader"
         )
-    return "of another kind, and checkpoints are directories. `dcp-tensorizer convert` reads more formats"
+    return (
+        "in no format that this package recognises, and a checkpoint is a directory. `dcp-tensorizer convert` reads "
+        "more formats"
+    )

@@ -84,7 +84,7 @@ class Parts:
         return isinstance(other, Parts) and self._arguments() == other._arguments()
 
     def __hash__(self) -> int:
-        """Hashes its arguments, so that parts can be keys of a dict."""
+        """Hashes the arguments, so that `Parts` can be keys of a dict."""
         return hash(self._arguments())
 
     def _arguments(self) -> tuple[object, ...]:
@@ -324,9 +324,8 @@ def _join(name: str, parts: Parts, keys: Mapping[PartNumber, str], shapes: Mappi
     wanted = (PartNumber(part, row) for row in range(count) for part in range(len(parts.names)))
     for number in wanted:
         if number not in keys:
-            raise ValueError(
-                f"{first!r} cannot become {name!r}: part {number.row} of {parts.names[number.part]!r} is missing"
-            )
+            pattern = parts.names[number.part].replace("{}", str(number.row))
+            raise ValueError(f"{first!r} cannot become {name!r}: no key for {pattern!r}")
     if len(parts.names) > 1:
         joined = [keys[PartNumber(part, 0)] for part in range(len(parts.names))]
         for key in joined:
@@ -347,9 +346,10 @@ def _join(name: str, parts: Parts, keys: Mapping[PartNumber, str], shapes: Mappi
 
 
 def wrong_way_back(renaming: Renaming, placed: Mapping[str, Placed]) -> tuple[str, str, str] | None:
-    """Returns a tensor whose new name the reverse rules do not map back: its name, the new name, and what that maps to.
+    """Returns a tensor whose new name the reverse rules do not map back.
 
-    Returns None if a load with the same rules finds each tensor of a save.
+    The result is its name, the new name, and the name that the new name maps back to. Returns None if a load with the
+    same rules finds each tensor of a save.
     """
     back = place(renaming.inverse(), {name: of.shape for name, of in placed.items()})
     leads = {(box.source, name, box.here, box.there) for name, of in back.items() for box in of.boxes}

@@ -44,14 +44,14 @@ _decode_index = msgspec.json.Decoder(_Index).decode
 
 
 def encode_header(described: Mapping[str, Any]) -> bytes:
-    """Returns a file up to its first tensor. ``described`` is the JSON of its header."""
+    """Returns a file up to its first tensor. ``described`` becomes the JSON of its header."""
     text = json.dumps(described, ensure_ascii=False, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // LENGTH.size) * LENGTH.size)
     return LENGTH.pack(len(text)) + text
 
 
 def files_named(index: bytes | None) -> set[str]:
-    """Returns the files in its own directory that an index names. Raises `ValueError` if it is not an index."""
+    """Returns the files that an index names in its own directory. Raises `ValueError` if it is not an index."""
     names = set() if index is None else set(read_index(index).values())
     return {name for name in names if is_plain_name(name) and name.endswith(".safetensors")}
 

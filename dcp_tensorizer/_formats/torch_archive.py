@@ -89,7 +89,7 @@ def _directory(file: IO[bytes], nbytes: int) -> int:
             raise ValueError("the end of its list of records is damaged")
         size, offset = large[8], large[9]
     if offset + size != end:
-        raise ValueError("its list of records is not at the offset that its end gives")
+        raise ValueError("its list of records is not at the offset that the end of the archive gives")
     return int(offset)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of torch's own ``FileSystemWriter`` and ``FsspecWriter``, without running code from them.
+"""Checkpoints of torch's own ``FileSystemWriter`` and ``FsspecWriter``, read without running code from them.
 
 torch's readers unpickle ``.metadata`` and every object without checks. This module builds only DCP's own records from
 ``.metadata``, loads tensors under torch's weights-only rules, and checks objects like those of this package.
@@ -41,7 +41,7 @@ class TorchCatalog(Catalog):
 
     Raises:
         UntrustedObject: the metadata could run code.
-        MetadataError: it is damaged.
+        MetadataError: the metadata is damaged.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ def _untrusted(name: str) -> UntrustedObject:
 
 
 class _Values:
-    """A builder of values from those that `_Records` reads. Each value is built once, however often it is used."""
+    """A builder of values from the output of `_Records`. Each value is built once, however often it is used."""
 
     def __init__(self, nbytes: int) -> None:
         self._made: dict[int, tuple[Any, int]] = {}  # by id: the pickle's own values live as long as this object
@@ -188,15 +188,15 @@ def _check(record: Any) -> None:
     """Checks what the types of a record's fields do not express."""
     if type(record) is ChunkStorageMetadata:
         if len(record.offsets) != len(record.sizes):
-            raise ValueError("a chunk has offsets and sizes of different dimensions")
+            raise ValueError("a chunk has different numbers of offsets and sizes")
     elif type(record) is TensorStorageMetadata:
         if any(len(chunk.sizes) != len(record.size) for chunk in record.chunks):
-            raise ValueError("a chunk and its tensor have different dimensions")
+            raise ValueError("a chunk and its tensor have different numbers of dimensions")
     elif type(record) is MetadataIndex:
         hash_cost(record.fqn, _MAX_KEY)
     elif type(record) is Metadata:
         if type(record.storage_data) is not dict:
-            raise ValueError("torch's FileSystemWriter does not write such a file")
+            raise ValueError("it has no locations of items, which torch's FileSystemWriter writes")
         for index, info in record.storage_data.items():
             _check_location(_typed(index, MetadataIndex).fqn, _typed(info, StorageInfo))
 
@@ -207,7 +207,7 @@ def _check_location(key: Any, info: StorageInfo) -> None:
     if type(name) is not str or os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
         raise MetadataError(f"names a data file {name!r} for {key!r} that is not in the same directory")
     if any(type(number) is not int or not 0 <= number < 2**63 for number in (offset, length)):
-        raise MetadataError(f"locates {key!r} at {offset!r}, with {length!r} bytes")
+        raise MetadataError(f"gives {key!r} the invalid offset {offset!r} or length {length!r}")
     transforms = info.transform_descriptors
     if type(transforms) not in (type(None), list, tuple) or any(type(name) is not str for name in transforms or ()):
         raise MetadataError(f"has invalid transforms for {key!r}")
@@ -218,7 +218,7 @@ def _size(made: Made, values: _Values) -> torch.Size:
     if type(extents) not in (tuple, list) or len(extents) > MAX_DIMENSIONS:
         raise TypeError(f"a shape must be a tuple of at most {MAX_DIMENSIONS} sizes")
     if any(type(extent) is not int or not 0 <= extent < 2**63 for extent in extents):
-        raise ValueError("the sizes of a shape must be ints of 63 bits")
+        raise ValueError("the sizes of a shape must be ints from 0 to 2**63 - 1")
     return torch.Size(extents)
 
 

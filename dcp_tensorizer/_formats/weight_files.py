@@ -66,13 +66,15 @@ class WeightFile:
 def read_weight_files(storage: Storage) -> tuple[list[WeightFile], dict[str, str]]:
     """Reads the headers of the files that an index names, or, without an index, of all safetensors files.
 
+    If there is an index and also `SINGLE`, reads only `SINGLE`.
+
     Returns the files, and the file of each tensor in the index (empty without an index). Raises `NotCommitted` if there
     are no files, and `MetadataError` if the index or a header is damaged.
     """
     index, file_of = read_small(storage, INDEX), dict[str, str]()
     if index is None:
         names = {file.name for file in storage.listing()[0] if file.name.endswith(_ENDING)}
-    elif storage.head(SINGLE) is not None:  # Hugging Face's libraries prefer it
+    elif storage.head(SINGLE) is not None:  # Hugging Face's libraries prefer this file to the index
         names = {SINGLE}
     else:
         file_of = read_weight_map(storage, index)
@@ -139,10 +141,10 @@ def read_weight_file(storage: Storage, name: str) -> WeightFile:
     with storage.reading(name) as reader:
         try:
             if nbytes is None or nbytes < LENGTH.size:
-                raise ValueError("it is too short for a header")
+                raise ValueError("it is missing, or too short for a header")
             return WeightFile(name, *read_header(reader.read_range, nbytes))
         except ValueError as error:
-            raise MetadataError(f"{path} is not a safetensors file, or damaged: {error}") from None
+            raise MetadataError(f"{path} is not a safetensors file, or is damaged: {error}") from None
 
 
 def read_header(
@@ -166,7 +168,7 @@ def read_header(
     for key, record in sorted(records, key=lambda item: (item[1].data_offsets, item[0])):
         start, stop = record.data_offsets
         if start != end or stop < start:
-            raise ValueError(f"{key!r} is at bytes {start:,} to {stop:,}, but the tensor before it ends at {end:,}")
+            raise ValueError(f"{key!r} is at bytes {start:,} to {stop:,}, which is not a range from {end:,} on")
         tensors.append(StoredBytes(key, base + start, stop - start, record.dtype, record.shape))
         end = stop
     if base + end != nbytes:

@@ -1,7 +1,7 @@
 """The container of a checkpoint's index, which is stored as ``.metadata``.
 
     start     80 bytes: magic, version, the lengths of head and file, a digest of start and head, a MAC
-    head      MessagePack: when and by which versions it was saved, the data files, and where each section is
+    head      MessagePack: the time and the versions of the save, the data files, and where each section is
     sections  MessagePack, one after the other: the entries of the state dict, the planner's data, small values,
               and for each rank the locations of what it wrote
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from .._storage.base import Storage
 
 FIRST_BYTES = 1 << 20
-"""Bytes of an index to read first: all of it for up to a hundred ranks. The rest takes another request."""
+"""The bytes of an index that are read first: for up to a hundred ranks, all. The rest takes another request."""
 
 _Rows = TypeVar("_Rows")
 
 _MAGIC = b"\x89DCPTZR\n"
-# Magic, version, bytes of the head, bytes of the file. These, the digest and the MAC are the same in every version.
+# Magic, version, bytes of the head, bytes of the file. Every version has these fields, the digest and the MAC.
 _FIXED = struct.Struct("<8sQQQ")
 _DIGEST = 16
 _MAC = 32
@@ -83,7 +83,9 @@ class IndexFile(NamedTuple):
         else:
             content = self.read(start, section.nbytes)
         if xxhash.xxh3_128_digest(content) != section.digest:
-            raise _damaged(self.path, "its checksum does not match, or it was overwritten while it was read")
+            raise _damaged(
+                self.path, "a checksum does not match, perhaps because the file was overwritten while it was read"
+            )
         if section.strong is not None and _strong(content) != section.strong:
             raise _damaged(self.path, "its BLAKE2b digest does not match")
         return content
@@ -139,7 +141,7 @@ def looks_like_pickle(data: bytes) -> bool:
 
 
 def head_end(data: bytes) -> int:
-    """Returns the end of an index's head, where the sections begin; 0 if the fixed fields are incomplete."""
+    """Returns the end of an index's head, where the sections begin; 0 if there is no complete start."""
     return _START + int(_FIXED.unpack_from(data)[2]) if data.startswith(_MAGIC) and len(data) >= _START else 0
 
 
@@ -155,7 +157,7 @@ def committed(storage: Storage, name: str = _METADATA) -> IndexFile | None:
 
     def read(offset: int, nbytes: int) -> bytes:
         if offset + nbytes > size:  # checked before allocating memory for missing bytes
-            raise _damaged(path, f"it has {size:,} bytes instead of {offset + nbytes:,}")
+            raise _damaged(path, f"it has {size:,} bytes instead of at least {offset + nbytes:,}")
         return storage.read_range(name, offset, nbytes)
 
     return open_index(path, data, read)
@@ -228,7 +230,7 @@ def _check_head(head: Head, nbytes: int, path: str) -> None:
     end = 0
     for section in head.sections:
         if section.offset != end or (section.strong is None) != (head.encryption is None):
-            raise invalid_index(path, "its sections leave gaps, or some have no strong digest")
+            raise invalid_index(path, "its sections leave gaps or overlap, or a strong digest is missing or unexpected")
         end += section.nbytes
     if end != nbytes:
         raise invalid_index(path, f"its sections have {end:,} bytes, and {nbytes:,} follow its head")
@@ -243,7 +245,7 @@ def _check_head(head: Head, nbytes: int, path: str) -> None:
         raise invalid_index(path, "it names a data file twice")
     for name in names:
         if not is_data_file_name(name):
-            raise invalid_index(path, f"it names a data file {name!r}")
+            raise invalid_index(path, f"{name!r} is not the name of a data file")
 
 
 def _not_an_index(path: str, data: bytes) -> MetadataError:
@@ -255,8 +257,8 @@ def _not_an_index(path: str, data: bytes) -> MetadataError:
         )
     if data.startswith(_PICKLE):
         return UnsupportedFormat(
-            f"{path} was not written by dcp_tensorizer: it is a pickle, as torch's own FileSystemWriter writes. Load "
-            f"it with open_reader, inspect it with `dcp-tensorizer report`, or convert it with `dcp-tensorizer "
+            f"{path} was not written by dcp_tensorizer: it is a pickle, such as torch's own FileSystemWriter writes. "
+            f"Load it with open_reader, inspect it with `dcp-tensorizer report`, or convert it with `dcp-tensorizer "
             f"convert`."
         )
     return MetadataError(

@@ -1,7 +1,7 @@
 """DCP's ``state_dict_metadata`` as rules: tensors refer to shared layouts and shared properties.
 
 Tensors of one shape are usually sharded in the same way. So rules are small for any number of ranks, whereas DCP has an
-object per chunk. The index of a checkpoint consists of rules, and `SavePlanner` makes and sends them.
+object per chunk. `SavePlanner` makes and sends rules, and the index of a checkpoint stores them.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class StateRules:
 
     @functools.cached_property
     def property_rows(self) -> list[Properties]:
-        """The properties as an index has them."""
+        """The properties as rows of an index."""
         return list(map(_row, self.properties))
 
     @functools.cached_property
@@ -209,7 +209,7 @@ class TensorValue:
 
     @functools.cached_property
     def only_owner(self) -> int | None:
-        """The section with the tensor's location if the tensor is one chunk; otherwise None."""
+        """The number of the section with the tensor's location if the tensor is one chunk; otherwise None."""
         return int(self.owners[0]) if self.layout.is_one else None
 
     def located(self) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -234,14 +234,14 @@ def values_of(rows: Entries, part_count: int) -> dict[Any, Value]:
     layouts = [ChunkLayout.from_row(row) for row in rows.layouts]
     owners = [expand(runs) for runs in rows.owners]
     if any(len(of) and not -1 <= int(of.min()) <= int(of.max()) < part_count for of in owners):
-        raise ValueError("an item has no section with its location")
+        raise ValueError("an item refers to a section of locations that the index does not have")
     known: dict[tuple[int, int, int, bool], TensorValue] = {}
     values: dict[Any, Value] = {}
     for entry in rows.entries:
         key = entry.key if type(entry.key) is str else from_key(entry.key)
         if isinstance(entry, ObjectEntry):
             if entry.owner >= part_count:
-                raise ValueError(f"the location of {key!r} is in no section")
+                raise ValueError(f"{key!r} refers to a section of locations that the index does not have")
             values[key] = entry.owner
             continue
         name = entry.layout, entry.owners, entry.properties, entry.is_whole

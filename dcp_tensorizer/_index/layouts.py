@@ -1,4 +1,4 @@
-"""Layouts of tensors of one shape in chunks, and the chunks that a region touches.
+"""Chunk layouts: how tensors of one shape are cut into chunks, and which chunks a region touches.
 
 For evenly sharded tensors, a layout is a few numbers for any number of ranks. Tensors of one shape usually share a
 layout.
@@ -18,12 +18,12 @@ from .._tensor_file.regions import Region, covers
 from .schema import Layout, Run, encode_rows
 
 MAX_NUMBERS = 1 << 26
-"""The maximum count of numbers in all runs of an index: half a gibibyte, so that a tiny file cannot make a reader
+"""The maximum count of numbers in all runs of an index. They take half a gibibyte, so a tiny file cannot make a reader
 allocate more."""
 
 
 def runs_of(numbers: np.ndarray) -> list[Run]:
-    """Encodes numbers as runs of equal distances."""
+    """Encodes numbers as runs, each of numbers at equal distances."""
     steps = np.diff(numbers)
     turns = [*(np.flatnonzero(steps[1:] != steps[:-1]) + 1).tolist(), len(steps)]
     runs: list[Run] = []
@@ -49,7 +49,9 @@ def expand(runs: Sequence[Run]) -> np.ndarray:
     """Returns the numbers of runs. Raises `ValueError` if they are too many or too large."""
     count = sum(run[2] for run in runs)
     if count > MAX_NUMBERS or any(abs(step) * times >= 2**62 or first >= 2**62 for first, step, times in runs):
-        raise ValueError(f"a run of {count:,} numbers is too long, or exceeds 62 bits")
+        raise ValueError(
+            f"the runs expand to {count:,} numbers (the limit is {MAX_NUMBERS:,}), or a number needs more than 62 bits"
+        )
     return np.concatenate([first + step * np.arange(times, dtype="i8") for first, step, times in runs] or [_NONE])
 
 
@@ -72,13 +74,14 @@ class ChunkLayout:
 
     @classmethod
     def of(cls, shape: Sequence[int], chunks: Iterable[tuple[Sequence[int], Sequence[int]]]) -> ChunkLayout:
-        """Makes a layout from the offset and size of each chunk. Raises `ValueError` if one does not fit the shape."""
+        """Makes a layout from the offset and size of each chunk. Raises `ValueError` for invalid ones."""
         dims = tuple(shape)
         pairs = list(chunks)
         for offsets, extents in pairs:
             if not len(offsets) == len(extents) == len(dims):
                 raise ValueError(
-                    f"a chunk of shape {tuple(extents)} at {tuple(offsets)} is not inside a tensor of shape {dims}"
+                    f"a chunk of shape {tuple(extents)} at {tuple(offsets)} does not have the {len(dims)} dimensions "
+                    f"of its tensor, whose shape is {dims}"
                 )
         starts, sizes = (_rows([pair[side] for pair in pairs], len(dims)) for side in (0, 1))
         if starts.size and min(starts.min(), sizes.min()) < 0:
@@ -104,7 +107,7 @@ class ChunkLayout:
             raise ValueError("the chunks of a tensor have more or fewer dimensions than the tensor")
         starts, sizes = (np.stack(side, axis=1) if dims else np.zeros((row.count, 0), dtype="i8") for side in columns)
         if starts.size and (starts.min() < 0 or sizes.min() < 0):
-            raise ValueError("a chunk of a tensor is outside of it")
+            raise ValueError("the offsets and sizes of chunks must not be negative")
         return cls(row.shape, starts, sizes)
 
     def to_row(self) -> Layout:
@@ -142,7 +145,7 @@ class ChunkLayout:
 
     @functools.cached_property
     def is_covered(self) -> bool:
-        """Returns whether the chunks hold each element exactly once."""
+        """Whether the chunks hold each element exactly once."""
         return self.is_one or covers(self.shape, self.regions)
 
     def touched_by(self, region: Region) -> list[int]:
@@ -164,8 +167,8 @@ class ChunkLayout:
 
     @functools.cached_property
     def _sorted(self) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """The dimension in which most chunks differ, and the chunks sorted by their starts in it: their numbers, their
-        starts, and the running maxima of their stops.
+        """The dimension in which the chunks have the most distinct starts; and in the order of these starts, the
+        chunks' numbers, their starts, and the running maxima of their stops.
         """
         dim = max(range(len(self.shape)), key=lambda d: len(set(self.starts[:, d].tolist())))
         order = np.argsort(self.starts[:, dim], kind="stable")

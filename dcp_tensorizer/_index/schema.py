@@ -62,7 +62,7 @@ class SaveRecord(Struct, array_like=True, gc=False, frozen=True):
 
     step: _Count
     parent: str | None  # the id of the save that training resumed from
-    # the branches up to this save: the name, and the step at which the branch left the previous one
+    # the branches up to this save: for each, its name, and the step at which it left the previous branch
     branch: tuple[tuple[str, _Count], ...]
     metrics: dict[str, float]
     job: str = ""  # the id of the run that saved, if it holds states in memory (``survive``)
@@ -70,7 +70,7 @@ class SaveRecord(Struct, array_like=True, gc=False, frozen=True):
     restarts: _Count = 0  # how often the job has resumed after a failed run
     is_end: bool = False  # the job had received a stop request: no work is lost if it ends with this save
     serial: _Count = 0  # higher than the serials of all earlier checkpoints in the folder; 0: not recorded
-    # the rules of the manager, by its arguments
+    # the manager's rules of retention, under the names of its arguments
     keep_latest: _Positive | None = None
     keep_every: _Positive | None = None
     keep_best: tuple[str, Literal["min", "max"]] | None = None
@@ -108,8 +108,8 @@ class Properties(Struct, array_like=True, gc=False, frozen=True):
 class Layout(Struct, array_like=True, gc=False):
     """The chunks of tensors of one shape.
 
-    ``offsets`` and ``sizes`` have the numbers of all chunks as runs, for each dimension. Both are None for one chunk,
-    the whole tensor.
+    ``offsets`` and ``sizes`` have the numbers of all chunks as runs, for each dimension. If the only chunk is the whole
+    tensor, both are None.
     """
 
     shape: _Dims
@@ -151,7 +151,7 @@ class Entries(Struct, array_like=True, gc=False):
 class Places(Struct, array_like=True, gc=False):
     """The locations of a rank's items (`StoredItem`) in columns: little-endian numbers, one for each item.
 
-    The fields before the digests are equal in each save of the same items.
+    The fields before ``digests`` are equal in each save of the same items.
     """
 
     dtypes: list[str]  # names, by their numbers in ``dtype_numbers``
@@ -171,7 +171,9 @@ class Places(Struct, array_like=True, gc=False):
 
 
 class Inline(Struct, array_like=True, gc=False):
-    """Small items with their bytes, which are also in a data file. ``places`` refer to ``content`` as the only file."""
+    """Small items with their bytes, which are also in a data file. The locations in ``places`` refer to ``content`` as
+    the only file.
+    """
 
     places: Places
     content: bytes
@@ -263,7 +265,8 @@ def _plain(part: Any, depth: int) -> Any:
         if number.bit_length() < 8 * _MAX_LARGE:
             return Ext(_LARGE, number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True))
     raise TypeError(
-        f"a key of type {type(part).__name__}: keys must be strings, bytes, numbers, None, or tuples of them"
+        f"a key of type {type(part).__name__}: keys must be strings, bytes, numbers, None, or tuples of them, with "
+        f"integers of less than {8 * _MAX_LARGE:,} bits, and at most {_MAX_DEPTH} tuples inside each other"
     )
 
 

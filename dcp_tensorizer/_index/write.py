@@ -35,7 +35,7 @@ def encode(
     recent: Recent[bytes] | None = None,
     record: SaveRecord | None = None,
 ) -> bytes:
-    """Returns the contents of ``.metadata``. Raises `WriteError`, naming the key, if no reader could read them.
+    """Returns the contents of ``.metadata``. Raises `WriteError` if no reader could read a key or the planner's data.
 
     If ``metadata`` has ``rules``, uses these instead of its entries. ``parts`` are the ranks' reports; if several ranks
     wrote a chunk, uses the last rank's. ``rank`` is set if each rank saves for itself. ``recent`` caches the
@@ -75,9 +75,9 @@ def _optional_text(value: Any) -> str | Ext | None:
 
 
 def _planner_part(data: Any) -> list[Part]:
-    """Packs a planner's data: the paths of keys if it is torch's own, otherwise the bytes of ``torch.save``.
+    """Packs a planner's data: the paths of keys as MessagePack, any other data with ``torch.save``.
 
-    Raises `WriteError` if no reader would load it.
+    Raises `WriteError` if no reader would load the data.
     """
     if data is None:
         return []

@@ -57,8 +57,8 @@ class LoadOptions:
 class Load:
     """The load of one rank, once it has a plan.
 
-    Raises `MetadataError` if an item of the plan is not stored or the metadata is damaged, and `ReadError` if the
-    metadata cannot be read.
+    The constructor raises `MetadataError` if an item of the plan is not stored or the metadata is damaged, and
+    `ReadError` if the metadata cannot be read.
     """
 
     storage: Storage

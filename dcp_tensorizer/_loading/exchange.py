@@ -92,7 +92,7 @@ class Exchange:
         """Reads targets. One rank reads data that all ranks need. Returns the number of bytes that this rank has read.
 
         Call it once for objects, then once for tensors, unless `exchanges_tensors` is false. Raises the
-        `CheckpointError` of `fetch`, the same on all ranks, and `ReadError` if a rank is gone.
+        `CheckpointError` of `fetch`, for exchanged data on all ranks, and `ReadError` if a rank is gone.
         """
         self._votes_left -= 1
         try:
@@ -371,7 +371,7 @@ def reads_alone(path: str, group: dist.ProcessGroup | None, carried: Sequence[ob
 
 @dataclass(frozen=True)
 class ExchangeVote:
-    """A rank's message to the others before the exchange."""
+    """A rank's message to the others in a vote."""
 
     error: CheckpointError | None = None  # the reason why the rank cannot continue
     reason: str = ""  # the reason why the rank exchanges no tensors, although it can load
@@ -414,7 +414,7 @@ class ExchangeGroup:
         """
         own = vote
         if error is not None:
-            # Errors of other packages may not be picklable. KeyboardInterrupt, for example, is not a `CheckpointError`.
+            # Sends a class of this package, because errors of other packages may not be picklable.
             kinds = (kind for kind in type(error).__mro__ if kind.__module__ == CheckpointError.__module__)
             portable: type[CheckpointError] = next(kinds, CheckpointError)
             own = ExchangeVote(error=portable(describe(error)))
@@ -454,8 +454,8 @@ class ExchangeGroup:
             return collective()
         except RuntimeError as error:
             gone = ReadError(
-                f"{self._path}: rank {self.rank} of {self.size} could not exchange data. Another rank has "
-                f"ended, or loads another checkpoint: {error}"
+                f"{self._path}: rank {self.rank} of {self.size} could not exchange data. Perhaps another "
+                f"rank has ended, or loads another checkpoint: {error}"
             )
             gone.__cause__ = error
             raise SharedFailure(gone) from error

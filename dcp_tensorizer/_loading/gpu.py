@@ -29,7 +29,7 @@ from ..errors import ReadError, StagingError
 from .plan import ReadLimits, ReadOperation, ReadTarget
 
 DEVICE_BYTES = 32 << 20
-"""Bytes of one read for a GPU, on machines with cores for several reads."""
+"""The size of one read for a GPU, on machines with cores for several reads."""
 
 _FEW_CORES = 4
 _POOL_BYTES = 256 << 20  # of the slots that threads read into concurrently

@@ -329,8 +329,8 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 def scatter(segment: Segment, data: memoryview | torch.Tensor, pool: PinnedPool | None = None) -> None:
     """Copies parts of a segment to its targets.
 
-    ``data`` holds the segment's bytes: a uint8 tensor on any device, or host memory. If some targets are on a GPU,
-    ``pool`` is the pool of the slot that holds the bytes, and the copies to these targets are queued.
+    ``data`` holds the segment's bytes: a uint8 tensor on any device, or host memory. If ``pool`` is given, it is the
+    pool of the slot that holds the bytes, and copies to targets on a GPU are queued.
     """
     for target in segment.targets:
         queue = pool if pool is not None and pool.is_for(target) else None

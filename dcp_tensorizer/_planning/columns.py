@@ -40,7 +40,7 @@ _properties = operator.attrgetter(*[field.name for field in dataclasses.fields(T
 
 
 class Unsupported(Exception):
-    """Raised for an item that columns cannot hold, made by a user's planner."""
+    """Raised for an item that columns cannot hold, such as one that a user's planner makes."""
 
 
 class Spec(NamedTuple):
@@ -143,7 +143,7 @@ def columns_of(items: Iterable[WriteItem], planner_data: Any) -> tuple[Columns, 
 
 
 def columns_of_rows(items: Iterable[Row], planner_data: Any) -> tuple[Columns, Integers]:
-    """Returns what `columns_of` does, for rows. Holds no reference to a row."""
+    """Returns the same as `columns_of`, for rows. Holds no reference to a row."""
     keys: dict[str, int] = {}
     chunks: dict[PlannedChunk, int] = {}
     numbers: list[tuple[int, int, int]] = []
@@ -208,14 +208,14 @@ _decode = msgspec.msgpack.Decoder(tuple[str | int, ...]).decode
 
 
 class PackedPaths(NamedTuple):
-    """Paths of flattened keys, each as bytes: that many tuples would slow down the garbage collector."""
+    """Paths of flattened keys, each as bytes, because so many tuples would slow down the garbage collector."""
 
     keys: list[str] | None  # None: those of the plan's items
     paths: list[bytes]  # of each key
 
 
 class Pickled(NamedTuple):
-    """The pickled data of a user's planner, instead of paths."""
+    """A pickle of planner data that cannot be packed as paths."""
 
     data: bytes
 
@@ -223,7 +223,7 @@ class Pickled(NamedTuple):
 def pack_paths(planner_data: Any, keys: list[str]) -> PackedPaths | Pickled:
     """Packs paths for sending. ``keys`` are the plan's keys.
 
-    Equal paths give equal bytes. Equal paths may differ as pickles, which depend on the identity of strings.
+    Equal paths give equal bytes, unlike pickles, which depend on the identity of strings.
     """
     if type(planner_data) is dict and _are_paths(planner_data):
         try:
@@ -319,7 +319,7 @@ class EncodedColumns:
     may_refer: bool = False  # the rank retains the columns, and understands an answer that refers to them
 
     def decode_table(self, tables: dict[bytes, Table]) -> Table:
-        """Decodes the table, unless it is in ``tables``, to which it is added."""
+        """Returns the table from ``tables``. If it is not there, decodes the table and adds it."""
         table = tables.get(self.table)
         if table is None:
             keys, numbers, specs, packed = unpack(self.table)

@@ -92,7 +92,7 @@ def make_global_plan(plans: Sequence[Columns], *, to_lowest_rank: bool, merges_p
 
 
 def _rules(merged: Merged, *, is_complete: bool) -> StateRules:
-    """Returns the entries of the state dict. Checks once what tensors of one shape and sharding share."""
+    """Returns the entries of the state dict. Checks tensors of one shape and sharding only once."""
     layouts: dict[tuple[Any, ...], int] = {}
     properties: dict[tuple[Any, ...], int] = {}
     made: list[ChunkLayout] = []
@@ -125,7 +125,7 @@ def _rules(merged: Merged, *, is_complete: bool) -> StateRules:
 def _problem(
     shape: tuple[int, ...], dims: Integers, starts: Integers, sizes: Integers, *, is_complete: bool
 ) -> tuple[str, list[int]] | None:
-    """Returns a description of the fault in a tensor's chunks, and the chunks; None if they are valid."""
+    """Returns a description of the fault in a tensor's chunks, and the faulty chunks' numbers; None without a fault."""
     odd = np.flatnonzero(dims != len(shape))
     if len(odd):
         return f"a part is {dims[odd[0]]}-dimensional, and the tensor is {len(shape)}-dimensional", [int(odd[0])]
@@ -192,7 +192,7 @@ class Merged:
 
 
 def merge(plans: Sequence[Columns], *, to_lowest_rank: bool) -> Merged:
-    """Chooses the rank that writes each item that several ranks have, like torch's ``dedup_save_plans``.
+    """Chooses the writing rank of each item that several ranks have, like torch's ``dedup_save_plans``.
 
     Raises `WriteError`, naming the key and the ranks, if two ranks disagree on the tensor of a key.
     """
@@ -283,7 +283,7 @@ def _group(columns: list[Integers]) -> Integers:
 
 
 def _writers(groups: Integers, rank: Integers, weight: Integers, to_lowest_rank: bool, ranks: int) -> np.ndarray:
-    """Selects the items to write: for each group, those of the rank with the lightest plan so far."""
+    """Selects the items to write: of each group, those of the lowest rank, or of that with the lightest plan so far."""
     order = np.argsort(groups, kind="stable")
     bounds = np.flatnonzero(np.diff(groups[order], prepend=-1))
     ends = np.append(bounds[1:], len(order))
@@ -430,21 +430,22 @@ def _is_torchs(entry: Any) -> bool:
     )
 
 
-# --- ranks that disagree on tensors that are not sharded, with planners that do not check it themselves ---------------
+# --- ranks that disagree on tensors that are not sharded, with planners that do not check that ------------------------
 #
-# torch's planner retains the tensor of one rank, and drops those of others before a storage sees the plans. So each
-# rank sends its whole tensors to the coordinator with its plan. The columns of `SavePlanner` already have them.
+# torch's planner retains the write item of one rank, and drops those of the others before a storage sees the plans. So
+# each rank sends the items of its whole tensors, as columns, to the coordinator with its plan. The columns of
+# `SavePlanner` already have them.
 
 
 class Wholes(NamedTuple):
-    """A rank's whole tensors, sent in ``SavePlan.storage_data`` together with the storage's own message."""
+    """The items of a rank's whole tensors, sent in ``SavePlan.storage_data`` along with the storage's own message."""
 
     columns: EncodedColumns
     message: Any
 
 
 def wholes_of(plan: SavePlan, message: Any) -> Any:
-    """Returns a message with the whole tensors of a rank's plan; ``message`` itself if `SavePlanner` made the plan."""
+    """Returns a message with the items of a plan's whole tensors; ``message`` itself for a plan of `SavePlanner`."""
     if isinstance(plan, CompactPlan):
         return message
 
@@ -461,9 +462,7 @@ def wholes_of(plan: SavePlan, message: Any) -> Any:
 
 
 def checked_messages(messages: Sequence[Any]) -> list[Any]:
-    """Returns the messages of the ranks without whole tensors. Raises `WriteError`, as `merge` does, if ranks disagree
-    on a tensor.
-    """
+    """Returns the storage's own messages. Raises `WriteError`, as `merge` does, if ranks disagree on a tensor."""
     sent = {message.columns.digest: message.columns for message in messages if isinstance(message, Wholes)}
     if len(sent) > 1:
         tables: dict[bytes, Table] = {}

@@ -1,7 +1,7 @@
 """A save plan whose items are made on demand, and whose pickle is small.
 
-A rank sends its plan as columns, or only their digest if the coordinator knows them. The coordinator answers with the
-numbers of the items that the rank writes.
+A rank sends its plan as columns, or only their digest if the coordinator knows them. The coordinator only answers which
+of the items the rank writes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Reference(NamedTuple):
 class WrittenItems(NamedTuple):
     """The items of a plan that its rank writes.
 
-    If the rank still has its columns, the coordinator sends only this as the answer to the rank's plan.
+    If the rank still has its columns, the coordinator answers the rank's plan with this record alone.
     """
 
     items: int  # their number
@@ -324,8 +324,8 @@ class History:
         if plan is not None:
             return plan
         raise WriteError(
-            f"rank {rank} refers to a plan that this coordinator does not know: its planner has saved with another "
-            f"coordinator. The next save sends the whole plan. Use one planner per rank for all saves."
+            f"rank {rank} refers to a plan that this coordinator does not know: the rank's planner has saved with "
+            f"another coordinator. The next save sends the whole plan. Use one planner per rank for all saves."
         )
 
     def find(self, key: object) -> Any:

@@ -1,4 +1,5 @@
-"""Load plans: read items that torch makes only once per layout, and a plan that does not send its items."""
+"""Load plans: read items that torch plans only once per layout, and a plan whose items are not sent back to its
+rank."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def _containers(container: Any, path: str) -> Iterator[str]:
 
 
 def read_items_of(state_dict: Mapping[str, Any], metadata: Metadata, *, strict: bool) -> list[ReadItem]:
-    """Returns the items that torch's planner makes of a flattened state dict, in its order.
+    """Returns the items that torch's planner makes of a flattened state dict, in the planner's order.
 
     torch's planner intersects chunks for each value, which dominates the time of loading many small tensors. But values
     of one layout that are stored whole have the same items, except for the key. With ``strict``, a key that the
@@ -108,19 +109,20 @@ def _copy(record: _T) -> _T:
     return made
 
 
-# --- a load plan whose items stay on their rank -----------------------------------------------------------------------
+# --- a load plan whose items are not sent back ------------------------------------------------------------------------
 #
 # DCP sends the plans of all ranks to the coordinator and back. A planner may change them there, but hardly any does. So
-# the items are sent as one blob, which is decoded and sent back only if a planner accesses it.
+# the items are sent as one blob, which is decoded and sent back only if a planner accesses the items.
 
 _retained: WeakValueDictionary[str, RetainedPlan] = WeakValueDictionary()
 """The plans that ranks of this process have made and still hold."""
 
 
 class RetainedPlan(LoadPlan):
-    """A load plan that does not send its items back. Hold the plan that `keep` returns until its copy has come back.
+    """A load plan whose items the coordinator does not send back.
 
-    The fields are those of `LoadPlan`. To change the items on another rank, assign ``items``, or make a new plan.
+    Hold the plan that `keep` returns until its copy has come back. The fields are those of `LoadPlan`. To change the
+    items on another rank, assign ``items``, or make a new plan.
     """
 
     def __init__(self, items: list[ReadItem], storage_data: Any = None, planner_data: Any = None) -> None:

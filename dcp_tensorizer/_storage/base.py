@@ -1,4 +1,4 @@
-"""The contract of a checkpoint's directory: sinks, range reads, and small files that appear as a whole.
+"""The contract of a checkpoint's directory: sinks, range reads, and small files that are written atomically.
 
 File names are literal, never globbed. Only local disks and SFTP rename files, because fsspec's rename copies and globs.
 Saves and loads find a checkpoint's files through its index. They list a directory only to find leftovers, or models
@@ -35,9 +35,9 @@ class ReadTuning:
     """Settings to read a storage at its full speed."""
 
     max_threads: int = 16
-    """The number of parallel reads that reach the full speed."""
+    """The number of parallel reads with which the storage reaches its full speed."""
     min_threads: int = UNLIMITED
-    """The number of threads that start a load. Further threads start while these wait for the storage."""
+    """The number of threads with which a load begins. More threads start while these wait for the storage."""
     slice_bytes: int = UNLIMITED
     """The largest piece to read before it is hashed, so that the hash finds it in the processor's cache."""
     max_coalesced_bytes: int | None = None
@@ -86,11 +86,11 @@ class Sink(abc.ABC):
         self._is_open = True
 
     def put_part(self, number: int, data: memoryview) -> None:
-        """Writes a part; raises `OSError`. ``data`` begins on a page, and can be reused when the call returns."""
+        """Writes a part; raises `OSError`. ``data`` begins at a page boundary, and can be reused on return."""
         self.put(number * self.part_bytes, data)
 
     def put(self, offset: int, data: memoryview) -> None:
-        """Writes a part at its offset in the file; if `Storage.granule_of` is 1, any range. Raises `OSError`.
+        """Writes a part at its offset in the file; raises `OSError`. If `Storage.granule_of` is 1, takes any range.
 
         ``data`` begins as far from a page boundary as ``offset``, and can be reused when the call returns.
         """
@@ -101,7 +101,10 @@ class Sink(abc.ABC):
             self.write_seconds += time.perf_counter() - started
 
     def complete(self) -> None:
-        """Completes the file and makes it durable. Idempotent. If it raises `OSError`, the caller must call `abort`."""
+        """Completes the file, and makes its contents durable if it was created with ``sync``. Idempotent.
+
+        After an `OSError` of this method, the caller must call `abort`.
+        """
         if not self._is_open:
             return
         started = time.perf_counter()
@@ -163,16 +166,16 @@ class RangeReader(abc.ABC):
     def once(self, offset: int, nbytes: int) -> RangeReader:
         """Returns the fastest reader for a range that this thread reads once, in parts.
 
-        The reader is valid until this thread's next call. Raises `OSError`.
+        The reader is valid until this thread calls `once` again, for any file. Raises `OSError`.
         """
         return self
 
     def close(self) -> None:  # noqa: B027
-        """Closes the file. Readers of remote files need not define it."""
+        """Closes the file. Readers of remote files need not define this method."""
 
 
 class HardLinks(NamedTuple):
-    """Identifies a file with several names (hard links), which takes space once. Equal for all of its names."""
+    """The identity of a file with several names (hard links), which takes up space once. Equal for all its names."""
 
     device: int
     inode: int
@@ -192,9 +195,10 @@ class FileInfo(NamedTuple):
 
 
 class DirectoryLock:
-    """A lock that a save holds on its directory, visible to other jobs. A ``with`` block releases the lock at its end.
+    """A lock that a save holds on its directory. A ``with`` block releases the lock at its end.
 
-    This base class locks nothing. Storages without locks use it.
+    Other jobs see the lock if `Storage.locks_are_visible` is set. This base class locks nothing. Storages without locks
+    use it.
     """
 
     def __enter__(self) -> DirectoryLock:
@@ -205,11 +209,11 @@ class DirectoryLock:
 
     @property
     def is_exclusive(self) -> bool:
-        """True if no other save is in progress in the directory. Always False after `share`."""
+        """Whether this lock proves that no other save is in progress in the directory. False after `share`."""
         return False
 
     def share(self, timeout: float) -> None:
-        """Shares the lock with other saves; raises `WriteError` after ``timeout`` seconds."""
+        """Shares the lock with other saves. If that takes longer than ``timeout`` seconds, raises `WriteError`."""
 
     def release(self) -> None:
         """Releases the lock. Idempotent."""
@@ -219,7 +223,7 @@ class Storage(abc.ABC):
     """A checkpoint's directory.
 
     Attributes:
-        path: The directory without credentials, for messages and metadata.
+        path: The path or URL of the directory, without credentials, for messages and metadata.
         location: The argument with which `open_storage` opens the same directory in another process.
         in_process: The data is in this process's memory, where no other process can write it.
         reads: Settings for reads at full speed.
@@ -262,11 +266,11 @@ class Storage(abc.ABC):
         """
 
     def file_in_place(self) -> bytes | None:
-        """If the path is that of a file and not of a directory, returns the first bytes of the file, otherwise None."""
+        """If the path names a file instead of a directory, returns the first bytes of the file, otherwise None."""
         return None
 
     def linked_directories(self) -> list[str]:
-        """Returns the names of links to directories outside of this one; raises the errors of `listing`."""
+        """Returns the names of links to directories, except to subdirectories of this one; raises as `listing` does."""
         return []
 
     def uploads(self) -> list[FileInfo]:
@@ -284,7 +288,7 @@ class Storage(abc.ABC):
         """Creates a new file of ``nbytes`` bytes; raises `OSError`."""
 
     def granule_of(self, nbytes: int) -> int:
-        """Returns the block size of shared files. Only one process may write to a block.
+        """Returns the block size of shared files. Two processes may not write to the same block.
 
         Args:
             nbytes: The size of the file.
@@ -330,7 +334,8 @@ class Storage(abc.ABC):
     def is_marked(self, name: str, temporary: str) -> bool:
         """Returns whether ``temporary``, a temporary name of ``name``, is another name of the same file.
 
-        On storages without hard links, returns whether ``temporary`` belongs to the save that is the file's `owner`.
+        On storages without hard links, returns whether ``temporary`` contains the id of the save that wrote the file
+        (see `owner`).
         """
         owner = self.owner(name)
         return owner is not None and temporary == temporary_file_name(name, owner)
@@ -359,8 +364,8 @@ class Storage(abc.ABC):
             name: The name of the file.
             data: Its contents.
             sync: Make the contents durable.
-            replace: Replace an existing file. Otherwise raise an error, if the storage can detect that file, even if
-                another job writes it at the same time.
+            replace: Replace an existing file. Otherwise raise an error if the file exists, even if another job writes
+                it at the same time. Some storages cannot detect such a file.
             save_id: The id of the save that the file belongs to, if any. It is part of the temporary file's name.
 
         Raises:
@@ -372,8 +377,8 @@ class Storage(abc.ABC):
         """Replaces a small file if it has the expected contents; returns whether it did.
 
         If several writers expect the same contents, one succeeds. Local disks, this process's memory, and S3 servers
-        with conditional writes guarantee that. Elsewhere two writers may succeed at the same time, and the last one
-        wins.
+        with conditional writes guarantee that. Elsewhere two writers may both succeed, and then the file has the
+        contents of the later one.
 
         Args:
             name: The name of the file.
@@ -398,7 +403,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def read(self, name: str, most: int | None = None) -> bytes | None:
-        """Returns at most ``most`` bytes of a small file. If it does not exist, returns None. Raises `ReadError`."""
+        """Returns a small file, or its first ``most`` bytes. If it does not exist, returns None. Raises `ReadError`."""
 
     def read_range(self, name: str, offset: int, nbytes: int) -> bytes:
         """Reads ``nbytes`` bytes of a file at ``offset``; raises `ReadError`."""
@@ -425,7 +430,8 @@ class Storage(abc.ABC):
     ) -> FileIdentity | None:
         """Copies or links a file from another directory, without passing its bytes through this process.
 
-        If this fails, write the same bytes to the new name: a server may still carry out the failed request.
+        If this fails, the caller must write the same bytes to the new name, because a server may still carry out the
+        failed request.
 
         Args:
             source: The directory of the existing file.
@@ -435,7 +441,7 @@ class Storage(abc.ABC):
             sync: Make its data durable, even if another job wrote it. The name is durable after `sync_directory`.
 
         Returns:
-            The new file's identity. None if the file was not adopted, for any reason: then there is no new file.
+            The new file's identity. None if the file was not adopted, for any reason.
         """
         return None
 
@@ -447,11 +453,11 @@ class Storage(abc.ABC):
         """
 
     def is_record(self, name: str) -> bool:
-        """Returns whether `put_record` wrote a file in this directory."""
+        """Returns whether a file is a record that `put_record` wrote in this directory."""
         return False
 
     def give_up(self) -> None:  # noqa: B027
-        """Prevents a hung `put` from taking effect when it resumes."""
+        """Prevents a hung `put` or `complete_shared` from giving a file its name when the call resumes."""
 
     def links(self) -> list[str]:
         """Returns the `real_path` of the target of each link in the directory."""
@@ -490,7 +496,7 @@ class Storage(abc.ABC):
 
     @contextmanager
     def writing(self, doing: str) -> Iterator[None]:
-        """Turns an `OSError` of the ``with`` block into a `WriteError`, "cannot ``doing``"; no other error."""
+        """Turns an `OSError` of the ``with`` block into the `WriteError` "cannot ``doing``: ...". Others pass."""
         try:
             yield
         except CheckpointError:

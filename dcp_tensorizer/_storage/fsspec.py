@@ -1,4 +1,4 @@
-"""Opens URLs with fsspec's filesystems: S3 with its own storage, all others as streams.
+"""Opens URLs with fsspec's filesystems: those of S3 as an `S3Storage`, all others as a `StreamStorage`.
 
 Only this module imports fsspec.
 """
@@ -58,9 +58,9 @@ def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: flo
     """Opens the storage that a URL names; for a local URL, returns the path. Raises any error of the filesystem.
 
     Creates new filesystems instead of taking them from fsspec's cache, so that they use current credentials and cache
-    no listings. Azure's filesystems are shared, because adlfs never frees one, and each has its own connections.
-    Requests time out after ``timeout`` seconds. If the filesystem has an option for it, a connection times out after a
-    tenth of that time without data.
+    no listings. Azure's filesystems are shared, because adlfs never frees one, and each has its own connections. No
+    request is retried after ``timeout`` seconds. A request to Google Cloud Storage times out after half of that time,
+    and a connection to S3 or Azure after a tenth of it without data.
     """
     import fsspec.core
     from fsspec.implementations.local import LocalFileSystem
@@ -74,7 +74,7 @@ def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: flo
     options = {"skip_instance_cache": True} | waits | dict(options)
     if protocol in _AZURE:
         filesystem, root = _shared_filesystem(protocol, url, options)
-    else:  # without fsspec's cache for all filesystems of a chain, not only the first one
+    else:  # bypasses fsspec's cache for each filesystem of a chain, not only for the first one
         behind = protocols_of(url)[1:] if "::" in url else []
         anew = {name: {"skip_instance_cache": name not in _AZURE} | dict(options.get(name) or {}) for name in behind}
         filesystem, root = fsspec.core.url_to_fs(url, **(options | anew))
@@ -86,7 +86,7 @@ def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: flo
 
 
 def _shared_filesystem(protocol: str, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """Returns this process's filesystem for some options and credentials, and the path in it."""
+    """Returns this process's shared filesystem for the options and credentials of a URL, and the URL's path in it."""
     import fsspec
 
     kind = fsspec.get_filesystem_class(protocol)
@@ -112,17 +112,18 @@ _swapping = free_in_child(threading.Lock())  # held while a file in this process
 class StreamStorage(RemoteStorage):
     """A directory of any fsspec filesystem. Uses only methods that all of them have.
 
-    Filesystems with an event loop serve several threads at once. Others get one request at a time.
+    Filesystems with an event loop, and those in `_FOR_THREADS`, serve several threads at once. Others get one request
+    at a time.
 
-    Google Cloud Storage and Azure show an object when its stream is closed. Others may show an incomplete data file.
-    That is harmless, because no reader reads a data file before ``.metadata`` names it.
+    Google Cloud Storage and Azure show an object only when its stream is closed. Others may show an incomplete data
+    file. That is harmless, because no reader reads a data file before ``.metadata`` names it.
     """
 
     def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], timeout: float) -> None:
         super().__init__(url, root, scrub, timeout)
         protocol = filesystem.protocol
         self.filesystem = filesystem
-        self._environment = environment()  # that the filesystem was created in
+        self._environment = environment()  # in which the filesystem was created
         protocols = {protocol} if isinstance(protocol, str) else set(protocol)
         self.in_process = is_in_process(url)
         self._turn: AbstractContextManager[Any] = nullcontext()
@@ -224,7 +225,7 @@ def _modified(entry: Mapping[str, Any]) -> float | None:
 
 
 class _StreamSink(Sink):
-    """An fsspec stream, which takes parts in order and sends them as they arrive."""
+    """An fsspec stream, which takes parts in order and may send them before the file is complete."""
 
     part_bytes = 8 << 20
     in_order = True

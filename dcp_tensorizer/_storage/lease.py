@@ -2,7 +2,7 @@
 
 A run takes the lease with its first save. From then on the run checks the lease right before it commits or deletes
 anything in the folder. A run may be stopped, or cut off from the network, while another run takes the lease. If the
-first run resumes, it changes nothing, and its next save raises an error.
+first run resumes, it changes nothing in the folder, and its next save raises an error.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ class Lease:
         self.own = own
 
     def take(self) -> None:
-        """Takes the lease. Logs a failure, and leaves the retry to the next `check`."""
+        """Takes the lease. If that fails, logs a warning, and the next `check` retries.
+
+        If another run has taken the lease, does nothing; the next `check` raises.
+        """
         try:
             self.check()
         except CheckpointError as error:
@@ -94,7 +97,7 @@ class Lease:
         if found is not None and found.id != self.id:
             self.lost = (
                 f"{self._folder.path} now belongs to another run: process {found.process} on host {found.host} took "
-                f"its lease at {found.claimed_at}, as run {found.epoch}; this is run {own.epoch}, which took it at "
+                f"the lease at {found.claimed_at}, as run {found.epoch}; this is run {own.epoch}, which took it at "
                 f"{own.claimed_at}. This run no longer commits or deletes anything there. End this run, or, if the "
                 f"other run is a mistake, end that one and restart this one. Use one folder per job"
             )

@@ -49,7 +49,7 @@ _LOCK_SECONDS = 10.0  # timeout for the lock of a small file, which is held for 
 # Errors of network mounts that leave the outcome of a request unknown.
 _UNANSWERED = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN, errno.EHOSTUNREACH}
 
-_GRANULE = 1 << 20  # the largest page of a network mount's cache, and of its server's blocks
+_GRANULE = 1 << 20  # at least a page of a network mount's cache, and a block of its server
 
 
 _HEAD_BYTES = 64  # enough of a file to recognise its format
@@ -129,7 +129,7 @@ class LocalStorage(Storage):
 
     def granule_of(self, nbytes: int) -> int:
         # All processes of one machine share the page cache. Two machines that mount a directory have separate caches
-        # and write back whole pages: if both have changed a page, the last one overwrites the other's bytes.
+        # and write back whole pages: if both have changed a page, the later write overwrites the other machine's bytes.
         return 1 if self._is_local else _GRANULE
 
     def begin_shared(self, name: str, nbytes: int, *, save_id: str) -> SharedFile:
@@ -145,7 +145,7 @@ class LocalStorage(Storage):
         if found != file.nbytes:
             raise OSError(f"it has {found:,} bytes, expected {file.nbytes:,}")
         with suppress(FileNotFoundError):
-            _check_kind(self._root / file.name)  # a rename would replace it
+            _check_kind(self._root / file.name)  # a rename would replace a FIFO or a device
         if self._is_given_up:
             raise TimeoutError(errno.ETIMEDOUT, "the save timed out")
         if replace or not _link(self._root / file.token, self._root / file.name):
@@ -179,7 +179,7 @@ class LocalStorage(Storage):
                 if sync:
                     os.fsync(file.fileno())
             with suppress(FileNotFoundError):
-                _check_kind(self._root / name)  # a rename would replace it
+                _check_kind(self._root / name)  # a rename would replace a FIFO or a device
             if self._is_given_up:
                 raise TimeoutError(errno.ETIMEDOUT, "the save timed out")
             self._rename(temporary, name, data, replace)
@@ -343,7 +343,7 @@ class LocalStorage(Storage):
 
 
 class _FileLock(DirectoryLock):
-    """A lock on the directory: exclusive if no other save is in progress there, otherwise shared.
+    """A lock on the directory. It is exclusive if no other save is in progress there. `share` makes it a shared lock.
 
     The lock is released when this object is freed or the process ends.
     """
@@ -422,7 +422,7 @@ def _read(most: int | None, path: Path) -> bytes:
 
 
 def _check_kind(path: Path, *, or_directory: bool = False) -> os.stat_result:
-    """Checks that a path is a regular file, because opening a FIFO blocks until its other end is opened.
+    """Checks that a path names a regular file, because opening a FIFO blocks until its other end is opened.
 
     Raises `OSError` if the path does not exist, or is not a regular file.
     """
@@ -485,9 +485,10 @@ def _sync_directory(path: Path) -> None:
 # --- records of saves, valid in one directory only --------------------------------------------------------------------
 #
 # A directory without metadata may be a copy in progress: programs copy data first, metadata last, and restore mtimes.
-# So neither missing files nor their age prove that a save has died there. A record proves it: it contains the id of the
-# machine's boot, the inode of the directory and its own inode. Because inodes are reused, it also contains the time of
-# its own last change (ctime), which no program can set. A copy of a record has another ctime, and is not valid.
+# So neither a missing index nor the age of the files proves that a save has died there. A record of the save proves it.
+# The record contains the machine's boot id, the inode of the directory and its own inode. Because inodes are reused, it
+# also contains the time of its own last change (ctime), which no program can set. A copy of a record has another ctime,
+# and is invalid.
 
 _MAX_BYTES = 4096
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -595,7 +596,7 @@ def _made_read_only(descriptor: int, target: Path, *, sync: bool) -> bool:
 def _is_linked(target: Path, identity: FileIdentity) -> bool:
     """Returns whether the new name is that of the expected file: the source may have been replaced in the meantime.
 
-    If it is another file, or stat fails, removes the name, so that the caller can write the file instead.
+    If the name is that of another file, or stat fails, removes the name, so that the caller can write the file instead.
     """
     with suppress(OSError):
         if identity_of(os.lstat(target)) == identity:

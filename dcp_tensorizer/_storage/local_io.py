@@ -1,4 +1,4 @@
-"""Reads and writes local files, through the page cache or past it."""
+"""Reads and writes local files, through the page cache or bypassing it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .._runtime.process_context import current_umask
 from .base import MemoryReader, RangeReader, Sink, rest_of
 
 _IOV_MAX = 1024  # Linux's limit on the buffers of one preadv
-_LEAST_UNCACHED = 1 << 20  # for smaller reads, the query of the cache costs more than it saves
+_LEAST_UNCACHED = 1 << 20  # for smaller reads, querying the cache costs more than it saves
 
 
 class LocalFile(RangeReader):
-    """A local file whose ranges threads read: through the page cache, or past it with `once`."""
+    """A local file whose ranges threads read, through the page cache or, with `once`, bypassing it."""
 
     def __init__(self, path: Path) -> None:
         self._fds = [os.open(path, os.O_RDONLY | os.O_CLOEXEC)]
@@ -79,7 +79,10 @@ class _Uncached:
                 self._residency = Residency(fd)
 
     def read(self, offset: int, nbytes: int) -> RangeReader | None:
-        """Reads a range; raises `OSError`. If the range is in the page cache, or O_DIRECT fails, returns None."""
+        """Reads a range; raises `OSError`.
+
+        If the range is in the page cache, the file system refuses O_DIRECT, or the file is too short, returns None.
+        """
         if self._fd is None or self._residency is None or self._residency.holds(offset + nbytes // 2):
             return None
         start = offset // BLOCK * BLOCK
@@ -148,21 +151,23 @@ def read_into(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
     while pending:
         count = os.preadv(fd, pending[:_IOV_MAX], offset)
         if count == 0:
-            raise EOFError(f"the file ends at byte {offset:,}, {sum(b.nbytes for b in pending):,} bytes too early")
+            raise EOFError(
+                f"the file ends too early, before byte {offset:,}: {sum(b.nbytes for b in pending):,} bytes are missing"
+            )
         offset += count
         pending = rest_of(pending, count)
 
 
-# --- writing past the page cache --------------------------------------------------------------------------------------
+# --- writes that bypass the page cache --------------------------------------------------------------------------------
 #
 # O_DIRECT takes a tenth of the CPU time of a buffered write, and leaves the page cache to the training data. On file
-# systems that refuse O_DIRECT (tmpfs before Linux 6.6, some network mounts), parts go through the page cache, and
-# `_complete` drops them from it.
+# systems that refuse O_DIRECT (tmpfs before Linux 6.6, some network mounts), parts go through the page cache, and with
+# ``sync`` `_complete` drops them from it.
 
 BLOCK = 4096
-"""The alignment of O_DIRECT. No file system in use needs a larger one."""
+"""The alignment of O_DIRECT. No common file system needs a larger one."""
 
-_MAX_EDGES = 1024  # blocks kept in memory: 4 MiB at most
+_MAX_EDGES = 1024  # incomplete blocks in memory: 4 MiB at most
 
 _OF_OWNER = 0o600
 
@@ -171,8 +176,8 @@ class LocalSink(Sink):
     """A local file that is written with O_DIRECT where possible; raises `OSError`.
 
     Incomplete blocks, at the edges of runs, go through the page cache. The kernel serializes such a write with all
-    other writes to the file, across processes. So `_complete` writes the edges last: with 60 tensors in a file of two
-    processes, a thread then waits 726 times instead of 984.
+    other writes to the file, across processes. So `_complete` writes the edges last: with 60 tensors in a file that two
+    processes write, threads then wait 726 times instead of 984.
 
     Args:
         path: The file.
@@ -254,7 +259,7 @@ class LocalSink(Sink):
 
 
 def make_shared(path: Path, nbytes: int, *, preallocate: bool, umask: int | None) -> None:
-    """Creates a file for several processes to write, which must not exist. If that fails, leaves no file."""
+    """Creates a file for several processes to write. The file must not exist. If that fails, leaves no new file."""
     fd = new_file(path, umask)
     try:
         try:
@@ -281,13 +286,13 @@ def new_file(path: Path, umask: int | None = None) -> int:
 
 
 def explained(error: OSError) -> OSError:
-    """Adds a remedy to errors of permissions and limits; to a permission error, also the owner of the folder."""
+    """Adds a remedy to errors of permissions and limits, and to those of permissions the owner of the path."""
     if advice := limit_advice(error):
         return OSError(error.errno, f"{os.strerror(error.errno or 0)}{advice}")
     if not isinstance(error, PermissionError) or not error.filename:
         return error
     path = Path(os.fsdecode(error.filename))
-    for folder in (path, *path.parents):  # the first folder that stat succeeds on has refused the access
+    for folder in (path, *path.parents):  # the first path that stat succeeds on has refused the access
         with suppress(OSError):
             status = folder.stat()
             whose = f"{folder} belongs to {_name(status.st_uid)} (mode {stat.S_IMODE(status.st_mode):o})"
@@ -307,7 +312,7 @@ def give_mode(made: int | Path, full: int, umask: int | None) -> None:
     """Sets the mode of a new file or directory to ``full & ~umask``, by default with the umask of the process.
 
     The process may have changed its umask since the save began. Also, a thread that reads the umask sets another one
-    for a moment, and the file may have been created with that one. A mode that locks out the owner is always a mistake.
+    for a moment, and the file may have been created with that one. A mode that locks out the owner is always corrected.
     In a directory with default ACLs, umasks have no effect, and this function changes nothing.
     """
     with suppress(OSError):  # the file system does not support modes
@@ -372,7 +377,7 @@ class Residency:
         self._runs: dict[int, bool] = {}
 
     def holds(self, offset: int) -> bool:
-        """Returns whether most of the run around an offset was in the cache at the first query of that run."""
+        """Returns whether at least half of the run around an offset was in the cache at the first query of that run."""
         run = offset // _RUN
         if run not in self._runs:
             start, stop = run * _RUN, min(run * _RUN + _RUN, len(self._mapping))

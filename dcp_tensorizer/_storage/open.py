@@ -40,13 +40,13 @@ _EXTRAS = (
 _SHARED = (["file"], ["local"], ["s3"], ["s3a"])
 NOT_SHARED = (
     "several processes cannot write one file there. Save the model to a local directory, a network mount or S3, and "
-    "copy it"
+    "copy it to this URL"
 )
 
 Opener: TypeAlias = Callable[[str, Mapping[str, Any], float], Storage]
 """Opens a registered storage: takes the URL, the ``storage_options``, and the timeout in seconds.
 
-It may raise any exception. The trainer and its writer process call it for each save and each load.
+It may raise any exception. The trainer calls it for each save and each load, and the writer process for each save.
 """
 
 
@@ -57,7 +57,8 @@ def open_storage(
 
     Args:
         path: Local path (``str`` or path-like, taken literally) or URL.
-        options: Passed to the registered opener, or to the fsspec filesystem; ignored for local paths.
+        options: Passed to the registered opener, to this package's SFTP storage, or to the fsspec filesystem; ignored
+            for local paths.
         timeout: Seconds after which a request to the storage times out.
 
     Raises:
@@ -109,7 +110,7 @@ def check_location(path: str | os.PathLike[str], options: Mapping[str, Any] | No
 
 
 _OWN_PROTOCOLS = "(sftp|ssh)(://|::)"
-"""Begins a URL that `_own_storage` opens."""
+"""Matches the beginning of a URL for which this package has its own storage."""
 
 
 def _own_storage(url: str) -> Callable[[str, Mapping[str, Any], Scrubber, float], Storage] | None:
@@ -192,10 +193,11 @@ def path_to_write(
 
 
 def absolute_path(path: str | os.PathLike[str], directory: str | None = None) -> str | Path:
-    """Makes a path absolute, so that it does not depend on the working directory; returns a URL as it is.
+    """Makes a local path, or that of a ``file:`` URL, absolute, so that it does not depend on the working directory.
 
-    A relative path is relative to ``directory``, by default the working directory. A leading ``~`` is the user's home.
-    Raises `WriteError` if the path is not a valid file name, or is relative and there is no working directory.
+    Returns other URLs as they are. A relative path is relative to ``directory``, by default the working directory. A
+    leading ``~`` is the user's home. Raises `WriteError` if the path is not a valid file name, or is relative and there
+    is no working directory.
     """
     text = os.fspath(path)
     if _is_local(path):

@@ -26,7 +26,7 @@ def _without_users(text: str) -> str:
 
 
 class Scrubber:
-    """Filter that removes credentials from a text: those in URLs, and the longer strings and numbers in the options."""
+    """Filter that removes credentials from a text: those in URLs, and values of options that may be secret."""
 
     def __init__(self, options: Mapping[str, Any] | None) -> None:
         self._secrets = sorted(_possible_secrets(options or {}), key=len, reverse=True)
@@ -48,7 +48,7 @@ def shown(
 
 
 def _possible_secrets(value: Any) -> list[str]:
-    """Returns the strings in options, except in options whose names show that they are server addresses."""
+    """Returns the strings and whole numbers in options, except those of server addresses and regions."""
     if isinstance(value, Mapping):
         secret = (item for name, item in value.items() if not _PUBLIC_OPTIONS.search(str(name)))
         return [text for item in secret for text in _possible_secrets(item)]

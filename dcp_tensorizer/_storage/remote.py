@@ -89,7 +89,7 @@ class RemoteStorage(Storage):
 
         Raises:
             FileExistsError: the file exists, and ``replace`` is False. `put` has checked before that it did not exist.
-                If several jobs put at the same time, one succeeds, on servers that support that.
+                If several jobs put at the same time, only one succeeds, on servers with conditional writes.
             FileNotFoundError, PermissionError: the file was not written (see `_is_refusal`).
             Exception: the outcome is unknown.
         """
@@ -120,8 +120,9 @@ class RemoteStorage(Storage):
     def _putting(self, name: str, data: bytes, *, is_new: bool = False) -> Iterator[Callable[[], None]]:
         """Translates the errors of a block that puts a file. The block calls the yielded function before each attempt.
 
-        After a lost answer the server may still carry out that attempt, so no later error is final. With ``is_new``,
-        first checks that the file does not exist, for servers that ignore the condition of a put.
+        If the answer to an attempt is lost, the server may still carry out the attempt, so a later refusal is not
+        final. With ``is_new``, first checks that the file does not exist, for servers that ignore the condition of a
+        put.
         """
         attempts = 0
 
@@ -155,7 +156,7 @@ class RemoteStorage(Storage):
 
 
 class Ranges(RangeReader):
-    """Reader of ranges, with a function that returns the bytes from a start to a stop."""
+    """Reader of a file's ranges. ``get`` returns the bytes from a start to a stop."""
 
     def __init__(self, get: Callable[[int, int], bytes]) -> None:
         self._get = get
@@ -166,7 +167,7 @@ class Ranges(RangeReader):
         if data.nbytes > nbytes:
             raise OSError("the server sent more bytes than the requested range: it does not support ranges")
         if data.nbytes < nbytes:
-            raise EOFError(f"the file ends {nbytes - data.nbytes:,} bytes too early")
+            raise EOFError(f"the file ends too early: {nbytes - data.nbytes:,} bytes are missing")
         for buffer in buffers:
             buffer[:] = data[: buffer.nbytes]
             data = data[buffer.nbytes :]
@@ -176,7 +177,7 @@ class Ranges(RangeReader):
 
 _ATTEMPTS = 6
 _LONGEST_WAIT = 10.0
-_SILENCES = 10  # a silent attempt times out after a tenth of the timeout, so that several attempts fit in it
+_SILENCES = 10  # a silent attempt times out after a tenth of the timeout, so that several attempts fit in the timeout
 
 _STATUS = {401, 408, 425, 429, 500, 502, 503, 504}  # 401: the token has expired; a new filesystem gets a new one
 _ERRNO = {
@@ -189,7 +190,7 @@ _ERRNO = {
     errno.ENETUNREACH,
     errno.ENOTCONN,
 }
-# Class names of libraries that this package does not import.
+# Classes of errors by name, so that their libraries need not be imported here.
 _NAMES = {"ClientConnectionError", "ClientPayloadError", "ServiceRequestError", "ServiceResponseError", "SSHException"}
 
 
@@ -201,8 +202,8 @@ def silence_timeout(timeout: float) -> float:
 def is_transient(error: Exception) -> bool:
     """Returns whether a failed request may succeed later: after a lost connection, a timeout or overload.
 
-    fsspec's backends raise the errors of their own libraries, all of which have a status, an ``errno``, or a built-in
-    exception as base class.
+    fsspec's backends raise errors of their own libraries. Each of these errors has a status, an ``errno`` or a built-in
+    base class, or is listed in `_NAMES`.
     """
     import asyncio  # not at the top: the writer process imports it only if a request fails
 
@@ -223,8 +224,8 @@ def is_transient(error: Exception) -> bool:
 class Retries:
     """Retries of failed attempts, with exponential backoff.
 
-    No attempt starts after ``timeout`` seconds. The first wait takes at most ``first_wait`` seconds, and this limit
-    doubles with each attempt.
+    No attempt starts after ``timeout`` seconds. The first wait takes at most ``first_wait`` seconds. This limit doubles
+    with each attempt, up to `_LONGEST_WAIT`.
     """
 
     timeout: float

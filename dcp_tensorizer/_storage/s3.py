@@ -1,8 +1,9 @@
 """A checkpoint's directory in S3 or a server with its protocol: multipart uploads, and range reads by many threads.
 
 s3fs interprets the user's URL and ``storage_options``, and botocore, on which s3fs is built, transfers the bytes.
-Threads of botocore take half of the CPU time of s3fs's event loop (0.6 instead of 1.1 s/GB for reads, 1.1 instead of
-2.0 for writes), send parts without a copy, and need no event loop, which a fork or the end of the process would break.
+Threads that call botocore take half of the CPU time of s3fs's event loop (0.6 instead of 1.1 s/GB for reads, 1.1
+instead of 2.0 for writes), send parts without a copy, and need no event loop, which a fork or the end of the process
+would break.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ from .remote import RemoteStorage, Retries, is_transient, silence_timeout
 _CONFIG: dict[str, Any] = {
     "max_pool_connections": 300,
     # This is botocore's default over https. Over http, signing would hash each part once more, which costs as much as
-    # the save's own hashes. Reads are not signed either, and parts always have a CRC-32.
+    # the save's own hashes. The bodies of answers are not signed either, and parts have a CRC-32 unless the user
+    # chooses otherwise.
     "s3": {"payload_signing_enabled": False},
 }
 _PIECE = 1 << 20  # the largest number of bytes that are lost when a body breaks off
@@ -101,10 +103,10 @@ class S3Client:
         """True after the server has answered any request."""
         self._lock = free_in_child(threading.Lock())
         self._botocore: Any = None
-        self._environment: Mapping[str, str] = {}  # that the client was created in
+        self._environment: Mapping[str, str] = {}  # in which the client was created
 
     def call(self, operation: str, **arguments: Any) -> Any:
-        """Sends a request once, and once more if there are new credentials; raises `OSError`."""
+        """Sends a request; raises `OSError`. If access is denied, and new credentials may help, sends it once more."""
         import botocore.exceptions
 
         client = self._connected(None)
@@ -134,7 +136,7 @@ class S3Client:
     def checksum(self, data: memoryview) -> dict[str, str]:
         """Returns the CRC-32 of a body as arguments of a request, unless the user has chosen another checksum or none.
 
-        botocore takes ten times as long to compute it, and copies the body over https.
+        botocore takes ten times as long to compute it, and over https it copies the body.
         """
         is_wanted = getattr(self._connected(None).meta.config, "request_checksum_calculation", "") == "when_supported"
         if not is_wanted or any(name.startswith("Checksum") for name in self._filesystem.s3_additional_kwargs):
@@ -142,12 +144,12 @@ class S3Client:
         return {"ChecksumCRC32": base64.b64encode(crc32(data).to_bytes(4, "big")).decode()}
 
     def names_of_part(self) -> list[str]:
-        """Returns the names of a part's fields that complete an upload: the tag, and the user's checksum, if any."""
+        """Returns the names of the fields of a part that complete an upload: its tag, and any user's checksum."""
         chosen = self._filesystem.s3_additional_kwargs.get("ChecksumAlgorithm")
         return ["ETag"] if chosen is None else ["ETag", f"Checksum{chosen}"]
 
     def _retire(self) -> None:
-        """Makes the next storage read the credentials again, which the user may have corrected."""
+        """Makes the next storage read the credentials again, because the user may have corrected them."""
         with _sharing:
             for key, client in list(_shared_clients.items()):
                 if client is self:
@@ -223,7 +225,7 @@ def receive(answer: Any, buffers: Iterable[memoryview]) -> int:
 
 @functools.cache
 def _models() -> Any:
-    """Reads botocore's descriptions of S3's API. Cached, because that takes 0.1 s."""
+    """Returns a loader of botocore's descriptions of S3's API. Clients share it, because reading them takes 0.1 s."""
     import botocore.session
 
     return botocore.session.Session().get_component("data_loader")
@@ -251,7 +253,7 @@ def translated(error: Any, bucket: object = None) -> OSError:
     if code in _MISSING:
         return NoSuchObject("it does not exist")
     if code in ("InvalidRange", "416"):
-        return PastEnd("the file ends before that")
+        return PastEnd("the file ends before the requested range")
     message = f"{code}: {error.response.get('Error', {}).get('Message', '')} ({error.operation_name})"
     if code == "NoSuchUpload":
         return FileNotFoundError(message)
@@ -274,7 +276,7 @@ class NoSuchObject(FileNotFoundError):
 
 
 class PastEnd(OSError, EOFError):
-    """A range lies beyond the end of the file. Never retried."""
+    """The file ends before the end of a range. Never retried."""
 
     status = 416
 
@@ -283,7 +285,7 @@ _T = TypeVar("_T")
 
 _PART = 8 << 20  # larger parts are no faster, and take more memory; S3's minimum is 5 MiB
 _MOST_PARTS = 10_000
-_PART_STEP = 64 << 10  # so that parts end at a page and at an element
+_PART_STEP = 64 << 10  # so that parts end at a page boundary and between two elements
 _CONCURRENCY = 8
 _NOT_IMPLEMENTED = 501
 _SAVE = "dcp-tensorizer-save"  # metadata of an object of several parts: the id of the save, or sink, that uploaded it
@@ -316,7 +318,7 @@ class S3Storage(RemoteStorage):
         prefix = self._full("")
         for page in self._pages("list_objects_v2", "", ["ContinuationToken"], Delimiter="/"):
             for entry in page.get("Contents", []):
-                if name := entry["Key"].removeprefix(prefix):  # the AWS console creates an object of the prefix itself
+                if name := entry["Key"].removeprefix(prefix):  # the AWS console creates one for the prefix itself
                     modified = entry["LastModified"].timestamp()
                     files.append(FileInfo(name, entry["Size"], modified, modified))
             for entry in page.get("CommonPrefixes", []):
@@ -370,7 +372,7 @@ class S3Storage(RemoteStorage):
                 self.call("abort_multipart_upload", file.name, UploadId=upload)
 
     def create_upload(self, name: str, owner: str) -> dict[str, Any]:
-        """Starts an upload, whose object will record the id of its owner, without retries; raises `OSError`."""
+        """Starts an upload, without retries; raises `OSError`. The object will record the id of the upload's owner."""
         answer: dict[str, Any] = self.once("create_multipart_upload", name, Metadata={_SAVE: owner})
         return answer
 
@@ -485,11 +487,11 @@ class S3Storage(RemoteStorage):
         return self.once(operation, name, Body=_Body(data), **self._client.checksum(data), **arguments)
 
     def part(self, answer: Mapping[str, Any]) -> dict[str, str]:
-        """Returns the fields of the answer to a part that complete the upload."""
+        """Returns the fields of a part's answer that completing the upload needs."""
         return {name: answer[name] for name in self._client.names_of_part() if name in answer}
 
     def _put(self, name: str, data: bytes, condition: Mapping[str, str], *, is_new: bool = False) -> None:
-        """Puts an object under a condition; without it if the server answers that it has no conditional writes.
+        """Puts an object under a condition. If the server has no conditional writes, puts the object unconditionally.
 
         Does not retry until the timeout: an attempt whose answer was lost may have put the object, and another job may
         have replaced it since. A late attempt would restore a checkpoint whose files that job has removed.
@@ -517,7 +519,7 @@ class S3Storage(RemoteStorage):
         return f"{self._root}/{name}" if self._root else name
 
     def _described(self, error: Exception) -> str:
-        return str(error)  # already starts with botocore's class or the server's code
+        return str(error)  # already starts with botocore's error class or the server's code
 
     def _uploads_to(self, name: str) -> list[str]:
         return [str(upload["UploadId"]) for upload in self._uploads(name) if upload["Key"] == self._full(name)]
@@ -588,7 +590,7 @@ class S3Reader(RangeReader):
             raise OSError("the server sent the whole object instead of the requested range")
         count, sent = receive(answer, buffers), answer.get("ContentLength", stop - offset)
         if count == sent < stop - offset:
-            raise PastEnd(f"the file ends {stop - offset - sent:,} bytes too early")
+            raise PastEnd(f"the file ends too early: {stop - offset - sent:,} bytes are missing")
         return count
 
 
@@ -599,7 +601,7 @@ class _BrokenOff(ConnectionError):
 class _Body:
     """A part as a file object, which botocore sends in pieces.
 
-    botocore would send bytes in one call, and the timeout would apply to all of them.
+    If the part were bytes, botocore would send it in one call, and the timeout would apply to the whole part.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -626,7 +628,8 @@ class _Body:
 class _S3Sink(Sink):
     """Sink that puts a file of one part, or uploads a file of several parts.
 
-    ``shared`` is the id of an upload that several processes send parts to. The sink does not complete or abort it.
+    ``shared`` is the id of an upload to which several processes send parts. The sink does not complete or abort that
+    upload.
     """
 
     concurrency = _CONCURRENCY

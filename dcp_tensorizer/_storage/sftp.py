@@ -23,7 +23,7 @@ from .remote import Ranges, RemoteStorage, Retries, is_transient, silence_timeou
 
 
 class SftpStorage(RemoteStorage):
-    """A directory of an SFTP server, by its URL ``sftp://user:password@host:port/path``, whose path is literal.
+    """A directory of an SFTP server. Its URL is ``sftp://user:password@host:port/path``, whose path is taken literally.
 
     ``options`` are those of `SftpClient`. Raises `OSError` if it cannot connect or log in.
     """
@@ -148,7 +148,7 @@ def _is_directory(channel: Any, path: str) -> bool:
 
 
 def _rename_to_new(channel: Any, source: str, target: str) -> None:
-    """Renames a file to a name that must not exist. Looks for that name after an error: servers report no reason."""
+    """Renames a file to a name that must not exist. If that fails, checks for the name: servers give no reason."""
     try:
         channel.rename(source, target)
     except OSError:
@@ -214,11 +214,11 @@ _FOR_FSSPEC = {"skip_instance_cache", "use_listings_cache", "temppath"}
 _FSYNC = "fsync@openssh.com"
 _REQUESTS = 256  # read requests in progress at a time: 8 MiB
 _inherited: list[object] = []
-"""A forked child's copies of its parent's connections, which are never freed there."""
+"""In a forked child, the copies of its parent's connections, which the child must never free."""
 
 
 class _Channel(paramiko.SFTPClient):  # type: ignore[misc]
-    """An SFTP channel that records the extensions of its server, which paramiko does not."""
+    """An SFTP channel that records the extensions of its server, which paramiko discards."""
 
     extensions: frozenset[str] = frozenset()
 
@@ -263,7 +263,7 @@ class SftpClient:
         self._failure: OSError | None = None
 
     def _release(self) -> None:
-        """In a forked child, abandons the parent's connection without a message. The next call reconnects."""
+        """In a forked child, abandons the parent's connection without sending a message. The next call reconnects."""
         connection, idle = self._connection, self.idle
         self._begin()
         if connection is not None:
@@ -282,7 +282,7 @@ class SftpClient:
         """
 
         def may_succeed(error: Exception) -> bool:
-            return is_transient(error) and not isinstance(error, EOFError)  # which is a file's end
+            return is_transient(error) and not isinstance(error, EOFError)  # an EOFError is the end of a file
 
         return self.retries.call(lambda: self.attempt(use), may_succeed)
 
@@ -296,7 +296,7 @@ class SftpClient:
         """Returns the connection. If it is lost, connects again.
 
         If another thread has failed to connect since ``known``, raises the same error. Otherwise threads would connect
-        one after the other, each with the full timeout of a hung server.
+        one after the other, and each would wait until a hung server times out.
         """
         if not _is_active(self._connection):
             if self._failure is not None and self._failure is not known:
@@ -311,7 +311,10 @@ class SftpClient:
 
     @contextmanager
     def _channel(self, known: OSError | None) -> Iterator[Any]:
-        """Yields a channel for a ``with`` block. After a failure, closes the channel."""
+        """Yields a channel for a ``with`` block.
+
+        After an error other than `FileNotFoundError`, closes the channel, or after a timeout the connection.
+        """
         with self._lock:
             connection = self._connected(known)
             channel = self.idle.pop() if self.idle else None
@@ -448,7 +451,7 @@ def sync_file(channel: Any, file: Any) -> None:
 
 
 def _of_address(address: str) -> dict[str, Any]:
-    """Returns the options of ``connect``. Raises `ValueError` without the address, which may contain the password."""
+    """Returns the options of ``connect``. A `ValueError` does not quote the address, which may contain a password."""
     parts = urlsplit(f"//{address}")
     try:
         port = parts.port

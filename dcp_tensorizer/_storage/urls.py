@@ -7,7 +7,7 @@ import re
 from ..errors import WriteError
 from .redact import redact
 
-_READ_ONLY = frozenset(("data", "git", "github", "http", "https"))  # fsspec's protocols
+_READ_ONLY = frozenset(("data", "git", "github", "http", "https"))  # fsspec's protocols that cannot write
 
 
 def protocols_of(url: str) -> list[str]:

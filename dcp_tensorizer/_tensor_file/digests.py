@@ -12,8 +12,8 @@ from ..errors import ChecksumMismatch
 from .names import StoredItem, block_size
 
 # The size from which releasing the GIL pays off: hashing this many bytes takes about 20 microseconds, as long as eight
-# threads on 16 cores take to reacquire the GIL. xxhash's one-shot functions never release it in release 3, and above 64
-# KiB in release 4. Its objects release it in both.
+# threads on 16 cores take to reacquire the GIL. The one-shot functions of xxhash 3 never release it, and those of
+# xxhash 4 only above 64 KiB. The hash objects of both release it.
 _WORTH_UNLOCKING = 512 << 10
 
 
@@ -118,15 +118,15 @@ def _digest(data: memoryview) -> bytes:
     if data.nbytes < _WORTH_UNLOCKING:
         return xxhash.xxh3_64_digest(data)
     state = xxhash.xxh3_64()
-    state.update(data)  # releases the GIL in every release, so that other threads start their next reads
+    state.update(data)  # releases the GIL in every version, so that other threads start their next reads
     return state.digest()
 
 
 def all_match(items: Sequence[StoredItem], contents: Sequence[memoryview]) -> bool:
     """Returns whether all items match the digests of their whole data.
 
-    Also returns False for parts of items, and for items without such a digest. A single comparison takes a third of the
-    time of one for each item.
+    Also returns False for parts of items, and for items without such a digest. One comparison of all digests takes a
+    third of the time of a comparison for each item.
     """
     wholes = [item.digests if len(item.digests) == 8 else _digest_of_all(item) for item in items]
     if not all(wholes) or any(data.nbytes != item.length for item, data in zip(items, contents, strict=True)):

@@ -31,7 +31,7 @@ UNCOPYABLE = {torch.float4_e2m1fn_x2}
 
 
 def check_supported(key: str, tensor: torch.Tensor) -> None:
-    """Raises `StagingError`, which names the key and the kind of tensor, unless the elements are plain bytes."""
+    """Raises `StagingError`, naming the key and the kind of tensor, unless the elements can be saved as plain bytes."""
     if (fault := _fault(tensor)) is not None:
         raise StagingError(f"{key!r} is a tensor {fault}, or leave it out of the state dict.")
 
@@ -73,7 +73,7 @@ def is_plain_class(tensor: torch.Tensor) -> bool:
 
 
 def is_ordinary(value: Any) -> TypeGuard[torch.Tensor]:
-    """Returns whether a value is a tensor of torch's own class that `check_supported` accepts, in half the time.
+    """Returns whether a value is a tensor of torch's own classes that `check_supported` accepts. Takes half its time.
 
     Returns False if the tensor describes a part (`describes_part`), which only DCP can plan. Nearly all values of large
     state dicts are ordinary, so this is called thousands of times.

@@ -37,7 +37,7 @@ BUFFER_BYTES = 256 << 20
 # Half or a quarter of a core's second-level cache, where CRC-32 and XXH3 run twice as fast as from memory.
 _PIECE = 512 << 10
 
-_SMALL = _PIECE  # bytes of a tensor
+_SMALL = _PIECE  # the largest tensor, in bytes, that is hashed in a single call
 
 _Pair = tuple[int, bytes, memoryview]
 """An offset in a file, and two consecutive runs of bytes that start there: a header and its data."""
@@ -55,7 +55,7 @@ def encode(
     file: str = "",
     piece_bytes: int = _PIECE,
 ) -> list[StoredItem]:
-    """Writes a complete tensorizer file, closes the sink, and returns the file's items; see `encode_ahead`."""
+    """Writes a whole tensorizer file, completes the sink, and returns the file's items; see `encode_ahead`."""
     items, parts = encode_ahead(layout, contents, sink, threads, buffer_bytes, file=file, piece_bytes=piece_bytes)
     try:
         parts.finish()
@@ -89,8 +89,8 @@ def encode_ahead(
 
     Memory holds at most ``3 * threads + sink.concurrency + 2`` parts, a block per encrypting thread, and one result of
     ``contents`` per thread. A sink that takes parts only in order costs another pass over memory, because a tensor's
-    hashes precede its bytes in the file. With such a sink, tensors are also encrypted twice, because their MACs
-    precede them.
+    hashes precede its bytes in the file. With such a sink, tensors are also encrypted twice, because the MACs precede
+    the encrypted bytes.
     """
     part_count = max(_MIN_PARTS, buffer_bytes // sink.part_bytes)
     threads = max(1, min(threads, (part_count - 3) // 3))
@@ -186,7 +186,7 @@ class _Encoding(Generic[T]):
         return entry.length <= _SMALL and not entry.has_sha256 and self._layout.cipher is None
 
     def _encode_small(self, numbers: Iterable[int], taken: list[int]) -> Iterator[_Pair]:
-        """Hashes each small tensor in a single call: with thousands of tensors, calls dominate.
+        """Hashes each small tensor in a single call: with thousands of tensors, calls take most of the time.
 
         Yields the offset, the header and the bytes of each tensor. Stops at a larger tensor, and appends its number to
         ``taken``.
@@ -350,9 +350,9 @@ class PartMemory:
 class FileParts:
     """The parts of a file, which several threads fill in any order.
 
-    Memory is bounded: `fill` waits for free memory. It cannot deadlock if threads start tensors in file order, because
-    then every incomplete part belongs to a tensor in progress or to the last one that was started. At most ``filling``
-    parts are filled and ``writing`` parts written at once. Other files may share ``memory``.
+    Memory is bounded: `fill` waits for free memory. This wait cannot deadlock if threads start tensors in file order,
+    because then every incomplete part belongs to a tensor in progress or to the last one that was started. At most
+    ``filling`` parts are filled and ``writing`` parts written at once. Other files may share ``memory``.
     """
 
     def __init__(

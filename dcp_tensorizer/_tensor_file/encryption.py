@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 
 _CHECK_BYTES = 16  # encrypted zeros, which only the same key decrypts
-_MOST_OPERATIONS = 1024  # libsodium's "sensitive" is 4; more would let a forged file make a reader compute for days
+_MOST_OPERATIONS = (
+    1024  # libsodium's "sensitive" is 4; with a higher limit, a forged file could make a reader compute for days
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class Cipher:
         return decrypt(address, address, _address(mac), data.nbytes, _counted(nonce, number), self.key) == 0
 
     def check_value(self) -> bytes:
-        """Returns a new random value that `opens` accepts with this key only, and that reveals nothing else."""
+        """Returns a new random value that `opens` accepts with this key only, and that does not reveal the key."""
         nonce, block = self.new_nonce(), memoryview(bytearray(_CHECK_BYTES))
         return nonce + self.encrypt(block, block, nonce, 0) + bytes(block)
 
@@ -130,7 +132,7 @@ def check_decryption(params: DecryptionParams) -> None:
 def _decryption_cipher(params: DecryptionParams, derivation: Derivation | None) -> Cipher:
     """Returns a reader's key. Deriving it from a passphrase takes the time and memory that the writer chose.
 
-    Raises `DecryptionError` for a passphrase if the checkpoint was not encrypted with one.
+    Raises `DecryptionError` if the checkpoint was not encrypted with a passphrase, or the key cannot be derived.
     """
     from tensorizer import EncryptionParams
 

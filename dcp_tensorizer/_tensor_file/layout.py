@@ -10,8 +10,8 @@ in two passes over memory, with several queued tasks per tensor. This package fe
     entries   for each tensor a header (name, dtype, shape, the hashes of header and data, padding), then the data
     end       eight zero bytes
 
-A header may hold any number of hashes. It always holds a CRC-32, which costs a fifteenth of the CPU time of a SHA-256.
-A SHA-256 is optional.
+The format allows any number of hashes in a header. In a plain file, this package always writes a CRC-32, which costs a
+fifteenth of the CPU time of a SHA-256. A SHA-256 is optional.
 
 In an encrypted file a header describes the encryption of its tensor, with a MAC for each block. It holds no hashes.
 ``TensorSerializer`` stores hashes of the unencrypted tensor there, which reveal whether two tensors are equal, and the
@@ -53,8 +53,8 @@ _PASSPHRASE = struct.Struct("<HHQQiH")  # two tags; costs and algorithm of the d
 _DERIVED, _BY_PWHASH = 1, 1
 _BLOCKS = struct.Struct(f"<HQ{NONCE_BYTES}sQ")  # tag, bytes in a block, nonce of the first, number of MACs that follow
 _XSALSA20 = 2
-# torch's dtypes that numpy also has, and the item sizes of the others unless that is one byte. They are listed because
-# the writer process does not import torch, which takes two seconds.
+# torch's dtypes that numpy also has, and the item sizes of the others, unless they are one byte. They are listed
+# because the writer process does not import torch, which takes two seconds.
 _NUMPY = {"bool", *(f"{kind}int{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64))}
 _NUMPY |= {"float16", "float32", "float64", "complex64", "complex128"}
 _ITEMSIZE = {"bfloat16": 2, "bits16": 2, "bcomplex32": 4, "complex32": 4}
@@ -181,7 +181,7 @@ def lay_out(
 
 
 def reads_empty(dtype: str) -> bool:
-    """Returns whether tensorizer can read a tensor of ``dtype`` without elements.
+    """Returns whether tensorizer can read an empty tensor of ``dtype``.
 
     If numpy lacks the dtype, ``TensorDeserializer`` fails to open a file with such a tensor (2.12.1).
     """

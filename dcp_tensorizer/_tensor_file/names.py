@@ -16,7 +16,7 @@ MAX_NUMBER = 2**63 - 1
 """The largest size, offset or length in a file: a signed integer of 64 bits."""
 
 # Digests are per block, so that partial reads can be verified. With at most 64 blocks, a tensor has at most 520 bytes
-# of metadata, and a slice of rows reads at most two blocks more than it needs. A block of less than 64 KiB would take
+# of digests, and a slice of rows reads at most two blocks more than it needs. A block of less than 64 KiB would take
 # longer to request than to read. A block of more than 8 MiB would not fit into a reader's buffers, so tensors of more
 # than 512 MiB have more than 64 blocks.
 _MAX_BLOCKS = 64
@@ -36,7 +36,7 @@ NONCE_BYTES, MAC_BYTES = 24, 16  # of libsodium's secretbox
 INLINE_BYTES = 4 << 10
 """The largest item, in bytes, that is also stored in the index."""
 MAX_INLINE_BYTES = 1 << 20
-"""The maximum total size of these items, in bytes."""
+"""The maximum total size of the items that are also stored in the index, in bytes."""
 
 _DATA_FILE = re.compile(r"__\d+_\d+_[0-9a-f]{32}\.tensors")
 _METADATA_FILE = re.compile(r"(__\d+)?\.metadata")
@@ -167,7 +167,7 @@ def save_id_in(name: str) -> str:
 
 
 def is_ours(name: str) -> bool:
-    """Returns whether this package makes files with such a name in a checkpoint's directory."""
+    """Returns whether this package makes files of this name in a checkpoint's directory."""
     patterns = (_DATA_FILE, _METADATA_FILE, _TEMPORARY_FILE, _RECORD_FILE)
     return any(pattern.fullmatch(name) for pattern in patterns)
 

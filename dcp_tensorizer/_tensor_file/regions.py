@@ -74,7 +74,7 @@ def overlapping_pair(starts: Integers, stops: Integers) -> tuple[int, int] | Non
 
     Sharding makes grids, or cuts a tensor's elements in C order. Both are checked in O(n log n). Other chunks are
     sorted along one dimension, and each chunk is compared with the earlier chunks that reach it. As in DCP, an empty
-    chunk overlaps another one if it lies strictly inside.
+    chunk overlaps another one if it lies strictly inside that one.
 
     Args:
         starts: The first element of each chunk: a row per chunk, a column per dimension.
@@ -120,7 +120,7 @@ def _is_grid(starts: Integers, stops: Integers) -> bool:
 
 
 def regions_of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Region]:
-    """Yields regions of the elements ``start`` to ``stop`` of a C-ordered array, at most ``2 * len(shape) - 1``."""
+    """Yields at most ``2 * len(shape) - 1`` regions: together, the elements ``start`` to ``stop - 1`` in C order."""
     if start >= stop:
         return
     if not shape:

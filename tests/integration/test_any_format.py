@@ -152,7 +152,9 @@ def test_a_header_that_contradicts_itself_is_an_error(tmp_path: Path) -> None:
     state = {"v": torch.zeros(3), "w": torch.zeros(2, 4)}
     with pytest.raises(CheckpointException) as caught:
         dcp.load(state, storage_reader=open_reader(tmp_path))
-    assert str(unwrap(caught.value)) == f"{file}: 'w' of shape (2, 4) has 24 bytes stored"
+    assert str(unwrap(caught.value)) == (
+        f"{file}: 'w' of shape (2, 4) has 24 bytes stored, which do not match its shape and dtype"
+    )
     assert not state["v"].any()
 
 
@@ -420,7 +422,7 @@ def test_object_stores(s3: S3Server) -> None:
     assert torch.equal(state["w"], SAVED["w"])
     s3.client().put_object(Bucket=s3.bucket, Key="any_format/hf/model.safetensors", Body=b"")
     error = error_of(f"{url}/hf", storage_options=options)
-    assert "any_format/hf/model.safetensors is not a safetensors file, or damaged" in str(error)
+    assert "any_format/hf/model.safetensors is not a safetensors file, or is damaged" in str(error)
 
 
 def test_ranks_that_find_several_formats_load_nothing(tmp_path: Path) -> None:

@@ -333,7 +333,7 @@ def test_no_checkpoint(tmp_path):
     torch.save({"w": target}, tmp_path / "model.pt")
     with pytest.raises(CheckpointException) as caught:
         load(tmp_path / "model.pt", {"w": target})
-    assert "it is a file that torch.save wrote: load it with torch.load" in str(cause(caught))
+    assert "it is a file like those that torch.save writes: load it with torch.load" in str(cause(caught))
     assert target.item() == 1
 
 

@@ -72,7 +72,7 @@ def test_a_server_that_gives_less(open_sftp: Opener, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(channel, "_async_request", ask_for_less)
     assert storage.read(NAME) == CONTENT[:100_000]
-    with pytest.raises(EOFError, match="500 bytes too early"):
+    with pytest.raises(EOFError, match="500 bytes are missing"):
         storage.open(NAME).read_into([memoryview(bytearray(1000))], 99_500)
 
 

@@ -71,14 +71,14 @@ def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
     for content, words in (
         (
             by_torch,
-            "that torch.save wrote: load it with torch.load, or convert it to a checkpoint with `dcp-tensorizer "
-            "convert`.",
+            "like those that torch.save writes: load it with torch.load, or convert it to a checkpoint with "
+            "`dcp-tensorizer convert`.",
         ),
-        (pickle.dumps({}), "that torch.save wrote: load it"),
-        (data.read_bytes(), "of a checkpoint: pass the directory that it is in."),
-        ((tmp_path / "step-1" / ".metadata").read_bytes(), "of a checkpoint: pass the directory that it is in."),
+        (pickle.dumps({}), "like those that torch.save writes: load it"),
+        (data.read_bytes(), "like those of a checkpoint: pass the directory of the checkpoint."),
+        ((tmp_path / "step-1" / ".metadata").read_bytes(), "like those of a checkpoint: pass the directory of the"),
         (b'\x10\0\0\0\0\0\0\0{"w": {}}', "in the safetensors format: convert it"),
-        (b"", "of another kind, and checkpoints are directories."),
+        (b"", "in no format that this package recognises, and a checkpoint is a directory."),
     ):
         path.write_bytes(content)
         assert f"{path} holds no committed checkpoint: it is a file {words}" in str(

@@ -130,7 +130,7 @@ def test_any_other_range_is_read_through_the_page_cache(
         assert file.once(offset, nbytes) is file
         content = bytearray(nbytes)
         if case == "beyond the end":
-            with pytest.raises(EOFError, match="1,048,576 bytes too early"):
+            with pytest.raises(EOFError, match="1,048,576 bytes are missing"):
                 file.read_into([memoryview(content)], offset)
         else:
             file.read_into([memoryview(content)], offset)
@@ -230,7 +230,7 @@ def test_a_short_file_is_an_error_that_says_by_how_much(tmp_path: Path) -> None:
     """The message names the end of the file and the number of missing bytes."""
     (tmp_path / "file").write_bytes(b"x" * 1000)
     file = LocalFile(tmp_path / "file")
-    with pytest.raises(EOFError, match=r"ends at byte 1,000, 500 bytes too early"):
+    with pytest.raises(EOFError, match=r"ends too early, before byte 1,000: 500 bytes are missing"):
         file.read_into([memoryview(bytearray(700)), memoryview(bytearray(700))], 100)
     file.close()
 

@@ -61,4 +61,4 @@ def test_connections_that_may_come_back(error: Exception, transient: bool) -> No
 
 def test_the_end_of_a_file_is_final() -> None:
     """A range beyond the end is not requested again, which would take as long as the timeout."""
-    assert not is_transient(PastEnd("the file ends before that"))
+    assert not is_transient(PastEnd("the file ends before the requested range"))
