@@ -62,7 +62,7 @@ def decode(data: bytes, path: str) -> Metadata:
 
 
 def read_index(storage: Storage, rank: int | None = None) -> Index | None:
-    """Reads and checks a checkpoint's index, of all ranks or of one. If there is none, returns None.
+    """Reads and checks a checkpoint's index, of all ranks or of one. If there is no index, returns None.
 
     The locations of a large index are read on demand. Raises `MetadataError` if the index is damaged or of another
     format, and `ReadError` if it cannot be read.

@@ -2,8 +2,8 @@
 
     start     80 bytes: magic, version, the lengths of head and file, a digest of start and head, a MAC
     head      MessagePack: the time and the versions of the save, the data files, and where each section is
-    sections  MessagePack, one after the other: the entries of the state dict, the planner's data, small values,
-              and for each rank the locations of what it wrote
+    sections  MessagePack (only planner's data may be the bytes of ``torch.save``), one after the other: the entries of
+              the state dict, the planner's data, small values, and for each rank the locations of what it wrote
 
 The head has a digest of each section, so that a section can be read, checked and decoded separately. When loading, a
 rank reads only the locations of the ranks whose data it needs. The file contains no code. `schema` has the types of the

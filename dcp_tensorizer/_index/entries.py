@@ -86,7 +86,7 @@ class StateRules:
 
     @functools.cached_property
     def packed_keys(self) -> list[bytes]:
-        """The MessagePack of each key. Raises `WriteError` if a key has none."""
+        """The MessagePack of each key. Raises `WriteError` if a key cannot be stored."""
         return [_packed(key) for key in self.keys]
 
     @functools.cached_property

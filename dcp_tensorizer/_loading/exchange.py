@@ -47,11 +47,11 @@ class Exchange:
 
     Use it as a context manager around the whole load: its exit reports a failure to the other ranks.
 
-    ``fetch`` reads targets from the storage, like `run.fetch`. ``verify`` compares data with its digests, and received
-    data with the sender's digests. ``in_memory`` has the contents of files that need not be read. ``reason`` is the
-    reason why this rank exchanges no tensors; empty if it does. ``window_bytes`` is the size of each of a rank's two
-    read windows, and ``round_bytes`` the size of all ranks' pieces in one collective. ``received_bytes`` counts the
-    bytes from other ranks.
+    ``fetch`` reads targets from the storage, like `run.fetch`. ``verify`` compares data with its digests, and data
+    received in host memory with the sender's digests. ``in_memory`` has the contents of files that need not be read.
+    ``reason`` is the reason why this rank exchanges no tensors; empty if it does. ``window_bytes`` is the size of each
+    of a rank's two read windows, and ``round_bytes`` the size of all ranks' pieces in one collective.
+    ``received_bytes`` counts the bytes from other ranks.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class _Rounds:
         return bool(self._headers[:, 0].any())
 
     def check(self) -> None:
-        """Raises `ReadError` if the received bytes differ from those that were sent."""
+        """Raises `ReadError` if received bytes do not match their sender's digest. On a GPU, they have no digest."""
         if not self._hashes:
             return
         for rank, (header, piece) in enumerate(zip(self._headers, self.received, strict=True)):

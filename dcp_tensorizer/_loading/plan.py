@@ -219,7 +219,7 @@ class ReadLimits(NamedTuple):
     """The limits by which reads are joined and cut."""
 
     max_gap_bytes: int  # reading this many unneeded bytes is faster than a second request
-    max_coalesced_bytes: int = MAX_SCRATCH_BYTES  # of one operation that reads straight into targets
+    max_coalesced_bytes: int = MAX_SCRATCH_BYTES  # of one operation that reads directly into targets
     max_scratch_bytes: int = MAX_SCRATCH_BYTES  # of one operation that reads into scratch memory
     max_segments: int = MAX_SEGMENTS  # of one operation
 

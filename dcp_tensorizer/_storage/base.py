@@ -41,7 +41,7 @@ class ReadTuning:
     slice_bytes: int = UNLIMITED
     """The largest piece to read before it is hashed, so that the hash finds it in the processor's cache."""
     max_coalesced_bytes: int | None = None
-    """The largest single read straight into target tensors; by default, the size of the scratch memory."""
+    """The largest single read directly into target tensors; by default, the size of the scratch memory."""
     max_gap_bytes: int = 64 << 10
     """The largest gap between two ranges that is cheaper to read than to skip with another request."""
 
@@ -288,7 +288,7 @@ class Storage(abc.ABC):
         """Creates a new file of ``nbytes`` bytes; raises `OSError`."""
 
     def granule_of(self, nbytes: int) -> int:
-        """Returns the block size of shared files. Two processes may not write to the same block.
+        """Returns the block size of shared files. Two processes must not write to the same block.
 
         Args:
             nbytes: The size of the file.
@@ -496,7 +496,7 @@ class Storage(abc.ABC):
 
     @contextmanager
     def writing(self, doing: str) -> Iterator[None]:
-        """Turns an `OSError` of the ``with`` block into the `WriteError` "cannot ``doing``: ...". Others pass."""
+        """Turns an `OSError` of the ``with`` block, but no other error, into a `WriteError`: "cannot ``doing``"."""
         try:
             yield
         except CheckpointError:

@@ -60,7 +60,7 @@ def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: flo
     Creates new filesystems instead of taking them from fsspec's cache, so that they use current credentials and cache
     no listings. Azure's filesystems are shared, because adlfs never frees one, and each has its own connections. No
     request is retried after ``timeout`` seconds. A request to Google Cloud Storage times out after half of that time,
-    and a connection to S3 or Azure after a tenth of it without data.
+    and a connection of an `S3Storage` or to Azure after a tenth of it without data.
     """
     import fsspec.core
     from fsspec.implementations.local import LocalFileSystem

@@ -259,7 +259,7 @@ class LocalSink(Sink):
 
 
 def make_shared(path: Path, nbytes: int, *, preallocate: bool, umask: int | None) -> None:
-    """Creates a file for several processes to write. The file must not exist. If that fails, leaves no new file."""
+    """Creates a file, which must not exist, for several processes to write. After an error, leaves no new file."""
     fd = new_file(path, umask)
     try:
         try:
@@ -286,7 +286,10 @@ def new_file(path: Path, umask: int | None = None) -> int:
 
 
 def explained(error: OSError) -> OSError:
-    """Adds a remedy to errors of permissions and limits, and to those of permissions the owner of the path."""
+    """Adds a remedy to errors of permissions and limits.
+
+    To an error of permissions, also adds the owner of the file or folder that refused the access.
+    """
     if advice := limit_advice(error):
         return OSError(error.errno, f"{os.strerror(error.errno or 0)}{advice}")
     if not isinstance(error, PermissionError) or not error.filename:
