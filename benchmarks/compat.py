@@ -159,7 +159,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Content:
             result = try_out(f"python{python}", torch, Path(environment) / "venv", suites)
         known = sorted([*(other for other in known if _key(other) != _key(result)), result], key=_key)
         so_far = {"machine": machine(), "results": known}
-        store("compat-draft" if options.draft else "compat", so_far)  # each takes long
+        store("compat-draft" if options.draft else "compat", so_far)  # now: each environment takes long
     return {"results": known}
 
 

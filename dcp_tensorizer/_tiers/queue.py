@@ -406,7 +406,7 @@ class Queue:
                 self.drop(entry, record)
 
     def _path(self, entry: FlushEntry) -> Path:
-        """Returns the file of a record. If the disk has refused the record's state, the file name has an earlier one."""
+        """Returns the file of a record. If the disk refused the record's state, the file name has an earlier one."""
         states = _ORDER[: _ORDER.index(entry.state) + 1] if entry.stem in self._refused else ()
         paths = [self.folder / f"{entry.stem}.{state}" for state in reversed(states)]
         return next((path for path in paths if path.exists()), self.folder / entry.name)

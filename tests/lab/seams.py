@@ -1,4 +1,4 @@
-"""Inside the package: its parts as tests of several rooms use them, and what no user sees."""
+"""Private parts of the package that tests of several folders use."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def cached(path: Path, offset: int) -> bool:
 
 
 def wait_until_digested(folder: Path) -> None:
-    """Waits until keepers whose trainers are gone have the digests of all that they keep: they see no damage before."""
+    """Waits until orphaned keepers have the digests of all their states: damage before that would not be detected."""
     for path in folder.iterdir():
         connection = connect(path)
         assert connection is not None

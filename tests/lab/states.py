@@ -1,4 +1,4 @@
-"""Tensors of every dtype, and what tells whether two states are the same."""
+"""Tensors of every dtype, and comparisons of states."""
 
 from __future__ import annotations
 
