@@ -171,7 +171,7 @@ def _failed(content: Content) -> str:
 OPTIONS = {
     "pythons": {"nargs": "+", "default": [p for p in PYTHONS if shutil.which(f"python{p}")]},
     "torch": {"nargs": "+", "default": [OLDEST, "newest"]},
-    "all": {"action": "store_true", "help": "all tests under every Python, not under this one alone"},
+    "all": {"action": "store_true", "help": "run all tests under every Python, not only under this one"},
 }
 
 if __name__ == "__main__":

@@ -348,7 +348,7 @@ OPTIONS = {
     "only": {"choices": FRAMEWORKS, "help": "one of them"},
     "rounds": {"type": int, "default": 5},
     "saves": {"type": int, "default": 3, "help": "saves that are measured, in each round"},
-    "layers": {"type": int, "default": 8, "help": "of 16.8 MB; AdamW's state is twice as large again"},
+    "layers": {"type": int, "default": 8, "help": "of 16.8 MB each; AdamW's state takes twice as much in addition"},
 }
 
 if __name__ == "__main__":

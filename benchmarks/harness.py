@@ -81,9 +81,11 @@ def run(
     for option, settings in options.items():
         parser.add_argument(f"--{option}", **settings)
     parser.add_argument(
-        "--folder", default=where, help=f"where to save, as on a disk to be measured; {where or 'here'} otherwise"
+        "--folder", default=where, help=f"the folder to save in, on the disk to measure; default: {where or 'this one'}"
     )
-    parser.add_argument("--redraw", action="store_true", help="the page from the stored results, without measuring")
+    parser.add_argument(
+        "--redraw", action="store_true", help="make the pages from the stored results, without measuring"
+    )
     parser.add_argument("--draft", action="store_true", help="measure code that is not committed; not to be quoted")
     given = parser.parse_args()
     apart = next((f"-{name}" for name in ("quick", "main", "draft") if getattr(given, name, False)), "")

@@ -870,7 +870,7 @@ def render(content: Content) -> str:
 
 OPTIONS = {
     "quick": QUICK,
-    "only": {"nargs": "+", "choices": CASES, "help": "these cases; what is stored of the others stays"},
+    "only": {"nargs": "+", "choices": CASES, "help": "measure these cases; the stored results of the others stay"},
 }
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def goal_table(rows: Iterable[Goal], form: Callable[[float], str]) -> str:
         wants = [(name, _in_words(goal), _one(value, form), _reached(goal, value, form)) for name, goal, value in found]
         return table(("figure", "wanted", "measured", "reached"), wants)
     ratios = [(name, _one(value, form), _reached("", value, form, yes="yes")) for name, _, value in found]
-    return table(("ratio", "measured", "is it another than 1?"), ratios)
+    return table(("ratio", "measured", "does it differ from 1?"), ratios)
 
 
 def _one(value: Spread | None, form: Callable[[float], str]) -> str:
