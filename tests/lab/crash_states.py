@@ -49,7 +49,7 @@ class Snapshot:
 
 @dataclass
 class Recording:
-    """What an operation did: a snapshot before each of its calls, and which inodes it made durable, and when.
+    """The effects of an operation: a snapshot before each of its calls, and which inodes it made durable, and when.
 
     Attributes:
         root: The inode of the recorded directory.
@@ -64,7 +64,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Crash:
-    """What may be there after a crash: paths of files with their bytes, and of directories with None."""
+    """The files that may exist after a crash: paths of files with their bytes, and of directories with None."""
 
     files: tuple[tuple[str, bytes | None], ...]
 
@@ -145,7 +145,7 @@ Change = dict[Entry, int | None]
 
 
 def _changes(recording: Recording, end: int) -> Iterator[tuple[int, Change]]:
-    """What each call did to directories: after which snapshot, and entries with their new inodes, None if removed."""
+    """The changes by each call to directories: after which snapshot, and entries with their new inodes, None if removed."""
     for number in range(end):
         before, after = (recording.snapshots[number + n].entries for n in (0, 1))
         changed = {entry for entry in before.keys() | after.keys() if before.get(entry) != after.get(entry)}

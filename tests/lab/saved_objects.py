@@ -92,7 +92,7 @@ def archive(change: Callable[[bytes], bytes], value: object = None, compression:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two of these values are of one type and equal, NaNs and streams included."""
+    """Returns whether two of these values are of one type and equal, NaNs and streams included."""
     if type(a) is not type(b):
         return False
     if isinstance(a, io.BytesIO):

@@ -116,7 +116,7 @@ def block_digests(tensor: torch.Tensor) -> bytes:
 
 
 def cached(path: Path, offset: int) -> bool:
-    """Whether the page cache holds a byte of a file now."""
+    """Returns whether the page cache holds a byte of a file now."""
     with open(path, "rb") as file:
         residency = Residency(file.fileno())
         is_cached = residency.holds_page(offset)
