@@ -145,7 +145,7 @@ Change = dict[Entry, int | None]
 
 
 def _changes(recording: Recording, end: int) -> Iterator[tuple[int, Change]]:
-    """The changes by each call to directories: after which snapshot, and entries with their new inodes, None if removed."""
+    """Each call's changes of directories: after which snapshot, and entries with their new inodes, None if removed."""
     for number in range(end):
         before, after = (recording.snapshots[number + n].entries for n in (0, 1))
         changed = {entry for entry in before.keys() | after.keys() if before.get(entry) != after.get(entry)}
