@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -86,12 +87,13 @@ def test_what_arrived_just_before_the_end_is_told(tmp_path: Path) -> None:
 
 
 def test_a_flush_that_was_stopped_can_be_resumed(tmp_path: Path) -> None:
-    """After the engine has ended, the arrival of a later save is reported while the training thread does other work."""
+    """A save that arrives after the engine has ended is reported by another thread, for which no exit waits."""
     run, told = Run(tmp_path), Future[float]()
     flushing, entry = _flushing(run), _begun(run, "a" * 32)
     flushing.stop()
     flushing.follow(entry, REPORT, lambda report, moment: told.set_result(moment))
     flushing.resume()
+    assert {thread.daemon for thread in threading.enumerate() if thread.name == "flush-watch"} == {True}
     moved = run.queue.move(entry, REMOTE)
     assert told.result(WAIT) == pytest.approx(moved.changed, abs=1.0)
 
