@@ -168,7 +168,7 @@ def read_header(
     for key, record in sorted(records, key=lambda item: (item[1].data_offsets, item[0])):
         start, stop = record.data_offsets
         if start != end or stop < start:
-            raise ValueError(f"{key!r} is at bytes {start:,} to {stop:,}, which is not a range from {end:,} on")
+            raise ValueError(f"{key!r} is at bytes {start:,} to {stop:,}, which is not a range that starts at {end:,}")
         tensors.append(StoredBytes(key, base + start, stop - start, record.dtype, record.shape))
         end = stop
     if base + end != nbytes:

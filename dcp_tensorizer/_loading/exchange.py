@@ -414,7 +414,7 @@ class ExchangeGroup:
         """
         own = vote
         if error is not None:
-            # Sends a class of this package, because errors of other packages may not be picklable.
+            # Sends an error of this package's classes, because errors of other packages may not be picklable.
             kinds = (kind for kind in type(error).__mro__ if kind.__module__ == CheckpointError.__module__)
             portable: type[CheckpointError] = next(kinds, CheckpointError)
             own = ExchangeVote(error=portable(describe(error)))

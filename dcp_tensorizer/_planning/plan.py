@@ -1,7 +1,7 @@
 """A save plan whose items are made on demand, and whose pickle is small.
 
-A rank sends its plan as columns, or only their digest if the coordinator knows them. The coordinator only answers which
-of the items the rank writes.
+A rank sends its plan as columns, or only their digest if the coordinator knows them. The coordinator's answer only
+marks the items that the rank writes.
 """
 
 from __future__ import annotations

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 
 _CHECK_BYTES = 16  # encrypted zeros, which only the same key decrypts
-_MOST_OPERATIONS = (
-    1024  # libsodium's "sensitive" is 4; with a higher limit, a forged file could make a reader compute for days
-)
+_MOST_OPERATIONS = 1024  # libsodium's "sensitive" is 4; with more, a forged file could make a reader compute for days
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ def test_a_file_of_the_library_is_read(tmp_path: Path) -> None:
     ("offsets", "nbytes", "message"),
     [
         ([0, 4], 5, "its tensors have 4 bytes, but 5 follow its header"),
-        ([1, 5], 5, "'x' is at bytes 1 to 5, which is not a range from 0 on"),
+        ([1, 5], 5, "'x' is at bytes 1 to 5, which is not a range that starts at 0"),
         ([4, 0], 4, "'x' is at bytes 4 to 0"),
     ],
 )
