@@ -1,4 +1,4 @@
-"""Load plans: read items planned by torch only once per layout, and a plan whose items are not sent back to its rank."""
+"""Load plans: read items planned by torch only once per layout, and a plan whose items do not go back to its rank."""
 
 from __future__ import annotations
 
