@@ -66,7 +66,7 @@ def current_branch(steps: Sequence[Step]) -> Branch | None:
 def last_saved(steps: Iterable[Step]) -> Step | None:
     """Returns the checkpoint that was saved last, or None without checkpoints.
 
-    Compares serials, because clocks may be set back. Only checkpoints without a serial are compared by time.
+    Compares serials, because clocks may be set back. Compares times only if a checkpoint has no serial.
     """
     groups: tuple[list[Step], list[Step]] = ([], [])
     for step in steps:
@@ -268,7 +268,7 @@ class Position:
         tip: The checkpoint that the job resumes from; None if it does not exist or is unknown.
         numbers: The existing steps of the branch.
         names: The names of all steps' directories, on any branch.
-        others: The names of the directories of steps on other branches.
+        others: The names of the directories of steps on other branches, and of unreadable checkpoints.
         left: The newest checkpoint if the job has gone back to an earlier step and has not saved since; otherwise None.
         step: The step of the last `save` or restore; -1 before the first.
         line: The save ids of the checkpoint that this run resumed from, and of those saved since, the newest first.

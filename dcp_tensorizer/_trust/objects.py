@@ -21,7 +21,7 @@ from .known_types import CALLED, CREATED, PASSIVE, Arguments, Maker, need
 
 
 def unsafe_globals(content: bytes | IO[bytes], max_opcodes: int | None = None) -> tuple[str, ...]:
-    """Returns the ``module.name`` of all names in a saved object that could run code. Nothing is run or imported.
+    """Returns the names, as ``module.name``, by which a saved object could run code. Nothing is run or imported.
 
     Common data types of the standard library, NumPy and torch are safe, and so are those that the user passed to
     ``torch.serialization.add_safe_globals``. ``content`` is the ``torch.save`` data, or a file. At most ``max_opcodes``
@@ -65,9 +65,9 @@ _KNOWN = {_GETATTR, *CALLED, *CREATED, *PASSIVE}
 class _Judge(Inert):
     """A reader that finds the classes and functions that a pickle of ``torch.save`` must not use.
 
-    It checks the arguments of each call, and each state that would be set. It accepts protocol 2 only, because other
-    protocols map Python 2's names differently. ``allowed`` are the names that the user trusts, with any arguments and
-    any state. ``torch_names`` are the names that ``torch.load`` trusts by default.
+    It checks the arguments of each call, and each state that would be set. It accepts protocol 2 only, because Python
+    maps Python 2's names only up to that protocol. ``allowed`` are the names that the user trusts, with any arguments
+    and any state. ``torch_names`` are the names that ``torch.load`` trusts by default.
     """
 
     def __init__(self, pickled: bytes, allowed: Mapping[str, Any], torch_names: Collection[str]) -> None:
@@ -118,7 +118,10 @@ class _Judge(Inert):
         return Named(name, trusted=name in self._allowed and name != _GETATTR)
 
     def _attribute(self, args: Arguments) -> Any:
-        """Resolves a reference of protocol 2 to a nested class, a method, or in some releases a member of an Enum."""
+        """Resolves a reference of protocol 2 to a nested class or a method.
+
+        In some releases of Python, such a reference may also be to a member of an Enum.
+        """
         if len(args) != 2 or type(args[0]) is not Named or type(args[1]) is not str:
             raise Malformed("it reads an attribute of a value")
         owner, attribute = args

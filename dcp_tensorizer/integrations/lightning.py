@@ -105,7 +105,7 @@ class _Asynchronous:
             super().teardown()  # type: ignore[misc]
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """With ``overlap_staging``, waits until the parameters may change. Then takes the step."""
+        """Takes the step. With ``overlap_staging``, first waits until the parameters may change."""
         with self._writer.lock():
             return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
 
@@ -147,7 +147,10 @@ class _Asynchronous:
             self._when_committed(lambda: replaced.unlink(missing_ok=True))
 
     def _when_committed(self, action: Callable[[], object]) -> None:
-        """Calls ``action`` after the commit of the save in progress, or after the next commit if that save fails."""
+        """Calls ``action`` after the commit of the save in progress, or after the next commit if that save fails.
+
+        Without a save in progress, calls it at once.
+        """
         self._after_commit.append(action)
         if self._save is None:
             self._clean()
@@ -322,7 +325,7 @@ def _model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:
 
 
 def _has_buffers(model: nn.Module, state: Mapping[str, Any]) -> bool:
-    """Returns whether a model's state has values other than parameters, such as the statistics of BatchNorm."""
+    """Returns whether a model's state has values other than parameters, such as the running statistics of BatchNorm."""
     return not state.keys() <= dict(model.named_parameters(remove_duplicate=False)).keys()
 
 

@@ -56,7 +56,7 @@ class TensorizerCheckpointManager(CheckpointManager):
     ``save``, ``load``, ``lock``, ``prewarm_staging`` and ``close`` are called as in torch_checkpointing. Differences:
 
     - A ``checkpoint_id`` may be a URL of any storage. A checkpoint is a directory of this package: complete or absent,
-      with digests that loads verify. It replaces a checkpoint at the same path.
+      with digests that loads verify. A save replaces a checkpoint at the same path.
     - An item with a ``DefaultResharder`` is saved once for all ranks: its DTensors by shards. Its other values must be
       the same on all ranks. An item without a resharder is separate for each rank, and only the rank with the same
       number loads it.
@@ -239,7 +239,7 @@ class _Loader(CheckpointLoader):
         return open_reader(self._root or path, **self._options)
 
     def _is_ours(self, path: str | os.PathLike[str]) -> bool:
-        """Returns whether to load with this package: its own checkpoints, and all URLs."""
+        """Returns whether to load with this package: URLs, and paths at which there is a ``.metadata``."""
         if "://" in str(path):
             return True
         options = self._options

@@ -67,15 +67,16 @@ class TensorizerTransport:
     - ``disallow_checkpoint`` frees the copy. A replica that is still reading the copy gets a `ReadError`. Under
       torchft's manager this does not happen: a step ends when the joining replicas have their state.
 
-    torchft logs the metadata of a transport where a replica joins. With that log and access to the network of the job,
-    anyone can read the state while it is offered. So the next state has another secret.
+    On a joining replica, torchft logs the metadata of the transport that it reads from. With that log and access to the
+    network of the job, anyone can read the state while it is offered. So the next state has another secret.
 
     Args:
         state_dict: Returns the state to load into, nested like the sent state: torchft's manager sends
             ``{"user": {"default": state}, "torchft": ...}``. Tensors of the same key, shape and dtype are filled in
             place. Tensors without a target are allocated in host memory. Required if the state has DTensors.
         interface: The name or address of the network interface to listen on. None: the interface towards torchft's
-            lighthouse, if ``TORCHFT_LIGHTHOUSE`` names it, or that of the host's name, or of the default route.
+            lighthouse, if ``TORCHFT_LIGHTHOUSE`` names one. If that is missing or local, the interface of the host's
+            name, or else that of the default route.
         reader_options: ``allow_pickle``, ``verify``, ``thread_count``, ``on_progress``, ``on_report``, as of
             `TensorizerStorageReader`.
 
@@ -324,9 +325,9 @@ def _state_id(step: int) -> str:
 
 
 def _own_address() -> str:
-    """Returns the address of this host towards torchft's lighthouse, of its name, or of its default route.
+    """Returns this host's address towards torchft's lighthouse; or else that of its name, or of its default route.
 
-    If all of them are missing or local, returns a loopback address.
+    If all of these are missing or local, returns a loopback address.
     """
     lighthouse = urlsplit(os.environ.get("TORCHFT_LIGHTHOUSE", "")).hostname
     for name in (lighthouse, socket.gethostname(), _ELSEWHERE):
