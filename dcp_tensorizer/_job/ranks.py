@@ -210,7 +210,7 @@ class RollCall:
     """Record in a group's store of the collective that each rank has reached, to name absent ranks after a timeout.
 
     Each rank counts the collective operations called ``name``. When it reaches one, it writes the count to the store
-    (`here`). For a frequent operation it does so only after a wait of ``pause``, a tenth of ``timeout``.
+    (`here`). For a frequent operation, the rank writes only after a wait of ``pause``, a tenth of ``timeout``.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:

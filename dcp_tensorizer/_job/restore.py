@@ -278,7 +278,7 @@ def joint_problem(problems: Sequence[Problem | None]) -> Problem | None:
 
 
 def error_of_load(path: str, error: BaseException) -> CheckpointError:
-    """Translates the error of a load to one of this package."""
+    """Translates the error of a load into one of this package."""
     cause = unwrap(error)
     if isinstance(cause, CheckpointError):
         return cause
@@ -359,7 +359,7 @@ class SelectivePlanner(LoadPlanner):
     def _growing(self, value_of: Callable[[str], tuple[float | None] | None]) -> dict[str, tuple[float | None]]:
         """Finds the tensors that are larger than the stored ones in some dimension, and smaller in none.
 
-        ``value_of`` returns the value of a tensor's new elements in a tuple of one, or None if it may not be larger.
+        ``value_of`` returns the value of a tensor's new elements in a tuple of one, or None if it is not to grow.
         """
         assert self.metadata is not None
         stored, growing = self.metadata.state_dict_metadata, {}

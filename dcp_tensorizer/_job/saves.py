@@ -205,7 +205,7 @@ class Saves:
         self.error = next((error for error in errors if error is not None), self.error)
 
     def hold(self, save: StepSave, collect: Collect, on_staged: OnStaged) -> None:
-        """Stages a state, which `write_held` writes later. The arguments are those of `start`."""
+        """Stages a state that `write_held` may write later. The arguments are those of `start`."""
 
         def hold(staged: StagedStateDict) -> None:
             staged.staged_save.ties = ties

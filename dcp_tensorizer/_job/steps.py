@@ -25,8 +25,8 @@ logger = logging.getLogger("dcp_tensorizer")
 
 # --- branches: a job that goes back to an earlier checkpoint begins a branch ------------------------------------------
 #
-# A branch is its whole history: the name of each branch on the path, and the step at which it left the previous branch.
-# So checkpoints in between may be deleted. Checkpoints that were saved without a manager are on the `TRUNK`.
+# A branch is its whole history: the name of each branch on the path, and the step at which that branch left the one
+# before. So checkpoints in between may be deleted. Checkpoints that were saved without a manager are on the `TRUNK`.
 
 Branch = tuple[tuple[str, int], ...]
 TRUNK: Branch = (("", 0),)
@@ -93,7 +93,7 @@ class Step:
         save_id: The id of its save; empty if unknown.
         saved_at: The time of its save, in nanoseconds since the epoch; 0 if unknown.
         record: The manager's record in its index; None if the checkpoint was saved without a manager, or is unreadable.
-            If the directory was renamed or copied, the record has another step.
+            If the directory was renamed, or copied under another name, the record has another step.
         problem: Why the checkpoint is unreadable for this package; empty if it is readable.
     """
 

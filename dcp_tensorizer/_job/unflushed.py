@@ -24,7 +24,7 @@ logger = logging.getLogger("dcp_tensorizer")
 
 _CLAIM_SECONDS = 5.0
 _POLL_SECONDS = 0.05
-_WAIT_SECONDS = 5.0  # the pause between two agreements, so that none takes longer than the group's timeout
+_WAIT_SECONDS = 5.0  # the pause between two agreements, so that no agreement takes longer than the group's timeout
 
 
 class UnflushedPart(NamedTuple):
@@ -61,13 +61,14 @@ def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str
     """Continues the flush of saves of an earlier job. Waits for the flush if a save can only be loaded from the remote.
 
     If each rank has all files of a save in its local folder, the save is loaded from there. Saves of a lost node are
-    given up: each rank logs an error, and their files on the remote are removed. Collective. Returns the ids of the
-    given-up saves, the same on all ranks. Raises `WriteError` if a rank is gone.
+    given up: their files on the remote are removed, and each rank logs an error for each save that is known to have
+    been committed. Collective. Returns the ids of the given-up saves, the same on all ranks. Raises `WriteError` if a
+    rank is gone.
     """
     if flushing is None:
         return set()
     own, queue = flushing.open_records(), flushing.queue
-    can_list = bool(own) or not flushing.unknown  # a disk that cannot be written may be readable
+    can_list = bool(own) or not flushing.unknown  # a disk that cannot be written to may be readable
     held = {name for _, record in own for name in _whole(flushing, record)}
     parts = [UnflushedPart(record, queue.is_confirmed(entry), queue.is_alive(record.writer)) for entry, record in own]
     everybody = agreement.gathered(LocalSaves(held, parts, can_list))

@@ -115,9 +115,9 @@ def plan_model(
 ) -> ModelPlan:
     """Lays out the model of the ranks' plans.
 
-    ``order`` has the number of each name in the coordinator's state dict. ``ties`` maps, for each rank, the name of
-    each tied tensor to the name of the tensor that it is tied to. Raises `WriteError`, naming keys, if the format
-    cannot hold the model, or the rules of ``rename`` do not fit its tensors.
+    ``order`` has the number of each name in the coordinator's state dict. ``ties`` has a mapping for each rank, from
+    the name of each tied tensor to the name of the tensor that it is tied to. Raises `WriteError`, naming keys, if the
+    format cannot hold the model, or the rules of ``rename`` do not fit its tensors.
     """
     tensors: dict[str, ModelTensor] = {}
     chunks: dict[str, list[_Chunk]] = defaultdict(list)

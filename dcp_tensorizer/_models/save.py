@@ -282,7 +282,7 @@ class ModelSave(Save):
                 remove_uploads(storage, *dead)
 
     def _begin_files(self, plan: ModelPlan) -> list[SharedFilePart]:
-        """On the coordinator: begins the files of a model. On failure, removes them and raises `WriteError`."""
+        """Begins the files of a model. On failure, removes them and raises `WriteError`. Called on the coordinator."""
         storage, count = self.storage, len(plan.files)
         if self._is_adapter and count > 1:
             raise WriteError(
@@ -376,10 +376,11 @@ class ModelSave(Save):
             remove_records(self.storage, [self.id])
 
     def _commit_files(self, plan: ModelPlan, parts: Mapping[int, Mapping[int, Mapping[str, str]]]) -> set[str]:
-        """On the coordinator: commits the files as the model at the path, when all ranks have written their parts.
+        """Commits the files as the model at the path, when all ranks have written their parts.
 
-        ``parts`` are the ranks' parts by the number of the file. Returns the files of the replaced model, for removal.
-        If the save is not committed, raises `WriteError`, and the previous model is untouched.
+        Called on the coordinator. ``parts`` are the ranks' parts by the number of the file. Returns the files of the
+        replaced model, for removal. If the save is not committed, raises `WriteError`, and the previous model is
+        untouched.
         """
         storage, sync = self.storage, self._saver.options.sync_files
         is_lone = self._begun[0].name == self._single

@@ -48,10 +48,10 @@ class SavedModel:
 
 
 class VersionsOfWriter:
-    """The publisher of one writer's models, one after the other. Of several waiting models, it takes only the newest.
+    """The publisher of one writer's models, one after the other.
 
-    A model is compared with the last published model if the files of the published model still exist. The files of a
-    replaced model stay until publishing no longer needs them.
+    Of several waiting models, only the newest is published. A model is compared with the last published model if the
+    files of the published model still exist. The files of a replaced model stay until publishing no longer needs them.
 
     Attributes:
         is_busy: A model is being published, or waits.

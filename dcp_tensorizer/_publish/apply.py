@@ -648,8 +648,8 @@ def verify_versions(
 
     Args:
         path: A directory of versions, or a directory to which deltas are applied.
-        version: The version to verify. By default, for each whole version, verifies the last version that builds on
-            it. To rebuild that version, all deltas that follow the whole version are read.
+        version: In a directory of versions, the version to verify. By default, for each whole version, verifies the
+            last version that builds on it. To rebuild that version, all deltas that follow the whole version are read.
         storage_options: Passed to the fsspec filesystem of a URL.
         on_progress: Called with the number of bytes done, and the total.
 

@@ -63,7 +63,7 @@ class _Asynchronous:
     """Common base of both strategies, with one writer and at most one save in progress.
 
     Takes the arguments of ``ModelParallelStrategy``, and ``writer_options`` of `TensorizerStorageWriter`. Raises
-    `TypeError` or `ValueError` for invalid arguments, and if ``save_distributed_checkpoint`` is False.
+    `TypeError` or `ValueError` for invalid arguments, and `ValueError` if ``save_distributed_checkpoint`` is False.
     """
 
     is_global_zero: bool
