@@ -449,9 +449,9 @@ class CheckpointManager:
 
         Without a timeout, the call is collective: it first saves a step that is only in memory, and with
         ``save_at_end`` the last step. It warns if the step of the last `save` call is not committed in the end. It
-        frees the memory of the states, unless the newest state is not committed. A job that is `stopping` waits for a
-        publication up to ``limits.timeout`` seconds, and then logs the unpublished model. In a forked child the call
-        does nothing.
+        frees the memory of the states, unless the newest state is not committed, or an error has ended the ``with``
+        block. A job that is `stopping` waits for a publication up to ``limits.timeout`` seconds, and then logs the
+        unpublished model. In a forked child the call does nothing.
 
         Args:
             timeout: Timeout in seconds. After it, the save in progress is abandoned, and the previous checkpoint

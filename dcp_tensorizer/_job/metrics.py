@@ -26,7 +26,7 @@ class GoodputReport:
         failures: Number of saves that failed.
         stall_seconds: Time that training spent in `save`, without `wait` and `close`.
         restore_seconds: Time spent in `restore`.
-        durable_seconds: Time from the call of `save` to the commit, on average over the saves.
+        durable_seconds: Time from the beginning of a save to its commit, on average over the committed saves.
         saving_seconds: The part of ``stall_seconds`` that was spent in calls that began a save.
         lived_seconds: Time that the job has run, summed over its runs. Each run counts up to the save from which the
             next run resumed.

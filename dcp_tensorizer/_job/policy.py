@@ -142,7 +142,7 @@ class SavePolicy:
 
     @property
     def interval(self) -> float:
-        """Returns the current interval between two saves in seconds; infinite if only steps count."""
+        """Returns the current interval between two saves in seconds; infinite if no interval is set."""
         if self._bounds is None:
             return math.inf
         shortest, longest = self._bounds

@@ -301,14 +301,16 @@ class Published:
         while (before := chain[-1].base_version) is not None and before != after:
             manifest = self.manifest(before)
             if manifest.chain != first:
-                raise MetadataError(f"version {before} in {self.path} does not build upon {first}, as {version} does")
+                raise MetadataError(
+                    f"version {before} in {self.path} does not build on version {first}, as version {version} does"
+                )
             chain.append(manifest)
         return chain[::-1]
 
     # --- for publishers -----------------------------------------------------------------------------------------------
 
     def remove_old(self, keep_latest: int, *, dry_run: bool = False) -> tuple[int, ...]:
-        """Removes versions, except the newest and those on which they build; returns the removed ones.
+        """Removes versions, except the ``keep_latest`` newest and those on which they build; returns the removed ones.
 
         Removes the highest versions first, so that no delta is ever without its base. Does not need the lease: a
         version that a publisher adds at the same time builds on the newest one, which stays. Also removes the leftovers

@@ -170,8 +170,8 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
     that a save replaces is removed after the commit, and stays if the save fails. If a save fails, the next save raises
     the error. If the last save fails, ``trainer.fit`` raises the error at its end, after waiting for the save.
 
-    It also loads checkpoints of Lightning's ``ModelParallelStrategy``, and takes its arguments: ``data_parallel_size``,
-    ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
+    The strategy also loads checkpoints of Lightning's ``ModelParallelStrategy``, and takes its arguments:
+    ``data_parallel_size``, ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
 
     Args:
         writer_options: Options of `TensorizerStorageWriter`.
@@ -236,8 +236,8 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
     ``fabric.strategy.wait_for_save()`` raises the error. Call ``wait_for_save()`` after the last save, because Fabric
     has no teardown.
 
-    It also loads checkpoints of Lightning's ``ModelParallelStrategy``, and takes its arguments: ``parallelize_fn``,
-    ``data_parallel_size``, ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
+    The strategy also loads checkpoints of Lightning's ``ModelParallelStrategy``, and takes its arguments:
+    ``parallelize_fn``, ``data_parallel_size``, ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
 
     Args:
         writer_options: Options of `TensorizerStorageWriter`.

@@ -62,8 +62,8 @@ class TensorizerTransport:
 
     - ``send_checkpoint`` copies the state to shared memory, and returns. A separate process, the keeper, sends the
       copy: encrypted, and only to clients that know the secret in ``metadata``, which torchft distributes.
-    - ``recv_checkpoint`` compares all bytes with their digests. It loads objects under the rules of this package, which
-      run no code from the sender.
+    - ``recv_checkpoint`` by default compares all bytes with their digests, and loads objects without running code from
+      the sender.
     - ``disallow_checkpoint`` frees the copy. A replica that is still reading the copy gets a `ReadError`. Under
       torchft's manager this does not happen: a step ends when the joining replicas have their state.
 
@@ -173,13 +173,13 @@ class TensorizerTransport:
             src_rank: The replica, for messages.
             metadata: The result of `metadata` of that transport.
             step: The offered step.
-            timeout: Timeout for the offer. A hung connection ends after 10 s in the handshake, and after 60 s later.
+            timeout: Timeout for the offer. A connection that hangs ends after 60 s, or in the handshake after 10 s.
 
         Returns:
             The state, with the containers of the sent state.
 
         Raises:
-            ReadError: the state is not offered in time, or the replica cannot be reached, or ends.
+            ReadError: the state is not offered in time, or the other replica cannot be reached or ends.
             ChecksumMismatch: the state was changed in transit; the error names the key.
             UntrustedObject: an object could run code; nothing has changed.
             StateMismatch: the state has a DTensor, and ``state_dict`` has none on its mesh; or a tensor of
