@@ -275,7 +275,9 @@ _ERROR_SECONDS = 30.0  # extra time in which the coordinator reports to the othe
 
 
 class Heartbeats:
-    """Heartbeats of slow ranks during saves and loads. They wait for a silent rank no longer than the group's timeout.
+    """Heartbeats of slow ranks during saves and loads.
+
+    A save or load waits for a silent rank no longer than the group's timeout, and for a slow one as long as it takes.
 
     DCP gathers the results of all ranks in a collective. A rank that has written its part within seconds waits there
     for a rank that takes minutes, and cannot distinguish it from a dead rank. So before DCP's collective, a small

@@ -62,8 +62,8 @@ _T = TypeVar("_T")
 class Selection:
     """Selection of keys of a flattened state dict.
 
-    Patterns are those of `fnmatch`. They match a key, or a list that contains the key: a save stores a list as one
-    value. Without ``include`` all keys are selected, except those that ``exclude`` matches.
+    Patterns are those of `fnmatch`. They match a key, or the name of a list that contains the key: for ``exclude`` of a
+    save, a list is one key. Without ``include`` all keys are selected, except those that ``exclude`` matches.
 
     Attributes:
         include: Patterns of the selected keys.

@@ -97,7 +97,7 @@ def _clipped(pieces: Pieces, begin: Integers, end: Integers) -> Pieces:
 
 
 def round_count(layout: RankLayout) -> int:
-    """Returns the number of exchanges. Each covers one window of the files, which bounds the memory of an exchange."""
+    """Returns the number of exchanges. To bound its memory, each exchange covers one window of the files."""
     return -(-layout.nbytes // (_WINDOW * layout.ranks)) if layout.has_granules else 0
 
 

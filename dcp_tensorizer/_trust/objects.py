@@ -77,13 +77,14 @@ class _Judge(Inert):
         self._refused: set[str] = set()  # names with a call, a state or members that the type would not pickle
         self._unknown: set[str] = set()
         self._owners: set[str] = set()  # names whose attributes are used
-        self._members: dict[str, Named] = {}  # the attributes that are used, with their owners
+        self._members: dict[str, Named] = {}  # the attributes that are used but not called, with their owners
 
     def refused(self) -> set[str]:
         """Returns the names that would be imported or called without permission.
 
         For an attribute that is called, such as a nested class, returns the attribute's name. For any other attribute,
-        such as a member of an Enum, returns the name of its class.
+        such as a member of an Enum, returns the name of the class that has it, or, if the user trusts this class, the
+        attribute's name.
         """
         members = {name if owner.trusted else owner.name for name, owner in self._members.items()}
         return self._refused | (self._unknown - self._owners) | members
