@@ -94,11 +94,11 @@ class CheckpointManager:
                 if manager.stopping:
                     break
 
-    Every rank makes a manager, and makes the same calls in the same order. `latest`, `best`, `steps`, `path`,
-    `report` and `wait_remote` are not collective. The manager makes two gloo groups, because saves run their
-    collectives on a background thread. The groups have the timeout of the ranks' process group: no rank waits longer
-    for an unresponsive rank. Close the manager before ``destroy_process_group()``. Errors of the manager are never
-    wrapped in DCP's ``CheckpointException``.
+    Every rank makes a manager, and makes the same calls in the same order. `latest`, `best`, `steps`, `path`, `report`
+    and `wait_remote` are not collective. The manager makes two gloo groups, because saves run their collectives on a
+    background thread. The groups have the timeout of the ranks' process group: no rank waits longer for an unresponsive
+    rank. Close the manager before ``destroy_process_group()``. Errors of the manager are never wrapped in DCP's
+    ``CheckpointException``.
 
     Args:
         folder: The folder of the checkpoints: a local directory that all ranks share, or any URL that fsspec opens.
@@ -120,8 +120,8 @@ class CheckpointManager:
         must_change: Patterns of keys. The manager warns if none of the matching floating-point tensors differs from the
             previous save: the saved state may not be the one in training.
         stop_signals: Signals that ask the job to stop. The next `save` on every rank then saves at once and waits, and
-            `stopping` is true. Earlier handlers are called as well. A second signal, more than 5 seconds later, acts
-            as it would without the manager.
+            `stopping` is true. Earlier handlers are called as well. A second signal, more than 5 seconds later, acts as
+            it would without the manager.
         survive: Seconds for which the newest states stay in this machine's memory after a rank has died. A job that
             restarts there within that time resumes from them. They take memory. 0 holds no state.
         survive_every: With ``survive`` and 3 buffers: even if no save is due, hold a step in memory when a multiple of
@@ -136,8 +136,8 @@ class CheckpointManager:
             objects of that call as they are on `close`, so they must not have changed since. It saves nothing if an
             error ends the ``with`` block, `close` has a timeout, or `restore` was called after that `save`.
         process_group: The ranks of the job; by default all.
-        reader_options: Options of `TensorizerStorageReader` for `restore`. Storage options, ``local``, the timeout
-            and a key default to those of the writer; a passphrase does not. ``page_cache`` is False by default.
+        reader_options: Options of `TensorizerStorageReader` for `restore`. Storage options, ``local``, the timeout and
+            a key default to those of the writer; a passphrase does not. ``page_cache`` is False by default.
         writer_options: Options of `TensorizerStorageWriter`. With ``local``, the rules count the checkpoints in
             ``folder``.
 

@@ -63,8 +63,8 @@ class GoodputReport:
     def young_interval(self, mean_time_between_failures: float | None = None) -> float:
         """Returns the best interval between saves in seconds, by Young's rule: the square root of 2 x stall x MTBF.
 
-        The result is at least the time until a save is durable, because the next save would wait for the
-        previous one. Before the first save, the result is 0.
+        The result is at least the time until a save is durable, because the next save would wait for the previous one.
+        Before the first save, the result is 0.
 
         Args:
             mean_time_between_failures: Of the whole job, in seconds; None for the value of this report.

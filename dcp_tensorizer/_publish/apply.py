@@ -91,7 +91,7 @@ def apply_delta(
         NotCommitted: the version does not exist.
         MetadataError: the published version is damaged.
         UnsupportedFormat: another program, or a newer release, published the version.
-        WriteError: the directory cannot be written, is a published version, or contains the directory of versions or
+        WriteError: the directory cannot be written to, is a published version, or contains the directory of versions or
             is inside it.
         CheckpointError: zstd is not installed.
     """

@@ -74,8 +74,8 @@ class Value:
 class Made(Value):
     """A placeholder for the result of a call, which records the arguments, the last state and the members.
 
-    ``state`` is None if the pickle sets no state. ``members`` are the later additions to a list or a set,
-    or to a dict as pairs.
+    ``state`` is None if the pickle sets no state. ``members`` are the later additions to a list or a set, or to a dict
+    as pairs.
     """
 
     __slots__ = ("arguments", "members", "state")
