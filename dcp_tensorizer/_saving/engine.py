@@ -26,9 +26,9 @@ logger = logging.getLogger("dcp_tensorizer")
 
 
 class Engine:
-    """The resources that the writers of a process share. Before the first staging, no process runs and no memory is
-    allocated.
+    """The resources that the writers of a process share.
 
+    Until a writer needs them, no process runs and no memory is allocated.
     The engine ends with the interpreter, or when its last open writer is closed. A later writer starts it again. With
     ``devices`` the writer process sees the trainer's GPUs.
 
@@ -40,7 +40,7 @@ class Engine:
         sections: The sections of the last indexes, see `entries_section`.
         tables: The coordinator's cache of the ranks' tables of locations.
         files: The files of the last saves, and the histories of their tensors.
-        connection: The connection to the storage of the last save, open for the next one.
+        connection: The connection to the storage of the last save, held open for the next save.
         warned_of_group: Whether the warning that saves share training's process group has been logged.
     """
 
