@@ -1,6 +1,6 @@
 """Wraps torch's private names, each with the reason why no public one suffices. No other module uses private names.
 
-Rarely needed names are imported on first use: those for conversion take half a second.
+Rarely needed names are imported on first use: importing those for conversion takes half a second.
 """
 
 from __future__ import annotations
@@ -171,9 +171,9 @@ def allocator_settings() -> str:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor's memory holds its values in C order: contiguous, and not lazily conjugated or negated.
 
-    `Tensor.is_conj` and `Tensor.is_neg` release the GIL. Called for each tensor in a save's thread, they wait for a
-    training loop that holds it, 0.03 ms per call on average. The metadata that ``torch.save`` writes for both bits is
-    read without releasing it.
+    `Tensor.is_conj` and `Tensor.is_neg` release the GIL. Called for each tensor in a save's thread, they then wait for
+    a training loop that holds the GIL, 0.03 ms per call on average. The metadata that ``torch.save`` writes for both
+    bits is read without releasing the GIL.
     """
     return tensor.is_contiguous() and not torch._C._get_tensor_metadata(tensor)  # type: ignore[attr-defined]
 

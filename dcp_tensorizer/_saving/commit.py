@@ -316,8 +316,8 @@ def agree_on_key(cipher: Cipher | None, parts: Sequence[RankLocations]) -> None:
     if other is not None:
         raise WriteError(
             f"the encryption key of rank {other} differs from the coordinator's, or only one of the two has a key. "
-            f"Give every rank's writer the same EncryptionParams, made on one rank and sent to the others, or derived from "
-            f"one passphrase and one salt: EncryptionParams.from_string(passphrase, salt=...)."
+            f"Give every rank's writer the same EncryptionParams, made on one rank and sent to the others, or derived "
+            f"from one passphrase and one salt: EncryptionParams.from_string(passphrase, salt=...)."
         )
 
 

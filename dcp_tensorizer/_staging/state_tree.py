@@ -49,7 +49,7 @@ _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch
 
 
 class TensorList(list[torch.Tensor]):
-    """The plain tensors in a state dict, except those of ``omitted`` keys, which are not staged.
+    """The plain tensors in a state dict. Those of ``omitted`` keys are not staged.
 
     A ShardedTensor is always staged, because it cannot be built from shards without memory. Two tensors of one key are
     both staged: one of them is in an object, which this rank may write.
@@ -101,7 +101,7 @@ class TensorList(list[torch.Tensor]):
 
     @collector_paused()
     def fill(self, copied: Iterable[torch.Tensor], dtype_of: DtypeOf | None) -> dict[str, Any]:
-        """Returns the staged state dict, given the copies. Call it once."""
+        """Returns the staged state dict, given the copies. May be called once."""
         omitted = self.omitted
         others = iter(copied)
         staged = (
@@ -186,7 +186,7 @@ class _Described:
         self.fields = {name: copy.deepcopy(value) for name, value in fields.items() if not callable(value)}
 
     def filled(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the staged tensor, given the staged shards. Call it once."""
+        """Returns the staged tensor, given the staged shards. May be called once."""
         tensor, live = self.tensor, self.shards
         local = local_of(tensor)
         whole = next((s.detach() for s, shard in zip(shards, live, strict=True) if _is_same(shard, local)), None)
@@ -232,10 +232,10 @@ def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _copy_container(value: Any, members: list[Any], key: str) -> Any:
-    """Returns a container of the same class with other members and with copies of its attributes.
+    """Returns a container of the same class with other members, and with copies of the original's attributes.
 
-    Does not call the constructor, which may not take members. Raises `StagingError`, naming the key, if members of the
-    class cannot be set.
+    Does not call the constructor, which may not take members. Raises `StagingError`, naming the key, if the container
+    cannot be copied, or its members cannot be set.
     """
     try:
         copied: Any = tuple.__new__(type(value), members) if isinstance(value, tuple) else copy.copy(value)

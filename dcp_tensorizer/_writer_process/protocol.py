@@ -105,7 +105,7 @@ class WriteRequest:
 class SharedWriteRequest:
     """A request to write pieces of tensors into files below ``path`` that several processes write.
 
-    The process makes the pieces durable. The answer is a `WriteDone` with parts.
+    The writer process makes the pieces durable. The answer is a `WriteDone` with parts.
     """
 
     path: str
