@@ -46,11 +46,11 @@ class CheckpointError(Exception):
 
 
 class StagingError(CheckpointError):
-    """A state dict could not be copied into the staging buffer. The message names the key."""
+    """A state dict could not be copied into the staging buffer. If one value is the cause, the message names its key."""
 
 
 class WriteError(CheckpointError):
-    """Data or metadata could not be made durable. The message names path, rank and, if known, key."""
+    """Data or metadata could not be made durable. The message names path, rank and key, where known."""
 
 
 class WriterProcessDied(WriteError):
@@ -96,7 +96,7 @@ class UntrustedObject(MetadataError):
 
 
 class ConversionError(CheckpointError):
-    """A checkpoint cannot be converted as requested. Where one key is the cause, the message names it."""
+    """A checkpoint cannot be converted as requested. If one key is the cause, the message names it."""
 
 
 def unwrap(error: BaseException) -> BaseException:

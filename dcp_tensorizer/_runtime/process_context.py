@@ -32,7 +32,7 @@ class ProcessContext:
     def apply(self, excluded: Collection[str] = ()) -> None:
         """Applies the environment, the umask and the working directory to this process.
 
-        Does nothing in the process that the context is of. Does not change the environment variables in ``excluded``.
+        Does nothing in the process whose context this is. Does not change the environment variables in ``excluded``.
         """
         if self.pid == os.getpid():
             return

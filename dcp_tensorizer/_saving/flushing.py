@@ -314,7 +314,8 @@ class Flushing:
         reason = "it was removed" if record is None else record.reason
         subpath = "" if record is None else record.subpath
         words = (
-            f"{self.target.name}/{subpath} of rank {entry.rank} is given up, and will not be on the remote: {reason}"
+            f"rank {entry.rank}'s part of {self.target.name}/{subpath} is given up, and will not be on the remote: "
+            f"{reason}"
         )
         if followed is not None:
             self._given_up.append(words)

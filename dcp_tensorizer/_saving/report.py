@@ -40,7 +40,7 @@ class SaveReport:
         reused_nbytes: The part of ``nbytes`` that was in files of an earlier save, and was not written again
             (``reuse_unchanged``).
         files: Data files that this rank wrote or reused.
-        attempts: 1, or 2 if the writer process died and a fresh one wrote everything again.
+        attempts: 1, or 2 if the writer process died and everything was written again.
         started_at: When staging, or a save without staging, began (``time.time()``).
         seconds: Time from ``started_at`` to ``durable_at``.
         wait_seconds: Time in `stage` until the previous save was over; before ``started_at``.
@@ -48,7 +48,7 @@ class SaveReport:
         plan_seconds: Time in DCP's planning and its collectives.
         resolve_seconds: Time in this process from the finished plan to the request to the writer process, and from the
             answer to the results for DCP.
-        hash_seconds: Time in the writer process until all hashes were known; writes overlap this time.
+        hash_seconds: Time in the process that writes, until all hashes were known; writes overlap this time.
         write_seconds: Time in write calls and fsync, which overlaps ``hash_seconds``.
         commit_seconds: Time to publish ``.metadata``; None on ranks that do not commit.
         durable_at: When this rank's data, and on the coordinator the checkpoint, was durable (``time.time()``).

@@ -58,7 +58,7 @@ logger = logging.getLogger("dcp_tensorizer")
 
 
 class SaveDescription(NamedTuple):
-    """The description of a save by the caller that stages it."""
+    """The description of a save by the caller that stages the state."""
 
     record: SaveRecord | None = None  # the manager's record, for the index
     error: StagingError | None = None  # if this rank has no state: the error with which the save fails on all ranks

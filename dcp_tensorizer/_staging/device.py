@@ -404,7 +404,8 @@ def expandable_segments() -> str | None:
 def synchronize_other_devices(tensors: Iterable[torch.Tensor]) -> None:
     """Waits for everything on the calling thread's current streams of devices without side streams.
 
-    Such devices are XPU and MPS. torch copies their tensors like host tensors, on threads that have other current streams.
+    Such devices are XPU and MPS. torch copies their tensors like host tensors, on threads that have other current
+    streams.
     """
     if not _has_other_accelerator():
         return

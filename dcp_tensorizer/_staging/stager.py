@@ -35,7 +35,7 @@ class Stager:
     """Copier of state dicts to shared memory, which is retained between saves.
 
     Args:
-        saves: The staged saves and buffers, which stagers may share. None: this stager's own.
+        saves: The staged saves and buffers, which stagers may share. If None, the stager makes its own.
         cache_staged_state_dict: Retain the buffer after a save. Otherwise each save allocates and frees its memory.
         thread_count: The number of threads that copy on the host if torch itself has only one (as ``torchrun`` sets
             it).

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Staging = Literal["buffer", "shared", "device"]
 
 MAX_UNFLUSHED = 3
-"""Training waits for the remote when this many checkpoints are only in the local folder."""
+"""The default of ``max_unflushed``: training waits when this many checkpoints are only in the local folder."""
 
 
 @dataclass(frozen=True, slots=True)

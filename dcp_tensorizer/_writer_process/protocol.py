@@ -164,7 +164,7 @@ class WriteDone:
     spans: tuple[Span, ...] = ()
     """The spans of the request and of its files."""
     attempts: int = 1
-    """2 if the writer process died, and a fresh one wrote everything again; otherwise 1."""
+    """2 if the writer process died, and everything was written again; otherwise 1."""
     nbytes: int = 0
     """For shared files: the bytes that this rank has written."""
     parts: Mapping[int, Mapping[int, Mapping[str, str]]] = field(default_factory=dict)
