@@ -3,7 +3,7 @@
     CheckpointError
     ├── StagingError              a state dict could not be copied into the staging buffer
     ├── WriteError                data or metadata could not be made durable
-    │   └── WriterProcessDied     the writer process ended, or was killed, during a request
+    │   └── WriterProcessDied     the writer process ended, or could not be started
     ├── ReadError                 stored bytes could not be read
     │   ├── ChecksumMismatch      stored bytes differ from those that were saved
     │   └── DecryptionError       the key is missing, wrong or superfluous
@@ -46,7 +46,7 @@ class CheckpointError(Exception):
 
 
 class StagingError(CheckpointError):
-    """A state dict could not be copied into the staging buffer. If one value is the cause, the message names its key."""
+    """A state dict could not be copied into the staging buffer. If one key is the cause, the message names it."""
 
 
 class WriteError(CheckpointError):
@@ -54,7 +54,7 @@ class WriteError(CheckpointError):
 
 
 class WriterProcessDied(WriteError):
-    """The writer process ended during a request, such as a save, or made no progress and was killed.
+    """The writer process could not be started, ended during a request, or made no progress and was killed.
 
     The message has the exit code or the signal with which the process ended, and the end of its output, if known.
     """
@@ -69,9 +69,9 @@ class ChecksumMismatch(ReadError):
 
 
 class DecryptionError(ReadError):
-    """A reader's key is missing, wrong, or given for an unencrypted checkpoint; or the metadata was changed without it.
+    """A reader's key is missing, wrong, or given for an unencrypted checkpoint. No target has changed.
 
-    No target has changed.
+    Also raised if the metadata of an encrypted checkpoint was changed without the key.
     """
 
 

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 _PER_PROCESS = {"_saver", "_local"}  # bound to this process, or to one of its threads
 _OF_GROUP = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
-"""Environment variables that DCP sets in the process that saves in PROCESS mode, for that process's own group."""
+"""In PROCESS mode DCP sets these environment variables in the process that saves, for that process's process group."""
 
 __all__ = ["SaveReport", "TensorizerStorageWriter", "WriterOptions"]
 
@@ -123,8 +123,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         storage_options: Passed to the fsspec filesystem. They reach the writer process through a socket, and are never
             written to disk.
         on_report: Called once with the `SaveReport` of each save, on the save's thread: on the coordinator when the
-            save is committed, on other ranks when they have written their parts. With ``local``, called once more:
-            see there. The report is also logged (logger ``dcp_tensorizer``).
+            save is committed, on other ranks when they have written their parts. With ``local``, called
+            again when the save has arrived at the path. The report is also logged (logger ``dcp_tensorizer``).
         on_progress: Called with the bytes that this rank has written and the bytes that it writes in all: before the
             first byte, about once a second, and at the end; by one thread at a time. `ProgressLine` shows them on a
             terminal. An error of ``on_progress`` is logged, and ends the calls. It does not fail the save.

@@ -9,7 +9,7 @@ from ..errors import StagingError
 
 
 def check_free_memory(nbytes: int, *, allocated: int = 0) -> None:
-    """Raises `StagingError` if the free memory is less than ``nbytes`` without the ``allocated`` bytes.
+    """Raises `StagingError` if fewer bytes are free than are still to be allocated: ``nbytes - allocated``.
 
     Beyond a cgroup's limit the kernel kills the process.
     """

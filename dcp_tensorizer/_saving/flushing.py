@@ -219,7 +219,7 @@ class Flushing:
             )
 
     def stop(self) -> None:
-        """Prevents later restarts of the writer process for the flush alone."""
+        """Prevents restarts of the writer process whose only purpose is the flush."""
         self._has_ended = True
         if self._lock.acquire(timeout=1.0):  # waits for a thread that is just starting the process
             self._lock.release()

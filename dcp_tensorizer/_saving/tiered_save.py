@@ -34,8 +34,8 @@ logger = logging.getLogger("dcp_tensorizer")
 
 _POLL_SECONDS = 0.5
 _MAX_FILE_BYTES = 1 << 30
-"""Limit of the size of files to flush; a single larger tensor exceeds it. Other nodes see a file only when all of it has
-arrived, and give up after a timeout in which no file arrives."""
+"""The size limit of files to flush, except for a file of one larger tensor. Other nodes see a file only when all of it
+has arrived, and give up after a timeout in which no file arrives."""
 
 
 class TieredSave(Save):

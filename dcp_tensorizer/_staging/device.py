@@ -181,9 +181,9 @@ class _CudaStream(SideStream):
     """CUDA streams over which `spread` distributes copies; a single one if the driver takes batches. All other copies
     are queued on the first.
 
-    If the driver can make streams, they are not from torch's pool of 32, which NCCL, graph captures and FSDP share:
-    otherwise these would wait for gigabytes of copies. ``borders`` returns the addresses at which registrations of host
-    memory begin.
+    NCCL, graph captures and FSDP share torch's pool of 32 streams, and would wait for gigabytes of copies. So these
+    streams are not from the pool, unless the driver cannot make others. ``borders`` returns the addresses at which
+    registrations of host memory begin.
     """
 
     def __init__(self, index: int, borders: Callable[[], Sequence[int]]) -> None:
@@ -404,7 +404,7 @@ def expandable_segments() -> str | None:
 def synchronize_other_devices(tensors: Iterable[torch.Tensor]) -> None:
     """Waits for everything on the calling thread's current streams of devices without side streams.
 
-    Such devices are XPU and MPS. torch copies their tensors like host tensors, on threads that have other current
+    Examples are XPU and MPS. torch copies their tensors like host tensors, on threads that have other current
     streams.
     """
     if not _has_other_accelerator():

@@ -2,7 +2,7 @@
 
 `Stager.stage` copies the state dict's structure, and records events on the devices' current streams, for which the side
 streams wait. With overlapping staging, training waits only for these two. Then the tensors are copied to a shared
-buffer, which is reused when its save is over (`StagedSave`).
+buffer, which is reused when the save is over (`StagedSave`).
 """
 
 from __future__ import annotations

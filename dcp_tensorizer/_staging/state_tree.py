@@ -101,7 +101,7 @@ class TensorList(list[torch.Tensor]):
 
     @collector_paused()
     def fill(self, copied: Iterable[torch.Tensor], dtype_of: DtypeOf | None) -> dict[str, Any]:
-        """Returns the staged state dict, given the copies. May be called once."""
+        """Returns the staged state dict, given the copies. May be called only once."""
         omitted = self.omitted
         others = iter(copied)
         staged = (
@@ -186,7 +186,7 @@ class _Described:
         self.fields = {name: copy.deepcopy(value) for name, value in fields.items() if not callable(value)}
 
     def filled(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the staged tensor, given the staged shards. May be called once."""
+        """Returns the staged tensor, given the staged shards. May be called only once."""
         tensor, live = self.tensor, self.shards
         local = local_of(tensor)
         whole = next((s.detach() for s, shard in zip(shards, live, strict=True) if _is_same(shard, local)), None)

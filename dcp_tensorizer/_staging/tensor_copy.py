@@ -71,9 +71,9 @@ first item is a key of everything that determines the source and target addresse
 class Copies:
     """Copies of tensors to their staged tensors. One thread begins them, and any thread may wait for them.
 
-    If torch itself has only one thread, ``threads`` threads copy host memory, about the same number of bytes each: all
-    but one begin at once, the thread that calls `copy_from_host` in that call. Copies from devices are queued on
-    ``streams``. Call `SideStreams.follow` first.
+    If torch itself has only one thread, ``threads`` threads copy host memory, about the same number of bytes each. All
+    begin at once, except the thread that calls `copy_from_host`, which copies its share then. Copies from devices are
+    queued on ``streams``. Call `SideStreams.follow` first.
 
     Attributes:
         sources: The tensors to copy.
@@ -164,7 +164,7 @@ class Copies:
         return staged
 
     def add(self, staged: Sequence[torch.Tensor]) -> None:
-        """Prepares the copies to existing staged tensors, and begins those of host memory. May be called once."""
+        """Prepares the copies to existing staged tensors, and begins those of host memory. May be called only once."""
         sources = self.sources
         if not UNCOPYABLE.isdisjoint(map(attrgetter("dtype"), sources)):
             staged, sources = list(map(copyable, staged)), list(map(copyable, sources))

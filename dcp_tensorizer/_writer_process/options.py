@@ -45,8 +45,8 @@ class SaveLimits:
             in their numbers, the next save fails on all ranks, and ``async_save`` raises on the coordinator (with
             ``overlap_staging``, the next ``lock`` raises). So a job that ignores its futures does not continue to train
             without checkpoints. If None, there is no limit.
-        max_reuses: With ``reuse_unchanged``: number of later saves that may reuse a file. The next save writes the
-            file's tensors again, so that a damaged file does not spoil every later checkpoint.
+        max_reuses: With ``reuse_unchanged``: number of later saves that may reuse a file. The save after these writes
+            the file's tensors again, so that a damaged file does not spoil every later checkpoint.
 
     Raises:
         TypeError: the timeout is not a number, or another limit is not an int.

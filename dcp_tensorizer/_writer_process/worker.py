@@ -1,4 +1,4 @@
-"""The writer process: takes requests from its trainer and writes the files.
+"""The writer process: answers requests of its trainer, such as to write files, to flush a folder, or to publish a model.
 
 `_runtime.child.interpreter` makes the command line, with the trainer's modules after the standard library on the path.
 
