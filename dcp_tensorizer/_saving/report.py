@@ -195,7 +195,7 @@ _KEYS_SHOWN = 5
 
 
 class Freshness:
-    """Comparison of a rank's floating-point tensors with those of its previous save, by their digests.
+    """Comparison of a rank's floating-point and complex tensors with those of its previous save, by their digests.
 
     ``must_change`` are patterns of the keys to compare, as in `fnmatch`.
     """

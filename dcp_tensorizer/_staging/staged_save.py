@@ -59,8 +59,8 @@ class StagedSave:
             copied: then the state is released when the copies end.
         thread: The save's thread, once it has taken the staged state dict.
         begun: Whether DCP has called the save's first hook.
-        abandoned: Whether a later save has timed out waiting for this one to be taken. Other saves then no longer wait
-            for it.
+        abandoned: Whether other saves no longer wait for this one: a wait until it is taken has timed out, or no save is
+            to take it.
         distributed: Whether the job had several ranks when staging began.
         stager: The thread that copies.
         context: The process context when staging began. Relative paths of the save are relative to the working
@@ -180,7 +180,10 @@ class StagedSave:
     # --- training may change the state --------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Releases training's own memory, once running copies have ended: training may change the state. Idempotent."""
+        """Releases training's own memory: training may change the state. Idempotent.
+
+        While copies are running, does not release it: `finish` does so when they have ended.
+        """
         with self._changed:
             self.shared = None
             if self._progress != StagingState.COPIED:

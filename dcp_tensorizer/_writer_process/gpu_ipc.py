@@ -125,7 +125,7 @@ def withdraw(storages: Sequence[tuple[Any, ...]]) -> None:
 
 
 class Snapshots:
-    """The copies of tensors on GPUs, or on a simulated device, in the writer process."""
+    """Copier of tensors on GPUs, or on a simulated device, in the writer process."""
 
     def __init__(self, device: Device = CUDA) -> None:
         self._streams = device.side_streams

@@ -136,7 +136,7 @@ class Call:
     request: Request | None  # None: only release buffers
     retained: tuple[int, ...]  # the numbers of shared buffers that the process retains; it releases all others
     new: tuple[tuple[int, int], ...] = ()  # the number and size of each new buffer
-    context: ProcessContext | None = None  # the process context of the save; None: the process's current one
+    context: ProcessContext | None = None  # the process context to apply; if None, the current one stays
 
 
 @dataclass(frozen=True, slots=True)

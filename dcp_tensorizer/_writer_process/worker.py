@@ -1,4 +1,4 @@
-"""The writer process: answers requests of its trainer, such as to write files, to flush a folder, or to publish a model.
+"""The writer process: answers its trainer's requests, such as to write files, to flush a folder, or to publish a model.
 
 `_runtime.child.interpreter` makes the command line, with the trainer's modules after the standard library on the path.
 
