@@ -51,8 +51,8 @@ class CommittedMeta(StorageMeta):
     """The storage's metadata of a committed save, which informs the other ranks of the commit.
 
     DCP has no hook for that. But after the commit DCP sends the metadata to all ranks: unpickling this object records
-    the commit on the rank (`Queue.confirm`), and returns an ordinary ``StorageMeta``. Until the remote has the confirmed
-    save, but for the timeout at most, the rank sends no later save. The loss of a confirmed save is an error.
+    the commit on the rank (`Queue.confirm`), and returns an ordinary ``StorageMeta``. Until the remote has the
+    confirmed save, but for the timeout at most, the rank sends no later save. The loss of a confirmed save is an error.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -59,8 +59,8 @@ class StagedSave:
             copied: then the state is released when the copies end.
         thread: The save's thread, once it has taken the staged state dict.
         begun: Whether DCP has called the save's first hook.
-        abandoned: Whether other saves no longer wait for this one: a wait until it is taken has timed out, or no save is
-            to take it.
+        abandoned: Whether other saves no longer wait for this one: either the wait for its start has timed out, or no
+            save is to take the state.
         distributed: Whether the job had several ranks when staging began.
         stager: The thread that copies.
         context: The process context when staging began. Relative paths of the save are relative to the working
