@@ -532,7 +532,7 @@ def test_room_is_not_made_by_copies_that_stay(tmp_path: Path, monkeypatch: pytes
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(LocalStorage, "remove", refuse)
-    assert not free(run.queue)
+    assert not run.queue.free()
     assert (run.states(), len(list(run.local.rglob("*.tensors")))) == (["remote"], 1)
 
 
