@@ -88,7 +88,7 @@ class StateMismatch(MetadataError):
 
 
 class UnsupportedFormat(MetadataError):
-    """A checkpoint has a format or version that this release does not read. It may be undamaged."""
+    """A checkpoint has a format or version that this release does not read. The checkpoint may be undamaged."""
 
 
 class UntrustedObject(MetadataError):

@@ -223,10 +223,11 @@ class LoadPlanner(DefaultLoadPlanner):
 
         dcp.load(state_dict, storage_reader=reader, planner=LoadPlanner())
 
-    It loads the same values, except in dicts whose keys are not strings: see `load_bytes`.
+    This planner loads the same values as torch's, except in dicts whose keys are not strings: see `load_bytes`.
 
-    torch's planner intersects the stored chunks with the target of each tensor. This planner does so once for all
-    tensors of one shape and sharding that are one chunk in the metadata: see `TensorizerStorageReader.read_metadata`.
+    torch's planner intersects the stored chunks with the target of each tensor. For tensors that have one shape and
+    sharding, and are each one chunk in the metadata, this planner does so only once: see
+    `TensorizerStorageReader.read_metadata`.
 
     Subclasses may override the methods that subclasses of ``DefaultLoadPlanner`` may. The arguments are those of that
     class, under the same names:

@@ -359,8 +359,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     def storage_meta(self) -> StorageMeta:
         """Returns the path and the id of the calling thread's save.
 
-        This is DCP's first hook in every save, inside the step in which DCP sends errors to all ranks. It begins the
-        save of a staged state. Other saves begin in `set_up_storage_writer`, so that a call of `storage_meta` alone
+        This is DCP's first hook in every save, inside the step in which DCP sends errors to all ranks. The hook begins
+        the save of a staged state. Other saves begin in `set_up_storage_writer`, so that a call of `storage_meta` alone
         begins no save.
 
         Raises:

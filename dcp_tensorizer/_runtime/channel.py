@@ -151,7 +151,7 @@ class Channel:
                 return
 
     def send(self, message: object, fds: Sequence[int] = (), timeout: float | None = None) -> None:
-        """Sends a message, or the bytes that `pickled` returned for one.
+        """Sends a message, or the bytes that `pickled` returned for a message.
 
         Raises:
             TimeoutError: the other end did not read it within ``timeout`` seconds.

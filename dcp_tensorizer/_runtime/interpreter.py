@@ -67,7 +67,7 @@ class Borrowed(Generic[_T]):
 # there are none.
 
 _AGEINGS = 96
-"""After this many calls since the last full collection, about ten saves, `_age` no longer delays the next one.
+"""After this many calls since the last full collection, about ten saves, `_age` no longer delays the next full one.
 
 A full collection frees dead cycles in the oldest generation.
 """

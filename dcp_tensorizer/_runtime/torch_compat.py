@@ -28,7 +28,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor as Sharded
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.shard import Shard as Shard
 
-# The plan of DCP's planners for one value. Their public functions plan a whole state dict.
+# The plan of DCP's planners for one value. The planners' public functions plan a whole state dict.
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 # The value of ``Metadata.version``.
@@ -402,7 +402,7 @@ def _frame_of_save() -> FrameType | None:
 
 
 def group_store(group: ProcessGroup) -> Store:
-    """Returns the store with which the ranks of a group have found each other. It prefixes keys with the group."""
+    """Returns the store with which the ranks of a group have found each other. The store prefixes its keys."""
     return _get_process_group_store(group)
 
 

@@ -71,7 +71,7 @@ class Flushing:
     """The flush of one local folder, shared by all writers of a process that save there.
 
     Attributes:
-        target: The local folder and the remote one.
+        target: The local folder, and the folder on the remote that it mirrors.
         queue: The records of the folder.
         unknown: Why the states of the open records are unknown, as of the last `open_records`; empty if they are known.
     """

@@ -43,7 +43,7 @@ _CLOSED = "the writer is closed: make a new one, or close it after the last save
 
 
 class Saver:
-    """The state that the saves of one writer share. Begins the saves, one after the other, and cleans up after them.
+    """The state that the saves of one writer share. Begins the saves, and cleans up after them.
 
     Args:
         options: The writer's options.

@@ -97,9 +97,9 @@ def resolve(
 ) -> list[Item]:
     """Returns the items of a plan, in its order; raises `CheckpointError`, naming the key, if one cannot be saved.
 
-    All items are written at once. A custom planner may make each item in the memory of the previous one, so its tensors
-    are copied unless they are in the buffer of the staged state. ``omitted`` are keys that were not staged, because
-    other ranks were to write them.
+    All items are written at once. A custom planner may make each tensor in the memory of the previous tensor, so its
+    tensors are copied, unless they are in the buffer of the staged state. ``omitted`` are keys that were not staged,
+    because other ranks were to write them.
     """
     makes_items = not _is_as_known(planner, ("resolve_data", "lookup_object", "transform_object"))
     resolve_plan = None if makes_items else getattr(_known(planner), "resolve_plan", None)

@@ -18,8 +18,8 @@ from .device import Device
 from .shared_memory import SharedBuffer
 from .staged_save import StagedSave, name_of_group
 
-# Timeout for a save to take its staged state dict. Its thread starts when `async_save` returns, and takes the dict
-# within a millisecond. One second is ample, and limits the cost of a state that is staged but never saved.
+# Timeout for a save to take its staged state dict. The save's thread starts when `async_save` returns, and takes the
+# dict within a millisecond. One second is ample, and limits the cost of a state that is staged but never saved.
 _TAKE_SECONDS = 1.0
 # The same timeout on the thread of the next save, which waits this long only once: in PROCESS mode torch may still be
 # starting its process.

@@ -170,11 +170,11 @@ class _Described:
     """A tensor that describes its part, with what it returned at the time of staging.
 
     DCP writes the shards of such a tensor. So the shards are staged, and the staged tensor returns the same write items
-    as the live one, and the staged shards. The live tensor is not called again: training may have changed it, and it
-    often returns views of its own memory.
+    as the live one, and the staged shards. The live tensor is not called again: training may have changed it, and
+    such a tensor often returns views of its own memory.
 
-    The staged tensor has values only if one shard is the whole tensor. It cannot be pickled or copied, because its
-    shards are in the memory of one save.
+    The staged tensor has values only if one shard is the whole local tensor. The staged tensor cannot be pickled or
+    copied, because its shards are in the memory of one save.
     """
 
     def __init__(self, key: str, tensor: torch.Tensor) -> None:
