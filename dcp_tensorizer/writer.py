@@ -138,7 +138,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             objects. Names, shapes and dtypes stay readable. The key reaches the writer process through a socket, and is
             never written to disk.
         limits: Limits on waiting, memory and failures: see `SaveLimits`.
-        local: A folder on each node's own disk, which mirrors the path. Saves are first made durable in the folder, and
+        local: A folder, on each node's own disk, that mirrors the path. Saves are first made durable in the folder, and
             sent to the path while no save needs the writer process. When a save has arrived at the path, ``on_report``
             is called again.
         max_unflushed: Training waits when this many checkpoints are only in the local folder; 3 by default.

@@ -153,5 +153,5 @@ class FailureCounter:
 
 
 def _counted_as(path: str, group: str | None) -> tuple[str | None, str]:
-    """Returns the key under which failures are counted, which ignores numbers, because many paths contain the step."""
+    """Returns the key under which failures are counted. It ignores numbers, because many paths contain the step."""
     return group, re.sub(r"\d+", "#", path)

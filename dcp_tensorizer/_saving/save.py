@@ -254,7 +254,7 @@ class Save:
     # --- the parts of the hooks -------------------------------------------------------------------------------------
 
     def _report_digests(self, items: list[Item], written: WriteDone) -> None:
-        """Passes the digests to the object that holds the staged state, which then need not compute them."""
+        """Passes the digests to the object that holds the staged state, so that it need not compute them."""
         save = self._staged
         if save is None or save.on_written is None or save.buffer is None:
             return

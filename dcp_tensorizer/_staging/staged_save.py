@@ -24,7 +24,7 @@ from .shared_memory import SharedBuffer
 from .tensor_copy import Copies
 
 _STEP_SECONDS = 0.02  # between two checks of a save
-_END_SECONDS = 0.005  # between two checks of its thread, which does not notify on exit
+_END_SECONDS = 0.005  # between two checks of a save's thread, which does not notify on exit
 
 
 class StagingState(enum.IntEnum):

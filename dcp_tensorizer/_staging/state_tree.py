@@ -96,7 +96,7 @@ class TensorList(list[torch.Tensor]):
 
     @property
     def inner(self) -> set[int]:
-        """The numbers of tensors inside wrapper subclasses, which depend on their dtypes."""
+        """The numbers of the tensors inside wrapper subclasses. A wrapper depends on the dtypes of these tensors."""
         return {number for numbers in self._inner for number in numbers}
 
     @collector_paused()
