@@ -94,10 +94,11 @@ class CheckpointManager:
                 if manager.stopping:
                     break
 
-    Every rank makes a manager, and makes the same calls in the same order. `latest`, `best`, `steps`, `path` and
-    `report` are not collective. The manager makes two gloo groups, because saves run their collectives on a background
-    thread. The groups have the timeout of the ranks' process group: no rank waits longer for an unresponsive rank.
-    Close the manager before ``destroy_process_group()``. Its errors are never wrapped in DCP's ``CheckpointException``.
+    Every rank makes a manager, and makes the same calls in the same order. `latest`, `best`, `steps`, `path`, `report`
+    and `wait_remote` are not collective. The manager makes two gloo groups, because saves run their collectives on a
+    background thread. The groups have the timeout of the ranks' process group: no rank waits longer for an unresponsive
+    rank. Close the manager before ``destroy_process_group()``. Errors of the manager are never wrapped in DCP's
+    ``CheckpointException``.
 
     Args:
         folder: The folder of the checkpoints: a local directory that all ranks share, or any URL that fsspec opens.
@@ -112,19 +113,19 @@ class CheckpointManager:
             that no ``keep_`` rule retains, except the newest. Without rules it deletes nothing.
         keep_every: Retain the checkpoints whose step is a multiple of this.
         keep_best: Retain the checkpoint with the smallest value of this metric; ``("accuracy", "max")``: with the
-            largest. While no checkpoint has a number as its value, the manager warns and deletes nothing.
+            largest. While no checkpoint has a number for this metric, the manager warns and deletes nothing.
         delete_after: Minimum age in seconds of a checkpoint that the manager deletes on object stores and network
             mounts, where a job that loads a checkpoint cannot lock it.
         delete_other_files: Also delete checkpoints that contain files that no save wrote, together with these files.
         must_change: Patterns of keys. The manager warns if none of the matching floating-point tensors differs from the
             previous save: the saved state may not be the one in training.
         stop_signals: Signals that ask the job to stop. The next `save` on every rank then saves at once and waits, and
-            `stopping` is true. Earlier handlers are called as well. A second signal, 5 seconds later or more, acts as
+            `stopping` is true. Earlier handlers are called as well. A second signal, more than 5 seconds later, acts as
             it would without the manager.
         survive: Seconds for which the newest states stay in this machine's memory after a rank has died. A job that
             restarts there within that time resumes from them. They take memory. 0 holds no state.
-        survive_every: With ``survive`` and 3 buffers: also hold in memory each step that is a multiple of this, even if
-            no save is due.
+        survive_every: With ``survive`` and 3 buffers: even if no save is due, hold a step in memory when a multiple of
+            this many steps has been reached since the last step that was saved or held.
         buffers: Maximum number of staging buffers with ``survive``. 3: a step that is due while the previous save still
             runs is held only in memory, and training does not wait. 2: training waits for that save.
         copies: Number of hosts that hold each state, with ``survive``. 2: another host holds a copy of the newest state
@@ -135,8 +136,8 @@ class CheckpointManager:
             objects of that call as they are on `close`, so they must not have changed since. It saves nothing if an
             error ends the ``with`` block, `close` has a timeout, or `restore` was called after that `save`.
         process_group: The ranks of the job; by default all.
-        reader_options: Options of `TensorizerStorageReader` for `restore`. Storage options, the timeout and a key
-            default to those of the writer; a passphrase does not. ``page_cache`` is False by default.
+        reader_options: Options of `TensorizerStorageReader` for `restore`. Storage options, ``local``, the timeout and
+            a key default to those of the writer; a passphrase does not. ``page_cache`` is False by default.
         writer_options: Options of `TensorizerStorageWriter`. With ``local``, the rules count the checkpoints in
             ``folder``.
 
@@ -308,8 +309,8 @@ class CheckpointManager:
                 replaced: the result is a finished future of the existing checkpoint.
             metrics: Numbers to record with the checkpoint. Only those of rank 0 count.
             wait: Return only after the commit and the deletion of old checkpoints: see `wait`.
-            exclude: Patterns of keys to leave out. A pattern that matches no key of the first rank's state is logged
-                as a warning.
+            exclude: Patterns of keys to leave out. The manager warns about a pattern that matches no key of the first
+                rank's state.
             trainable_only: Leave out the frozen parameters of modules in the state.
 
         Returns:
@@ -383,6 +384,7 @@ class CheckpointManager:
             MetadataError: the folder has checkpoints of an unknown format, or two of the same step; a pattern matches
                 nothing, a key is missing, or a shape is different.
             ReadError: the checkpoint is damaged, or cannot be read.
+            WriteError: the manager is closed, or a rank is gone.
         """
         since = self._clock.now()
         self._check_open()
@@ -447,9 +449,9 @@ class CheckpointManager:
 
         Without a timeout, the call is collective: it first saves a step that is only in memory, and with
         ``save_at_end`` the last step. It warns if the step of the last `save` call is not committed in the end. It
-        frees the memory of the states, unless the last save has failed. A job that is `stopping` waits for a
-        publication up to ``limits.timeout`` seconds, and then logs the unpublished model. In a forked child the call
-        does nothing.
+        frees the memory of the states, unless the newest state is not committed, or an error has ended the ``with``
+        block. A job that is `stopping` waits for a publication up to ``limits.timeout`` seconds, and then logs the
+        unpublished model. In a forked child the call does nothing.
 
         Args:
             timeout: Timeout in seconds. After it, the save in progress is abandoned, and the previous checkpoint
@@ -493,7 +495,7 @@ class CheckpointManager:
             self._warn_of_last_step()
 
     def _end(self, deadline: Deadline, *, is_with_all: bool) -> None:
-        """Waits for all work in progress, up to the deadline, and ends it. ``is_with_all``: all ranks call it."""
+        """Waits for all work in progress, up to the deadline, and ends it. ``is_with_all``: all ranks do so."""
         if self._exports is not None:
             self._saves.wait(deadline)  # an export reads the buffers that the writer frees
         self._writer.close(deadline.left)
@@ -585,7 +587,7 @@ class CheckpointManager:
 
     @property
     def _is_copy(self) -> bool:
-        """True in a forked child: the job and its saves belong to the parent."""
+        """Returns whether this is a forked child: the job and its saves belong to the parent."""
         return not self._home.is_here
 
     def _check_at_home(self) -> None:
@@ -625,8 +627,8 @@ class CheckpointManager:
         if vote.is_lost or vote.memory.is_superseded:
             superseded = (
                 f"{self._folder.path}: a later run of this job has taken over the memory of another host, to which "
-                f"this run copies its states. This run can no longer save. Stop it, or stop the other run and restart "
-                f"this one."
+                f"this run copies its states. This run can no longer save. Stop this run, or stop the other run and "
+                f"restart this one."
             )
             raise WriteError(self._agreement.decided(lambda: self._lease.lost or superseded))
         if step < self._position.step:  # true on all ranks or none: they have just compared their steps
@@ -655,7 +657,7 @@ class CheckpointManager:
     def _is_gone(self, step: int) -> bool:
         """Returns whether a saved step was deleted. If so, updates the position to the remaining steps.
 
-        Collective. It costs a request, so call it only if a step would not be saved because it exists.
+        Collective. The call costs a request, so make it only for a step that would not be saved because it exists.
         """
         position = self._agreement.decided(functools.partial(self._position_without, step))
         if position is None:
@@ -726,7 +728,7 @@ class CheckpointManager:
         self._position.advance(self._saves.wait_committed())
 
     def _continue_from(self, step: int) -> None:
-        """Records that the job resumes from a step that is not the step of its last save."""
+        """Records that the job resumes from a step, and not from its last save."""
         assert self._position is not None
         self._saves.forget()
         if self._agreement.is_first:
@@ -773,7 +775,7 @@ class CheckpointManager:
         return None
 
     def _write_held(self) -> None:
-        """Begins the save of the newest step if it is only in memory."""
+        """Begins the save of the newest step, if the step is only in memory and a save of it was due."""
         if self._position is not None and self._saves.held_step is not None:
             self._advance()
             self._saves.write_held()
@@ -833,7 +835,7 @@ class CheckpointManager:
         may_differ = not selection.strict or selection.allow_shape_mismatch  # values that do not fit stay unchanged
         if problem is not None and (number is None or (problem.has_touched and may_differ)):
             raise ReadError(
-                f"{self._folder.path}: the state in memory could not be loaded, and storage does not have all of it. "
+                f"{self._folder.path}: the state in memory could not be loaded, and storage may not have all of it. "
                 f"The state may now be a mix of both. Rebuild it, and call restore() again. {problem.error}"
             )
         if number is None:

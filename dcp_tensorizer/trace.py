@@ -19,7 +19,7 @@ __all__ = ["Span", "TraceFile"]
 
 
 class TraceFile:
-    """A file of the spans of reports, which ``dcp-tensorizer trace`` converts for Perfetto.
+    """A callback that writes the spans of reports to files, which ``dcp-tensorizer trace`` converts for Perfetto.
 
     Pass a `TraceFile` to each writer and reader, with the same folder on all ranks::
 
@@ -58,7 +58,7 @@ class TraceFile:
         with self._lock:
             self._folder.mkdir(parents=True, exist_ok=True)
             with (self._folder / f"{host}-{os.getpid()}.spans.jsonl").open("a+b") as file:
-                # A full disk, or a killed process with the same pid (in containers), leaves an incomplete last line.
+                # A full disk, or a killed process with the same pid (in containers), may leave an incomplete last line.
                 if file.seek(0, os.SEEK_END):
                     file.seek(-1, os.SEEK_END)
                     if file.read(1) != b"\n":

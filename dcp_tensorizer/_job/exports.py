@@ -32,8 +32,8 @@ logger = logging.getLogger("dcp_tensorizer")
 class Exports:
     """Exports of one rank. Each staged state stays until the next one is staged, so that it can be exported.
 
-    ``owner`` is the lease of the saves' folder. ``holds_states``: with ``survive``, staged states stay in memory
-    anyway. ``writer`` writes the models.
+    ``owner`` is the lease of the saves' folder. ``holds_states``: staged states stay in memory anyway, because
+    ``survive`` is set. ``writer`` writes the models.
     """
 
     def __init__(

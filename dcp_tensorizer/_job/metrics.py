@@ -26,7 +26,7 @@ class GoodputReport:
         failures: Number of saves that failed.
         stall_seconds: Time that training spent in `save`, without `wait` and `close`.
         restore_seconds: Time spent in `restore`.
-        durable_seconds: Time from the call of `save` to the commit, on average over the saves.
+        durable_seconds: Time from the beginning of a save to its commit, on average over the committed saves.
         saving_seconds: The part of ``stall_seconds`` that was spent in calls that began a save.
         lived_seconds: Time that the job has run, summed over its runs. Each run counts up to the save from which the
             next run resumed.
@@ -51,7 +51,7 @@ class GoodputReport:
 
     @property
     def stall_per_save(self) -> float:
-        """Returns the seconds that training waits for one save."""
+        """Returns the seconds that training waits for one save, on average."""
         tries = self.saves + self.failures
         return self.saving_seconds / tries if tries else 0.0
 
@@ -63,8 +63,8 @@ class GoodputReport:
     def young_interval(self, mean_time_between_failures: float | None = None) -> float:
         """Returns the best interval between saves in seconds, by Young's rule: the square root of 2 x stall x MTBF.
 
-        The result is at least the time until a save is durable, because the next save would wait for it. Before the
-        first save, it is 0.
+        The result is at least the time until a save is durable, because the next save would wait for the previous one.
+        Before the first save, the result is 0.
 
         Args:
             mean_time_between_failures: Of the whole job, in seconds; None for the value of this report.

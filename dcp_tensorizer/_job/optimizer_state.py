@@ -70,7 +70,7 @@ class OptimizerTarget:
             if param is not None and (before := size_before(param)) is not None:
                 entry = _larger(entry, before, param.size())
             if not _can_be_made(entry, param) or (param is None and str(number).isdigit()):
-                continue  # this optimizer does not have the parameter
+                continue  # the sharding is unknown, or this optimizer does not have the parameter
             value = _target_for(entry, param, str(path[-1]), None if param is None else dtype_before(param))
             if len(path) == 3:
                 self._state[number] = value
@@ -153,7 +153,7 @@ def _can_be_made(entry: Any, param: torch.Tensor | None) -> bool:
 
 
 def _larger(entry: Any, before: torch.Size, after: torch.Size) -> Any:
-    """Returns the entry of a value of a parameter that has grown. A factored moment has only some of the dimensions."""
+    """Returns the entry of a value of a parameter that has grown. Some dimensions of a factored moment have size 1."""
     if not isinstance(entry, TensorStorageMetadata) or len(entry.size) != len(before):
         return entry
     grown = (new if size == old else size for size, old, new in zip(entry.size, before, after, strict=True))
@@ -163,7 +163,7 @@ def _larger(entry: Any, before: torch.Size, after: torch.Size) -> Any:
 def _target_for(
     entry: Any, param: torch.Tensor | None, name: str, dtype_before: torch.dtype | None
 ) -> torch.Tensor | None:
-    """Makes the tensor that an entry of the checkpoint is loaded into, or None for an object."""
+    """Makes the tensor that an entry of the checkpoint is loaded into. For an object, returns None."""
     if not isinstance(entry, TensorStorageMetadata):
         return None
     size, dtype = entry.size, entry.properties.dtype

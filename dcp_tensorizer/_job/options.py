@@ -50,7 +50,10 @@ def check_metrics(metrics: object) -> dict[str, float]:
 
 
 def check_patterns(name: str, patterns: object) -> tuple[str, ...]:
-    """Returns patterns of keys as a tuple. Raises `TypeError` for a string: each of its letters would be a pattern."""
+    """Returns patterns of keys as a tuple. Raises `TypeError` unless they are a sequence of strings.
+
+    A single string is refused as well, because each of its letters would be a pattern.
+    """
     if isinstance(patterns, str) or not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
         raise TypeError(f"{name} must be a list of patterns, got {patterns!r}.")
     return tuple(patterns)
@@ -89,7 +92,7 @@ def check_state(state: object) -> None:
 
 
 def split_limits(writer_options: dict[str, Any], own: Iterable[str] = ()) -> tuple[SaveLimits, int | None]:
-    """Removes the limits from the writer's options. Returns the writer's limits, and how many saves may fail.
+    """Removes the limits from the writer's options. Returns the writer's limits, and how many saves in a row may fail.
 
     The manager counts failures, because a writer only knows those of its own rank. ``own`` are the names of the
     manager's own options. Raises `TypeError` for limits of another type, and for unknown options.
@@ -155,7 +158,7 @@ def options_of_reader(
     """
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"reader_options must be a mapping, or None, got {type(given).__name__}.")
-    # A job reads its checkpoint once. Bypassing the page cache is faster, and leaves that memory to training data.
+    # A job reads its checkpoint once. Bypassing the page cache is faster, and leaves the cache to training data.
     known = {"page_cache": False, "storage_options": writer_options.get("storage_options"), "timeout": limits.timeout}
     if writer_options.get("local") is not None:
         known["local"] = writer_options["local"]

@@ -48,7 +48,7 @@ class Vote:
         force: The rank's caller wants to save, even if no save is due.
         is_due: First: a save is due.
         is_last: First: the last save is of this step, and has not failed.
-        is_there: First: the step exists.
+        is_there: First: a checkpoint of the step exists.
         failures: First: the number of saves that have failed in a row.
         must_write: If a save is due, the rank's caller wants the step on storage, not only in memory.
         is_busy: The previous save still runs, and the rank can hold this step in memory instead of saving it.
@@ -120,8 +120,8 @@ class SavePolicy:
     passed. Without either, every step is due. A step is due in memory when a multiple of ``every_in_memory`` has been
     reached since the last step that was saved or held. If ``every_in_memory`` is None, no step is due in memory.
 
-    ``interval`` is in seconds. With ``"auto"``, or a pair of bounds, it is computed from the cost of saves and
-    failures. Raises `TypeError` or `ValueError` for invalid values.
+    ``interval`` is in seconds. With ``"auto"``, or a pair of bounds, it is computed from the cost of saves and the
+    frequency of failures. Raises `TypeError` or `ValueError` for invalid values.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class SavePolicy:
 
     @property
     def interval(self) -> float:
-        """Returns the current interval between two saves in seconds; infinite if only steps count."""
+        """Returns the current interval between two saves in seconds; infinite if no interval is set."""
         if self._bounds is None:
             return math.inf
         shortest, longest = self._bounds
@@ -163,7 +163,7 @@ class SavePolicy:
         return every is not None and step // every > self._held // every
 
     def record_save(self, step: int, *, is_due: bool) -> None:
-        """Records a step that is being saved or held, or that the job resumes from. ``is_due``: it counts as saved."""
+        """Records a step that is saved or held, or that the job resumes from. ``is_due``: the step counts as saved."""
         self._held = step
         if is_due:
             self._saved, self._saved_at = step, self._clock.now()
@@ -211,7 +211,7 @@ class StopSignals:
             raise TypeError(f"stop_signals must be signals, such as signal.SIGTERM, got {signals!r}.") from error
         if fixed := {signal.SIGKILL, signal.SIGSTOP} & set(self._signals):
             names = ", ".join(sorted(number.name for number in fixed))
-            raise ValueError(f"stop_signals: {names} cannot be handled. Leave it out.")
+            raise ValueError(f"stop_signals must not contain {names}, because no program can handle it.")
         if self._signals and threading.current_thread() is not threading.main_thread():
             raise ValueError("only the main thread can handle signals. Make the manager there, or pass stop_signals=()")
         self.seen = False

@@ -1,4 +1,4 @@
-"""Collective decisions of a job's ranks, and heartbeats, so that no rank waits for an unresponsive one."""
+"""Collective decisions of a job's ranks, and heartbeats, which distinguish slow ranks from dead ones."""
 
 from __future__ import annotations
 
@@ -146,7 +146,9 @@ class Agreement:
             for name, text in of_rank.items():
                 ranks[name].setdefault(text, []).append(dist.get_global_rank(self._group.group, rank))
         name, values = next((name, values) for name, values in ranks.items() if len(values) > 1)
-        shown = [f"{text} on rank {listed_ranks(those)}" for text, those in values.items()]
+        shown = [
+            f"{text} on rank{'s' if len(those) > 1 else ''} {listed_ranks(those)}" for text, those in values.items()
+        ]
         more = f", and {len(shown) - _VALUES_SHOWN} other values" if len(shown) > _VALUES_SHOWN else ""
         raise ValueError(
             f"the managers of the ranks differ: {name} is {', '.join(shown[:_VALUES_SHOWN])}{more}. Pass the same "
@@ -208,7 +210,7 @@ class RollCall:
     """Record in a group's store of the collective that each rank has reached, to name absent ranks after a timeout.
 
     Each rank counts the collective operations called ``name``. When it reaches one, it writes the count to the store
-    (`here`). For a frequent operation it does so only after a wait of ``pause``, a tenth of ``timeout``.
+    (`here`). For a frequent operation, the rank writes only after a wait of ``pause``, a tenth of ``timeout``.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
@@ -229,14 +231,14 @@ class RollCall:
             return f"{who}: the ranks went out of sync in an earlier step. Restart the job."
         words = str(error).partition(" This is typically caused")[0]  # the rest of torch's text is general advice
         if "timed out" not in words.lower():
-            return f"{who} waited for the others to {what}: another rank has ended, or made other calls. {words}"
+            return f"{who} waited for the others to {what}: another rank has ended, or has made other calls. {words}"
         seconds = f"{self.timeout.total_seconds():g} s, the timeout of the job's process group,"
         waited = f"{who} has waited {seconds} for the others to {what}"
         finding = in_background(lambda: self._missing(number), name="roll-call", daemon=True)
         try:
             absent, silent = finding.result(_STORE_SECONDS)
         except (FutureTimeout, RuntimeError):
-            return f"{waited}. The job's store does not answer either: this host or the host of the store is cut off"
+            return f"{waited}. The job's store does not answer either: this host is cut off, or the store is down"
         if absent:
             return f"{waited}. {_have(absent)} not arrived: stopped, busy, or cut off"
         if silent:
@@ -273,7 +275,9 @@ _ERROR_SECONDS = 30.0  # extra time in which the coordinator reports to the othe
 
 
 class Heartbeats:
-    """Heartbeats of slow ranks during saves and loads. Both wait for a silent rank up to the group's timeout.
+    """Heartbeats of slow ranks during saves and loads.
+
+    A save or load waits for a silent rank no longer than the group's timeout, and for a slow one as long as it takes.
 
     DCP gathers the results of all ranks in a collective. A rank that has written its part within seconds waits there
     for a rank that takes minutes, and cannot distinguish it from a dead rank. So before DCP's collective, a small

@@ -62,8 +62,8 @@ _T = TypeVar("_T")
 class Selection:
     """Selection of keys of a flattened state dict.
 
-    Patterns are those of `fnmatch`. They match a key, or a list that contains the key: a save stores a list as one
-    value. Without ``include`` all keys are selected, except those that ``exclude`` matches.
+    Patterns are those of `fnmatch`. They match a key, or the name of a list that contains the key: for ``exclude`` of a
+    save, a list is one key. Without ``include`` all keys are selected, except those that ``exclude`` matches.
 
     Attributes:
         include: Patterns of the selected keys.
@@ -102,7 +102,10 @@ class Selection:
         """
         for pattern in (*self.include, *self.exclude, *(pattern for pattern, _ in self.grow)):
             if not matches(known, [pattern]):
-                raise MetadataError(f"no key of the state matches {pattern!r}. It has keys such as {listed(keys)}")
+                raise MetadataError(
+                    f"no key of the state matches {pattern!r}, and no key of the checkpoint does. The state has "
+                    f"{listed(keys)}"
+                )
 
 
 def load_first(
@@ -232,8 +235,8 @@ def _loaded(
 ) -> tuple[dict[str, Any], Problem | None]:
     """Loads a state on this rank alone. Returns the loaded values, and the problem or None.
 
-    ``elsewhere`` has the keepers on any host that hold parts of the state, by the parts' ranks. If a part is damaged or
-    unreadable, it is loaded from the next keeper that holds it.
+    ``elsewhere`` has, by the rank of each part, the keepers that hold the part, on any host. If a part is damaged or
+    unreadable, the next keeper that holds it is used.
     """
     damaged: set[tuple[int, str]] = set()
     is_whole, has_begun = True, False
@@ -275,7 +278,7 @@ def joint_problem(problems: Sequence[Problem | None]) -> Problem | None:
 
 
 def error_of_load(path: str, error: BaseException) -> CheckpointError:
-    """Translates the error of a load to one of this package."""
+    """Translates the error of a load into one of this package."""
     cause = unwrap(error)
     if isinstance(cause, CheckpointError):
         return cause
@@ -314,7 +317,7 @@ class SelectivePlanner(LoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Receives the state and the checkpoint's metadata from DCP. Removes keys that are not selected from both.
+        """Receives the state and the checkpoint's metadata from DCP. Removes from both the keys that are not selected.
 
         Raises:
             StateMismatch: the state and the checkpoint do not match; the error names the keys.
@@ -356,7 +359,7 @@ class SelectivePlanner(LoadPlanner):
     def _growing(self, value_of: Callable[[str], tuple[float | None] | None]) -> dict[str, tuple[float | None]]:
         """Finds the tensors that are larger than the stored ones in some dimension, and smaller in none.
 
-        ``value_of`` returns the value of a tensor's new elements in a tuple of one, or None if it may not be larger.
+        ``value_of`` returns the value of a tensor's new elements in a tuple of one, or None if it is not to grow.
         """
         assert self.metadata is not None
         stored, growing = self.metadata.state_dict_metadata, {}
@@ -424,7 +427,7 @@ class SelectivePlanner(LoadPlanner):
         self._drop({key for key in names if not self._selection.has(names[key])})
 
     def _drop(self, keys: Collection[str]) -> None:
-        """Removes keys that are not loaded from the state and from the metadata."""
+        """Removes keys, which are not to be loaded, both from the state and from the metadata."""
         assert self.metadata is not None
         if keys:
             self.state_dict = {key: value for key, value in self.state_dict.items() if key not in keys}
@@ -440,7 +443,7 @@ class SelectivePlanner(LoadPlanner):
         return {key: entry for key, entry in stored.items() if key in more} if more else {}
 
     def _has_older_keys(self) -> bool:
-        """Returns whether torch before 2.4 saved the checkpoint. If so, torch maps keys, and reports missing ones."""
+        """Returns whether a torch before 2.4 saved the checkpoint. If so, torch maps keys, and reports missing ones."""
         assert self.metadata is not None
         return has_older_keys(self.metadata, self.state_dict, self.original_state_dict)
 
@@ -518,9 +521,9 @@ class SelectivePlanner(LoadPlanner):
             )
         elif lost:
             advice = (
-                "the optimizer cannot take them: its parameters or groups differ from those of the saved one, or the "
-                "values differ in shape from their sharded parameters. In the latter case, call the optimizer's step() "
-                "before restore()"
+                "the optimizer cannot take them: its parameters or groups differ from those of the saved optimizer, or "
+                "the values differ in shape from their sharded parameters. In the latter case, call the optimizer's "
+                "step() before restore()"
             )
         elif lost := keys_below_empty_dicts(self.original_state_dict, more, metadata):
             advice = EMPTY_DICT

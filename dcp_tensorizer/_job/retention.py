@@ -38,7 +38,7 @@ class Retention:
         every: Retain the steps that are multiples of this.
         metric: Retain the best checkpoint by this metric.
         mode: Whether the smallest or the largest value is best.
-        delete_after: Minimum age in seconds of a deleted checkpoint, on storage where locks are not visible to others.
+        delete_after: Age in seconds before which no checkpoint is deleted, on storage where other jobs see no locks.
         delete_other_files: Also delete checkpoints with files that no save wrote, and these files.
     """
 
@@ -117,7 +117,7 @@ def _delete(storage: Storage, step: Step, owner: Lease, *, other_files: bool) ->
     """Deletes a checkpoint, its metadata first. Returns why it must stay, or an empty string after the deletion.
 
     With ``other_files``, also deletes files that no save wrote. Otherwise, a checkpoint with such files stays. Raises
-    `CheckpointError` or `OSError` if the checkpoint cannot be read or removed, or the run no longer owns the folder.
+    `CheckpointError` or `OSError` if the checkpoint cannot be read or removed, or another run has taken the lease.
     """
     with storage.lock_directory() as lock:
         if storage.locks_are_visible and not lock.is_exclusive:

@@ -134,8 +134,9 @@ class Saves:
         """Stages the state that ``collect`` returns, and starts its save in the background.
 
         If a ``state_dict`` raises an error, or the save has a ``refusal``, the save begins nevertheless, and fails on
-        all ranks, because otherwise the other ranks would wait for this rank. Then the error is raised. ``on_staged``
-        is that of `SaveDescription`. ``ties`` are the tied tensors of the state; None: those of the collected state.
+        all ranks, because otherwise the other ranks would wait for this rank. Then the error of ``state_dict``, if any,
+        is raised here. ``on_staged`` is that of `SaveDescription`. ``ties`` are the tied tensors of the state; None:
+        those of the collected state.
         """
         save.began = self._clock.now()
         collected, error = self._collected(collect)
@@ -204,7 +205,7 @@ class Saves:
         self.error = next((error for error in errors if error is not None), self.error)
 
     def hold(self, save: StepSave, collect: Collect, on_staged: OnStaged) -> None:
-        """Stages a state, which `write_held` writes later. The arguments are those of `start`."""
+        """Stages a state that `write_held` may write later. The arguments are those of `start`."""
 
         def hold(staged: StagedStateDict) -> None:
             staged.staged_save.ties = ties
@@ -412,8 +413,8 @@ def _frozen(state: Mapping[str, Any], collected: Mapping[str, Any]) -> set[str]:
             names = {WRAPPERS.sub("", name) for name, parameter in parameters if not parameter.requires_grad}
             if names and names.isdisjoint(collected[key]):
                 logger.warning(
-                    "trainable_only=True: the state dict of %r has no frozen parameter under its name, such as %r. If "
-                    "it has them under other names, pass exclude=",
+                    "trainable_only=True: the state dict of %r has no frozen parameter under its own name, such as %r. "
+                    "If it has them under other names, pass exclude=",
                     key,
                     min(names),
                 )

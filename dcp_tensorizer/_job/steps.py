@@ -25,8 +25,8 @@ logger = logging.getLogger("dcp_tensorizer")
 
 # --- branches: a job that goes back to an earlier checkpoint begins a branch ------------------------------------------
 #
-# A branch is its whole history: the name of each branch on the path, and the step at which it left the previous branch.
-# So checkpoints in between may be deleted. Checkpoints that were saved without a manager are on the `TRUNK`.
+# A branch is its whole history: the name of each branch on the path, and the step at which that branch left the one
+# before. So checkpoints in between may be deleted. Checkpoints that were saved without a manager are on the `TRUNK`.
 
 Branch = tuple[tuple[str, int], ...]
 TRUNK: Branch = (("", 0),)
@@ -66,7 +66,7 @@ def current_branch(steps: Sequence[Step]) -> Branch | None:
 def last_saved(steps: Iterable[Step]) -> Step | None:
     """Returns the checkpoint that was saved last, or None without checkpoints.
 
-    Compares serials, because clocks may be set back. Only checkpoints without a serial are compared by time.
+    Compares serials, because clocks may be set back. Compares times only if a checkpoint has no serial.
     """
     groups: tuple[list[Step], list[Step]] = ([], [])
     for step in steps:
@@ -93,7 +93,7 @@ class Step:
         save_id: The id of its save; empty if unknown.
         saved_at: The time of its save, in nanoseconds since the epoch; 0 if unknown.
         record: The manager's record in its index; None if the checkpoint was saved without a manager, or is unreadable.
-            If the directory was renamed or copied, the record has another step.
+            If the directory was renamed, or copied under another name, the record has another step.
         problem: Why the checkpoint is unreadable for this package; empty if it is readable.
     """
 
@@ -268,7 +268,7 @@ class Position:
         tip: The checkpoint that the job resumes from; None if it does not exist or is unknown.
         numbers: The existing steps of the branch.
         names: The names of all steps' directories, on any branch.
-        others: The names of the directories of steps on other branches.
+        others: The names of the directories of steps on other branches, and of unreadable checkpoints.
         left: The newest checkpoint if the job has gone back to an earlier step and has not saved since; otherwise None.
         step: The step of the last `save` or restore; -1 before the first.
         line: The save ids of the checkpoint that this run resumed from, and of those saved since, the newest first.

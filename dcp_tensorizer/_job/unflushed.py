@@ -24,7 +24,7 @@ logger = logging.getLogger("dcp_tensorizer")
 
 _CLAIM_SECONDS = 5.0
 _POLL_SECONDS = 0.05
-_WAIT_SECONDS = 5.0  # the pause between two agreements, so that none takes longer than the group's timeout
+_WAIT_SECONDS = 5.0  # the pause between two agreements, so that no agreement takes longer than the group's timeout
 
 
 class UnflushedPart(NamedTuple):
@@ -32,11 +32,11 @@ class UnflushedPart(NamedTuple):
 
     record: FlushRecord
     is_confirmed: bool = False  # the rank knows that the save is committed; another rank may have the commit record
-    is_alive: bool = False  # the writer that saved it is alive
+    is_alive: bool = False  # the writer that saved the part is alive
 
     @property
     def committed(self) -> Mapping[str, int] | None:
-        """Returns the files of all ranks on the coordinator, and None on other ranks."""
+        """Returns the files of all ranks if this is the coordinator's part, and otherwise None."""
         return None if self.record.commit is None else self.record.commit.files
 
 
@@ -49,7 +49,7 @@ class LocalSaves(NamedTuple):
 
 
 class _Loss(NamedTuple):
-    """Save that will not reach the remote."""
+    """A save that will not reach the remote."""
 
     subpath: str
     files: set[str]  # the known files
@@ -61,13 +61,14 @@ def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str
     """Continues the flush of saves of an earlier job. Waits for the flush if a save can only be loaded from the remote.
 
     If each rank has all files of a save in its local folder, the save is loaded from there. Saves of a lost node are
-    given up: each rank logs an error, and their files on the remote are removed. Collective. Returns the ids of the
-    given-up saves, the same on all ranks. Raises `WriteError` if a rank is gone.
+    given up: their files on the remote are removed, and each rank logs an error for each save that is known to have
+    been committed. Collective. Returns the ids of the given-up saves, the same on all ranks. Raises `WriteError` if a
+    rank is gone.
     """
     if flushing is None:
         return set()
     own, queue = flushing.open_records(), flushing.queue
-    can_list = bool(own) or not flushing.unknown  # a disk that cannot be written may be readable
+    can_list = bool(own) or not flushing.unknown  # a disk that cannot be written to may be readable
     held = {name for _, record in own for name in _whole(flushing, record)}
     parts = [UnflushedPart(record, queue.is_confirmed(entry), queue.is_alive(record.writer)) for entry, record in own]
     everybody = agreement.gathered(LocalSaves(held, parts, can_list))
@@ -114,8 +115,8 @@ def _whole(flushing: Flushing, record: FlushRecord) -> set[str]:
 def _suspects(everybody: Sequence[LocalSaves]) -> list[tuple[list[UnflushedPart], set[str]]]:
     """Finds the saves that seem to be lost. Returns the known parts of each, and the files that no rank has.
 
-    Either no node of this job has some files of a commit, or no node has the commit of some parts. Saves of a living
-    writer do not count, because a job may load the saves of another job.
+    Either some files of a committed save are on no node of this job, or the nodes have parts of a save whose commit
+    record none of them has. Saves of a living writer do not count, because a job may load the saves of another job.
     """
     held = set[str]().union(*(left.held for left in everybody))
     parts = [part for left in everybody for part in left.parts]
@@ -154,8 +155,9 @@ def _losses(flushing: Flushing, suspects: Sequence[tuple[list[UnflushedPart], se
             continue
         ranks = listed_ranks([part.record.rank for part in parts])
         is_known = any(part.is_confirmed for part in parts)
-        lost = "its node is lost" if is_known else "the save never finished, or its node is lost"
-        reason = f"no node of this job has its metadata, only data of rank {ranks}: {lost}"
+        lost = "the coordinator's node is lost"
+        lost = lost if is_known else f"the save never finished, or {lost}"
+        reason = f"no node of this job has its metadata, only data of rank(s) {ranks}: {lost}"
         losses.append(_Loss(subpath, files, reason, is_known))
     return losses
 
@@ -176,7 +178,7 @@ def _give_up(flushing: Flushing, entry: FlushEntry, record: FlushRecord, reason:
 
 
 def _clear(flushing: Flushing, loss: _Loss) -> None:
-    """Removes a lost save from the remote, and the files of lost nodes, whose names contain the save's id."""
+    """Removes the files of a lost save from the remote, also those of lost nodes: their names contain the save's id."""
     with suppress(CheckpointError, OSError):
         remote = flushing.target.open(loss.subpath)
         ids, found = {save_id_in(name) for name in loss.files}, set[str]()
@@ -189,7 +191,8 @@ def _clear(flushing: Flushing, loss: _Loss) -> None:
 def _wait(flushing: Flushing, agreement: Agreement) -> None:
     """Waits until no rank has a save to flush, or until no flush has made progress within the timeout."""
     logger.info(
-        "%s: waiting for the flush of saves that an earlier job left in local folders: no node has all of their files",
+        "%s: waiting for the flush of saves that an earlier job left in local folders: not every node has all of their "
+        "files",
         flushing.target.name,
     )
     timeout, before = flushing.target.progress_timeout(), flushing.open_records()

@@ -34,7 +34,7 @@ _ADAPTER_CONFIG = "adapter_config.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """The options of a model: see `SafetensorsStorageWriter`. Raises `TypeError` or `ValueError`."""
+    """The options of a model: see `SafetensorsStorageWriter`. Raises `TypeError` or `ValueError` if one is invalid."""
 
     dtype: torch.dtype | None = None
     rename: Rules = field(default_factory=dict)
@@ -101,7 +101,7 @@ class ModelPlan:
     """The files of a model, in order."""
 
     files: tuple[SafetensorsLayout[ModelTensor], ...]
-    dropped: frozenset[str]  # names, in the state dict, of tensors that are tied to others
+    dropped: frozenset[str]  # names, in the state dict, of tied tensors that are not written
     ranks: int  # number of ranks that write
 
 
@@ -115,9 +115,9 @@ def plan_model(
 ) -> ModelPlan:
     """Lays out the model of the ranks' plans.
 
-    ``order`` has the number of each name in the coordinator's state dict. ``ties`` maps, for each rank, the name of
-    each tied tensor to the name of the tensor that it is tied to. Raises `WriteError`, naming keys, if the format
-    cannot hold the model, or two tensors would have the same name.
+    ``order`` has the number of each name in the coordinator's state dict. ``ties`` has a mapping for each rank, from
+    the name of each tied tensor to the name of the tensor that it is tied to. Raises `WriteError`, naming keys, if the
+    format cannot hold the model, or the rules of ``rename`` do not fit its tensors.
     """
     tensors: dict[str, ModelTensor] = {}
     chunks: dict[str, list[_Chunk]] = defaultdict(list)
@@ -160,9 +160,9 @@ def plan_model(
 
 
 def _carried(box: Box, source: ModelTensor, layouts: dict[str, ChunkLayout]) -> Sequence[_Chunk]:
-    """Returns the chunks of a source tensor in a box, with their offsets in the file's tensor.
+    """Returns the parts of a source tensor's chunks that are in a box, with their offsets in the file's tensor.
 
-    ``layouts`` caches the layouts of source tensors by key, because every box of a tensor needs its layout.
+    ``layouts`` caches the layouts of source tensors by key, because every box needs the layout of its source tensor.
     """
     if box.is_same:
         return source.chunks
@@ -213,7 +213,7 @@ def _placed(shapes: Mapping[str, tuple[int, ...]], rules: Rules, path: str) -> d
 
 # --- the layout for the ranks -----------------------------------------------------------------------------------------
 #
-# Names are sent as hashes, and shardings as rules, so that the layout is small for any number of ranks.
+# Names are sent as hashes, and shardings as runs of numbers, so that the layout is small for any number of ranks.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,11 +236,11 @@ class RankLayout:
     sharding: Integers  # column: index into ``shardings``; -1 if the tensor has no elements, or is not written
     shardings: tuple[tuple[Layout, list[Run]], ...]  # chunks and their ranks; empty if no block needs a single writer
     box: Integers  # column: index into ``boxes``; -1 if the file has the tensor unchanged
-    boxes: tuple[tuple[tuple[int, ...], Box], ...]  # the shape of the file's tensor, and a box in it without a name
+    boxes: tuple[tuple[tuple[int, ...], Box], ...]  # the shape of the file's tensor; a box in it, without its source
 
     @property
     def nbytes(self) -> int:
-        """Total size of the files."""
+        """Returns the total size of the files in bytes."""
         return sum(part.file.nbytes for part in self.files)
 
     @property
@@ -312,10 +312,10 @@ def _hash(fqn: str) -> int:
 
 
 def granule_owners(layout: RankLayout, blocks: Iterable[tuple[int, int]]) -> Integers:
-    """Returns the rank that writes each block, given by the number of its file and its number in the file.
+    """Returns the rank that writes each block. ``blocks`` has each block's file and its number there.
 
-    Every rank computes the same result without communication: the ranks that hold bytes of a block's first tensor take
-    turns from block to block. The coordinator writes the blocks that begin in the header.
+    Every rank computes the same result without communication. The number of a block selects one of the ranks that hold
+    bytes of the block's first tensor. The coordinator writes the blocks that begin in the header of their file.
     """
     rows = np.flatnonzero(layout.sharding >= 0)
     of_file = []  # the rows of each file in the order of their offsets, and the offsets
@@ -333,7 +333,7 @@ def granule_owners(layout: RankLayout, blocks: Iterable[tuple[int, int]]) -> Int
             return 0
         here, starts = of_file[file]
         position = int(np.searchsorted(starts, begin, side="right")) - 1
-        row = here[position]  # other rows with this start are of the same tensor, or have no elements
+        row = here[position]  # other rows with this start are of the same tensor
         sharding = int(layout.sharding[row])
         if sharding not in decoded:
             chunks_row, ranks_row = layout.shardings[sharding]

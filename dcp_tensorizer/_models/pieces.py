@@ -25,7 +25,7 @@ from .layout import RankLayout, granule_owners
 
 _WINDOW = 64 << 20  # bytes of the files per rank in one exchange
 _FIELDS = 3  # sent with each piece: file, offset, bytes
-_CONVERTED = 4  # converted tensors to cache: threads read tensors in the order of the files
+_CONVERTED = 4  # converted or copied tensors to cache: threads read tensors in the order of the files
 
 _T = TypeVar("_T")
 
@@ -97,14 +97,14 @@ def _clipped(pieces: Pieces, begin: Integers, end: Integers) -> Pieces:
 
 
 def round_count(layout: RankLayout) -> int:
-    """Returns the number of exchanges. Each covers one window of the files, which bounds the memory of an exchange."""
+    """Returns the number of exchanges. To bound its memory, each exchange covers one window of the files."""
     return -(-layout.nbytes // (_WINDOW * layout.ranks)) if layout.has_granules else 0
 
 
 def fill_of(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> Fill:
     """Returns a thread-safe function that fills memory with bytes of numbered tensors, converted to ``dtypes``.
 
-    The function caches only the last few converted tensors and copies from a GPU, to save memory.
+    To save memory, the function caches only the last few tensors that it has converted or copied.
     """
     converted: OrderedDict[int, memoryview] = OrderedDict()
     converting = free_in_child(threading.Lock())
@@ -197,8 +197,8 @@ class RankGroup:
             return collective()
         except RuntimeError as error:
             raise WriteError(
-                f"{self._path}: rank {self.rank} of {self.size} could not exchange data. Another rank has ended, or "
-                f"saves another state: {error}"
+                f"{self._path}: rank {self.rank} of {self.size} could not exchange data. Another rank may have "
+                f"ended, or may save another state: {error}"
             ) from error
 
 

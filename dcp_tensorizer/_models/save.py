@@ -137,7 +137,7 @@ class ModelSave(Save):
             return plan_with(plan, dict(self._ties))
 
     def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Lays the files out, on the coordinator, and begins them; returns the plans with the layout.
+        """Lays out the files, and begins them; returns the plans with the layout. Called on the coordinator.
 
         Raises `WriteError` if the format cannot hold the model, or the files cannot be begun.
         """
@@ -232,7 +232,7 @@ class ModelSave(Save):
         ]
 
     def headers(self) -> list[torch.Tensor]:
-        """On the coordinator, which writes them: returns the headers of the files. On other ranks: an empty list."""
+        """Returns the headers of the files on the coordinator, which writes them, and no headers on other ranks."""
         files = () if self._plan is None else self._plan.files
         return [torch.frombuffer(bytearray(file.header), dtype=torch.uint8) for file in files]
 
@@ -263,7 +263,7 @@ class ModelSave(Save):
         names: list[str] = []
         with suppress(NotCommitted):  # the directory does not exist
             names = [file.name for file in storage.listing()[0]]
-        recorded = recorded_uploads(storage, names)  # if uploads are not hidden, `begin` has removed leftovers
+        recorded = recorded_uploads(storage, names)  # empty where uploads are visible: `commit.begin` removes leftovers
         needed = set() if self._saver.versions is None else self._saver.versions.files_needed(storage.location)
         uploads = {save_id: files for save_id, files in recorded.items() if needed.isdisjoint(files)}
         self._left = set(files_of_models(storage, names, marks_of_uploads(uploads)))
@@ -282,7 +282,7 @@ class ModelSave(Save):
                 remove_uploads(storage, *dead)
 
     def _begin_files(self, plan: ModelPlan) -> list[SharedFilePart]:
-        """On the coordinator: begins the files of a model. On failure, removes them and raises `WriteError`."""
+        """Begins the files of a model. On failure, removes them and raises `WriteError`. Called on the coordinator."""
         storage, count = self.storage, len(plan.files)
         if self._is_adapter and count > 1:
             raise WriteError(
@@ -292,14 +292,14 @@ class ModelSave(Save):
         if self._has_single and (count > 1 or self._index_before is not None):
             raise WriteError(
                 f"{storage.path} holds {self._single}, which readers prefer to an index, but this model needs an index "
-                f"of {count} files. Save to another path."
+                f"of its files ({count}). Save to another path."
             )
         # The files of a model stay until the model is published, even if the next save replaces the model earlier.
         has_readers = self.model.publish is not None and self.model.overwrite
         if self._has_single and has_readers:
             raise WriteError(
-                f"{storage.path} holds {self._single}, which a save would replace while it is still being published. "
-                f"Save to another path."
+                f"{storage.path} holds {self._single}, which a save would replace even while that file is still being "
+                f"published. Save to another path."
             )
         is_alone = self._is_fresh or self._has_single or self._is_adapter
         is_lone = count == 1 and self._index_before is None and is_alone and not has_readers
@@ -310,7 +310,7 @@ class ModelSave(Save):
         others = self._other_files()
         put_records(storage, [self.id])
         try:
-            # before the uploads begin, because this process may be killed
+            # Recorded before the uploads begin, because this process may be killed.
             put_uploads(storage, self.id, dict.fromkeys([*names, *others], ""))
             for name, layout in zip(names, plan.files, strict=True):
                 with storage.writing(f"create {storage.path}/{name}"):
@@ -376,10 +376,11 @@ class ModelSave(Save):
             remove_records(self.storage, [self.id])
 
     def _commit_files(self, plan: ModelPlan, parts: Mapping[int, Mapping[int, Mapping[str, str]]]) -> set[str]:
-        """On the coordinator: commits the files as the model at the path, when all ranks have written their parts.
+        """Commits the files as the model at the path, when all ranks have written their parts.
 
-        ``parts`` are the ranks' parts by the number of the file. Returns the files of the replaced model, for removal.
-        If the save is not committed, raises `WriteError`, and the previous model is untouched.
+        Called on the coordinator. ``parts`` are the ranks' parts by the number of the file. Returns the files of the
+        replaced model, for removal. If the save is not committed, raises `WriteError`, and the previous model is
+        untouched.
         """
         storage, sync = self.storage, self._saver.options.sync_files
         is_lone = self._begun[0].name == self._single
@@ -410,7 +411,8 @@ class ModelSave(Save):
             self._index = index_of({file.name: of.tensors for file, of in zip(self._begun, plan.files, strict=True)})
             try:
                 self._check_commit()
-                # Another save may have removed these files as those of a dead save. If so, its index is in place.
+                # Another save may have removed these files as those of a dead save. If so, `put_if` finds the other
+                # save's index.
                 if not storage.put_if(INDEX, self._index_before, self._index, sync=sync, save_id=self.id):
                     raise Refused(f"{storage.path}: another save has just written a model. Save to another path.")
             except (Refused, ReadError):
@@ -491,9 +493,8 @@ class ModelSave(Save):
             operation()
             return
         held.append(operation)
-        if (
-            self._held is None
-        ):  # another thread or a signal handler has called `release`; a lock would block the handler
+        # Another thread or a signal handler may have called `release`. A lock would block the handler.
+        if self._held is None:
             _run_all(held)
 
 

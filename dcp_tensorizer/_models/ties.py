@@ -27,7 +27,10 @@ def ties_of(state_dict: Mapping[str, Any]) -> dict[str, str]:
 
 
 def identity_of(value: object) -> object:
-    """Returns a value that is equal for tied tensors. For values without memory on this rank, returns None."""
+    """Returns a value that is equal for tied tensors, or None if a value cannot be tied.
+
+    Only plain strided tensors with memory on this rank, and DTensors of such tensors, can be tied.
+    """
     if not isinstance(value, torch.Tensor):
         return None
     sharding: object = None

@@ -30,27 +30,28 @@ class NotPublished(WriteError):
 class SavedModel:
     """A committed model.
 
-    ``before`` is the model that it has replaced; ``release`` removes the files of ``before``.
+    ``before`` is the model that this one has replaced, while publishing may still need the files of that model.
+    ``release`` removes these files.
     """
 
     storage: Storage
     index: bytes | None  # None if the model is one file
     context: ProcessContext | None
     release: Callable[[], None]
-    step: int | None = None  # of training, if a manager has saved it
+    step: int | None = None  # of training, if a manager has saved the model
     before: SavedModel | None = None
 
     @property
     def files(self) -> set[str]:
-        """The names of the model's files."""
+        """Returns the names of the model's files."""
         return {SINGLE} if self.index is None else files_named(self.index)
 
 
 class VersionsOfWriter:
-    """The publisher of one writer's models, one after the other. Of several waiting models, it publishes the newest.
+    """The publisher of one writer's models, one after the other.
 
-    A model is compared with the last published model if the files of the published model still exist. The files of a
-    replaced model stay until publishing no longer needs them.
+    Of several waiting models, only the newest is published. A model is compared with the last published model if the
+    files of the published model still exist. The files of a replaced model stay until publishing no longer needs them.
 
     Attributes:
         is_busy: A model is being published, or waits.

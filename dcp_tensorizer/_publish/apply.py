@@ -91,7 +91,9 @@ def apply_delta(
         NotCommitted: the version does not exist.
         MetadataError: the published version is damaged.
         UnsupportedFormat: another program, or a newer release, published the version.
-        WriteError: the directory cannot be written, is a published version, or is in the directory of versions.
+        WriteError: the directory cannot be written to, is a published version, or contains the directory of versions or
+            is inside it.
+        CheckpointError: zstd is not installed.
     """
     started = time.monotonic()
     zstd()
@@ -152,8 +154,8 @@ class _Directory:
         target = self._published.manifest(self._version)
         if (self._path / _SGLANG).is_dir():
             raise WriteError(
-                f"{self._path} belongs to SGLang's receiver, which records its version in {_SGLANG}. Pass another "
-                f"directory, or update this one to version {self._version} with SGLang's /pull_weights."
+                f"{self._path} belongs to SGLang's receiver, which records the model's version in {_SGLANG}. Pass "
+                f"another directory, or update this one to version {self._version} with SGLang's /pull_weights."
             )
         self._storage.make_directory()
         with self._storage.writing(f"write {self._path}"), _locked(self._path / _LOCK) as self._journal:
@@ -247,7 +249,7 @@ class _Directory:
         if set(names) != set(target.files):
             if current is None:
                 raise MetadataError(f"version {target.version} does not list the files of version {base.version}")
-            raise StateMismatch(f"the files of {self._path} are not those that version {target.version} builds upon")
+            raise StateMismatch(f"the files of {self._path} are not those that version {target.version} builds on")
         storage = self._published.folder(base.version) if current is None else self._storage
         return [
             (read_weight_file(storage, name), msgspec.structs.replace(target.files[origin], origin=origin))
@@ -264,7 +266,10 @@ class _Directory:
         current: Manifest | None,
         base: Manifest,
     ) -> Manifest:
-        """Writes the files of a version from those of a directory, under temporary names, and then renames them."""
+        """Writes the files of a version from those of a directory, under temporary names.
+
+        Then renames the files, and writes the index.
+        """
         save = uuid.uuid4().hex
         total = sum(file.nbytes for file, _ in sources)
         ending = f"-v{self._version:06d}.safetensors"
@@ -352,19 +357,19 @@ def _check_known(deltas: Sequence[Delta], keys: Set[str]) -> None:
 
 
 def _check_apart(target: Path, published: Published) -> None:
-    """Raises `WriteError` if one directory contains the other, or the target is a published version."""
+    """Raises `WriteError` if the target overlaps the directory of versions, or is a published version."""
     real, source = Path(os.path.realpath(target)), Path(published.storage.real_path)
     is_version = version_of(real.name) is not None and os.path.exists(real.parent / LEASE)
     if is_version or real.is_relative_to(source) or source.is_relative_to(real):
         raise WriteError(
             f"{target} cannot be updated to a version in {published.path}: "
-            + (f"it is a version in {real.parent}" if is_version else "one directory contains the other")
+            + (f"it is a version in {real.parent}" if is_version else "the two directories overlap")
             + ". Pass another directory."
         )
 
 
 class _Journal:
-    """The files that an attempt to update a directory has written there, recorded in its lock file.
+    """The files that an attempt to update a directory has written there, recorded in the directory's lock file.
 
     The journal also records the identities of the files, which survive renaming. So if the attempt is killed, the next
     one removes these files, and no others of the same names.
@@ -389,14 +394,15 @@ class _Journal:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[_Journal]:
-    """Locks a directory against other processes: all ranks of a server may update it at once."""
+    """Locks a directory against other processes, because all ranks of a server may update it at once."""
     deadline = time.monotonic() + _LOCK_SECONDS
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         while not _lock(descriptor):
             if time.monotonic() > deadline:
                 raise WriteError(
-                    f"another process has been updating {path.parent} for {_LOCK_SECONDS:g} s. End it, and retry."
+                    f"{path.parent} was locked for {_LOCK_SECONDS:g} s, because other processes update it. End them, "
+                    f"and retry."
                 )
             time.sleep(0.05)
         yield _Journal(descriptor)
@@ -482,7 +488,7 @@ class _Tensors:
         return frames
 
     def _check_result(self, base: Manifest, deltas: Sequence[Delta], tensors: Mapping[str, StoredBytes]) -> None:
-        """Raises `StateMismatch` if tensors differ from the published ones, because they share memory."""
+        """Raises `StateMismatch` if tensors that share memory differ from the published ones after the change."""
         expected = dict(base.tensors)
         for delta in deltas:
             expected |= {key: change.digest for key, change in delta.changes.items()}
@@ -517,7 +523,7 @@ class _TensorChange:
 
     def __init__(self, value: Any, frames: Sequence[Sequence[memoryview]]) -> None:
         self._value, self._frames = value, frames
-        # The tensor is changed up to this offset. The next bytes, with these old values, may be changed.
+        # The tensor is changed up to this offset. The bytes after it may be changed; the array has their old values.
         self._reached = 0, np.empty(0, np.uint8)
 
     def apply(self) -> None:
@@ -551,7 +557,7 @@ class _View(NamedTuple):
     """A tensor's bytes, as an array of ``uint8``: the tensor's own memory, or a copy."""
 
     array: np.ndarray
-    give_back: Callable[[], object] | None  # call it after a change, to copy a copy back to the tensor
+    give_back: Callable[[], object] | None  # call it after a change, to copy the copy back to the tensor
 
 
 def _check_target(key: str, value: Any, tensor: StoredBytes) -> None:
@@ -617,7 +623,7 @@ class VersionsVerified:
         versions: The versions that were rebuilt and verified.
         files: The number of verified files.
         nbytes: The size of these files in bytes.
-        damages: The differences from the published files, one message for each damaged version.
+        damages: One message for each version that differs from what was published, or cannot be read.
         seconds: The duration of the call.
     """
 
@@ -640,14 +646,15 @@ def verify_versions(
 
     Args:
         path: A directory of versions, or a directory to which deltas are applied.
-        version: The version to verify. By default, for each whole version, verifies the last version that builds on
-            it. To rebuild that version, all deltas that follow the whole version are read.
+        version: In a directory of versions, the version to verify. By default, for each whole version, verifies the
+            last version that builds on it. To rebuild that version, all deltas that follow the whole version are read.
         storage_options: Passed to the fsspec filesystem of a URL.
         on_progress: Called with the number of bytes done, and the total.
 
     Raises:
         NotCommitted: the version does not exist, or nothing has been published there.
         MetadataError: a manifest is damaged.
+        CheckpointError: zstd is not installed.
     """
     started = time.monotonic()
     published = Published(open_storage(path, storage_options))

@@ -59,7 +59,7 @@ def read_delta(published: Published, manifest: Manifest) -> Delta:
         for tensor in file.tensors:
             digest = file.notes.get(tensor.key)
             if not isinstance(digest, str) or len(digest) != _DIGEST_DIGITS or not _DIGITS.issuperset(digest):
-                raise MetadataError(f"{storage.path}/{name} has no digest of {tensor.key!r}")
+                raise MetadataError(f"{storage.path}/{name} has no valid digest of {tensor.key!r}")
             if manifest.publication and manifest.tensors[tensor.key] != digest:
                 raise MetadataError(
                     f"{storage.path}/{name} does not belong to version {manifest.version}: its digest of "

@@ -19,19 +19,19 @@ import xxhash
 from ..errors import CheckpointError
 
 LEVEL = 1
-"""The level of zstd. Higher ones take several times as long and save little, because the rest is random low bits."""
+"""The level of zstd. Higher levels take several times as long and save little: the changed bits are mostly random."""
 
 PIECE = 1 << 20
 """Bytes that are compared, hashed and compressed at once: they fit into the L2 cache."""
 
 _FRAME_OVERHEAD = 1 << 10
-_EXPANSION = 128  # zstd stores incompressible data in blocks of 128 KiB, each after 3 bytes
+_EXPANSION = 128  # zstd stores incompressible data in blocks of 128 KiB, each with a header of 3 bytes
 
 
 def zstd() -> Any:
     """Returns the zstd module: from Python 3.14 on the standard library's, before that its backport.
 
-    Raises `CheckpointError` if the backport is not installed.
+    Raises `CheckpointError` if the module cannot be imported.
     """
     try:
         if sys.version_info >= (3, 14):
@@ -111,7 +111,7 @@ class DeltaDecoder:
                 raise ValueError("other bytes follow its delta")
 
     def _next(self, most: int) -> bytes:
-        """Returns between 1 and ``most`` bytes, or empty bytes at the end."""
+        """Returns between 1 and ``most`` bytes, or no bytes at the end."""
         try:
             while not self._decompressor.eof:
                 data = next(self._input, b"") if self._decompressor.needs_input else b""

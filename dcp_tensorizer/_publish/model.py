@@ -21,7 +21,7 @@ from ..errors import NotCommitted, ReadError
 from .delta import PIECE
 
 READ_BYTES = 8 * PIECE
-"""Bytes that are read at once. Smaller reads are no faster on an object store."""
+"""Bytes that are read at once. On an object store, each read has the latency of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def read_model(storage: Storage, index: bytes | None = None) -> Model:
         names = set(read_weight_map(storage, index).values())
     weights = {name: read_weight_file(storage, name) for name in sorted(names)}
     files = {file.name for file in storage.listing()[0] if not file.name.endswith(".safetensors")} - {INDEX}
-    # Other files of this package belong to a save in progress.
+    # Files under this package's own names belong to a save, not to the model.
     others = sorted(name for name in files if is_plain_name(name) and not is_ours(name))
     return Model(storage, index, weights, tuple(others))
 

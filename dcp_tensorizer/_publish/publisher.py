@@ -115,7 +115,9 @@ def publish(
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Options to publish each model that a `SafetensorsStorageWriter` saves, for inference servers; see `publish`.
+    """Options to publish the models that a `SafetensorsStorageWriter` saves, for inference servers; see `publish`.
+
+    If several saved models wait to be published, only the newest is published.
 
     Attributes:
         path: The directory of versions, to which only this job publishes.
@@ -221,7 +223,10 @@ class _Publisher:
                 self._folder.tidy(self._newest)
         except (CheckpointError, OSError) as error:
             logger.warning(
-                "%s is published; leaving its clean-up to the next publication: %s", self._target.path, str(error)
+                "%s is published, but leftovers may remain, and files beside the weights may lack their usual names, "
+                "until the next publication: %s",
+                self._target.path,
+                str(error),
             )
         removed = () if options.keep_latest is None else self._folder.remove_old(options.keep_latest)
         return PublishedVersion(**asdict(self._folder.info(manifest)), why_whole=why, removed=removed)
@@ -347,9 +352,9 @@ class _Publisher:
         *,
         is_previous: bool,
     ) -> tuple[FileRecord, dict[str, tuple[dict[str, str], int]]]:
-        """Writes the deltas of a file, at most `_FILE_BYTES` at a time.
+        """Writes the deltas of a file, about `_FILE_BYTES` to each file.
 
-        Returns the record of the file, and for each written file the digests of its tensors and its size.
+        Returns the record of the new file, and the digests and the size of each written file.
         """
         storage, file = where
         changes = Chain([]) if is_previous else base.chain

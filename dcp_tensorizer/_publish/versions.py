@@ -14,8 +14,8 @@
 A version's manifest is its index, so that programs that read models can read a base, and SGLang's receiver can read the
 indices. All other fields are in one object, ``metadata.dcp_tensorizer``.
 
-Two publications may write the same version at once. Their files have different names, and the storage accepts one of
-their manifests. From then on the other publication cannot commit, and its files are leftovers. Programs expect the
+Two publications may write the same version at once. Their files have different names, and the storage accepts only one
+of their manifests. From then on the other publication cannot commit, and its files are leftovers. Programs expect the
 files beside the weights under fixed names. `Published.tidy` adds these names after the commit, and the manifest does
 not refer to them.
 """
@@ -81,7 +81,7 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     version: int
     base_version: int | None = None  # of a delta, the version that it changes
     chain: int  # the base that a delta builds on, directly or through other deltas; of a base, its own number
-    files: dict[str, FileRecord]  # the model's safetensors files at this version, by their names in the base
+    files: dict[str, FileRecord]  # the model's safetensors files at this version, by name: in the base, or in the copy
     others: dict[str, FileRecord] = {}  # of a base, the other files, which do not change within a chain
     tensors: dict[str, _Digest] = {}  # the digests of a base's tensors; of a delta, those of the changed tensors
     weight_map: dict[str, str]  # the file of each tensor; of a delta, of each changed tensor
@@ -89,7 +89,8 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     nbytes: _Count  # the size of the version's own files, without this manifest
     step: int | None = None  # the step of training, if the publisher passed it
     replaced: tuple[str, ...] = ()  # in a directory to which deltas are applied, the files that this version replaced
-    publication: _Publication = ""  # part of the names of the version's own files; empty in copies and old versions
+    # Part of the names of the version's own files. Empty in copies, and in versions that are older than this field.
+    publication: _Publication = ""
 
     @property
     def is_delta(self) -> bool:
@@ -228,7 +229,7 @@ class Published:
         self._manifests: dict[int, Manifest] = {}
 
     def numbers(self) -> list[int]:
-        """Returns the numbers of versions that have a directory, the lowest first. These may be incomplete."""
+        """Returns the numbers of versions that have a directory, the lowest first. The versions may be incomplete."""
         try:
             folders = self.storage.listing()[1]
         except NotCommitted:
@@ -300,14 +301,16 @@ class Published:
         while (before := chain[-1].base_version) is not None and before != after:
             manifest = self.manifest(before)
             if manifest.chain != first:
-                raise MetadataError(f"version {before} in {self.path} does not build upon {first}, as {version} does")
+                raise MetadataError(
+                    f"version {before} in {self.path} does not build on version {first}, as version {version} does"
+                )
             chain.append(manifest)
         return chain[::-1]
 
     # --- for publishers -----------------------------------------------------------------------------------------------
 
     def remove_old(self, keep_latest: int, *, dry_run: bool = False) -> tuple[int, ...]:
-        """Removes versions, except the newest and those on which they build; returns the removed ones.
+        """Removes versions, except the ``keep_latest`` newest and those on which they build; returns the removed ones.
 
         Removes the highest versions first, so that no delta is ever without its base. Does not need the lease: a
         version that a publisher adds at the same time builds on the newest one, which stays. Also removes the leftovers

@@ -1,5 +1,5 @@
 """Interprets a pickle without executing it: placeholders replace the classes and functions that it names, and the
-results of its calls. No class or function of this process is used.
+results of its calls. None of these names is looked up or imported.
 
 `Inert` takes time and memory proportional to the size of the pickle. Python's unpickler does not: a tuple that holds
 the same tuple twice takes two bytes, and doubles the time of hashing. With Python's unpickler a pickle can also change
@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
-WORK_PER_BYTE = 16  # values that are hashed, copied or built: less than 2 unless values are shared
+WORK_PER_BYTE = 16  # values to hash, copy or build, per byte of a pickle: less than 2 unless values are shared
 MAX_DEPTH = 64  # nested values: Python hashes tuples by unbounded recursion; torch's own are less than 10 deep
 _HASHING = {"builtins.dict", "builtins.frozenset", "builtins.set", "collections.Counter", "collections.OrderedDict"}
 _OF_PAIRS = {"builtins.dict", "collections.OrderedDict"}
@@ -74,8 +74,8 @@ class Value:
 class Made(Value):
     """A placeholder for the result of a call, which records the arguments, the last state and the members.
 
-    ``state`` is None if ``__setstate__`` would not be called. ``members`` are the later additions to a list or a set,
-    or to a dict as pairs.
+    ``state`` is None if the pickle sets no state. ``members`` are the later additions to a list or a set, or to a dict
+    as pairs.
     """
 
     __slots__ = ("arguments", "members", "state")
@@ -99,7 +99,7 @@ class Made(Value):
 def hash_cost(key: Any, most: int) -> int:
     """Returns the cost of hashing a key: its number of values and 64-bit words. Shared values count each time.
 
-    Raises `Malformed` if the cost exceeds ``most``, or if a value is not hashable.
+    Raises `Malformed` if the cost exceeds ``most``, if values are nested too deeply, or if one is not hashable.
     """
     cost = 0
     left: list[tuple[Any, int]] = [(key, 0)]
@@ -140,7 +140,8 @@ class Inert:
             return self._follow(len(self._pickled) + 1 if max_opcodes is None else max_opcodes)
         except Malformed:
             raise
-        except (ValueError, IndexError, KeyError, struct.error) as error:  # a read past the data, a stack or the memo
+        # IndexError and struct.error: a read past the end of the data or of a stack. KeyError: no such memo entry.
+        except (ValueError, IndexError, KeyError, struct.error) as error:
             raise Malformed(f"it cannot be parsed ({type(error).__name__}: {error})") from None
 
     # --- what subclasses decide ---------------------------------------------------------------------------------------

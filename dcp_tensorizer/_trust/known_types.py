@@ -2,7 +2,7 @@
 
 Each type has a maker, which gets the arguments that a pickle passes to the class or function, and returns a placeholder
 for the result. The maker raises `Unexpected` for arguments that the type itself would not have written, because their
-effect is unknown. No maker runs code outside this table.
+effect is unknown. Of what a pickle names, makers call only the constructors of dtypes, dates and times.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Deque(Value):
 
 
 def _takes(*kinds: type) -> Maker:
-    """Returns a maker for arguments of exactly these types; `object` stands for any."""
+    """Returns a maker for arguments of exactly these types; `object` stands for any type."""
 
     def make(name: str, args: Arguments) -> Value:
         need(len(args) == len(kinds))
@@ -121,7 +121,7 @@ def _defaultdict(name: str, args: Arguments) -> Value:
 
 
 def _from_bytes(kind: Any, nbytes: int) -> Maker:
-    """Returns a maker for a date or a time in packed bytes, which the constructor of ``kind`` does not check."""
+    """Returns a maker for a date or a time in packed bytes, of which the constructor of ``kind`` checks only a part."""
 
     def make(name: str, args: Arguments) -> Value:
         need(1 <= len(args) <= 2 and type(args[0]) is bytes and len(args[0]) == nbytes)
@@ -157,10 +157,10 @@ def _device(name: str, args: Arguments) -> Value:
 
 # --- NumPy's arrays, scalars and dtypes -------------------------------------------------------------------------------
 #
-# NumPy trusts pickles. With a dtype whose flags deny that it holds objects, NumPy dereferences any pointer. If fields
-# of a dtype lie outside its items, NumPy reads out of bounds. So this table has only dtypes without fields, subarrays
-# and objects. The check makes each dtype with NumPy's constructor, and the pickle must describe exactly the result.
-# Arrays must have the size of their shape.
+# NumPy trusts pickles. If the flags of a dtype deny that it holds objects, NumPy dereferences any pointer in the data.
+# If fields of a dtype lie outside its items, NumPy reads out of bounds. So this table has only dtypes without fields,
+# subarrays and objects. The check makes each dtype with NumPy's constructor, and the pickle must describe exactly the
+# result. Arrays must have the size of their shape.
 
 
 class _DType(Value):
@@ -266,4 +266,4 @@ PASSIVE = (
     | {"numpy.ndarray", "numpy.bool", "numpy.bool_"}
     | {f"numpy.{kind.__name__}" for kind in np.sctypeDict.values()}
 )
-"""The names that a pickle may contain but not call."""
+"""The names that a pickle may contain. Of these it may call only those that are also in `CALLED`."""

@@ -21,7 +21,7 @@ from .known_types import CALLED, CREATED, PASSIVE, Arguments, Maker, need
 
 
 def unsafe_globals(content: bytes | IO[bytes], max_opcodes: int | None = None) -> tuple[str, ...]:
-    """Returns the ``module.name`` of all names in a saved object that could run code. Nothing is run or imported.
+    """Returns the names, as ``module.name``, by which a saved object could run code. Nothing is run or imported.
 
     Common data types of the standard library, NumPy and torch are safe, and so are those that the user passed to
     ``torch.serialization.add_safe_globals``. ``content`` is the ``torch.save`` data, or a file. At most ``max_opcodes``
@@ -65,9 +65,9 @@ _KNOWN = {_GETATTR, *CALLED, *CREATED, *PASSIVE}
 class _Judge(Inert):
     """A reader that finds the classes and functions that a pickle of ``torch.save`` must not use.
 
-    It checks the arguments of each call, and each state that would be set. It accepts protocol 2 only, because other
-    protocols map Python 2's names differently. ``allowed`` are the names that the user trusts, with any arguments and
-    any state. ``torch_names`` are the names that ``torch.load`` trusts by default.
+    It checks the arguments of each call, and each state that would be set. It accepts protocol 2 only, because Python
+    maps Python 2's names only up to that protocol. ``allowed`` are the names that the user trusts, with any arguments
+    and any state. ``torch_names`` are the names that ``torch.load`` trusts by default.
     """
 
     def __init__(self, pickled: bytes, allowed: Mapping[str, Any], torch_names: Collection[str]) -> None:
@@ -77,13 +77,14 @@ class _Judge(Inert):
         self._refused: set[str] = set()  # names with a call, a state or members that the type would not pickle
         self._unknown: set[str] = set()
         self._owners: set[str] = set()  # names whose attributes are used
-        self._members: dict[str, Named] = {}  # the attributes that are used, with their owners
+        self._members: dict[str, Named] = {}  # the attributes that are used but not called, with their owners
 
     def refused(self) -> set[str]:
         """Returns the names that would be imported or called without permission.
 
         For an attribute that is called, such as a nested class, returns the attribute's name. For any other attribute,
-        such as a member of an Enum, returns the name of its class.
+        such as a member of an Enum, returns the name of the class that has it, or, if the user trusts this class, the
+        attribute's name.
         """
         members = {name if owner.trusted else owner.name for name, owner in self._members.items()}
         return self._refused | (self._unknown - self._owners) | members
@@ -118,7 +119,10 @@ class _Judge(Inert):
         return Named(name, trusted=name in self._allowed and name != _GETATTR)
 
     def _attribute(self, args: Arguments) -> Any:
-        """Resolves a reference of protocol 2 to a nested class, a method, or in some releases a member of an Enum."""
+        """Resolves a reference of protocol 2 to a nested class or a method.
+
+        In some releases of Python, such a reference may also be to a member of an Enum.
+        """
         if len(args) != 2 or type(args[0]) is not Named or type(args[1]) is not str:
             raise Malformed("it reads an attribute of a value")
         owner, attribute = args

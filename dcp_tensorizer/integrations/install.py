@@ -253,7 +253,7 @@ def _given(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], silent: Set
     return dict(given)
 
 
-# The code of `dcp_tensorizer.run`. It is in this module, because the script replaces the namespace of `run`.
+# The code of `dcp_tensorizer.run`. It is here, because the script replaces the namespace of that module.
 
 _USAGE = "usage: python -m dcp_tensorizer.run SCRIPT [ARGUMENT ...], or -m MODULE [ARGUMENT ...]"
 # Environment variables that name the code to run, for processes that the script spawns.

@@ -63,7 +63,7 @@ class _Asynchronous:
     """Common base of both strategies, with one writer and at most one save in progress.
 
     Takes the arguments of ``ModelParallelStrategy``, and ``writer_options`` of `TensorizerStorageWriter`. Raises
-    `TypeError` or `ValueError` for invalid arguments, and if ``save_distributed_checkpoint`` is False.
+    `TypeError` or `ValueError` for invalid arguments, and `ValueError` if ``save_distributed_checkpoint`` is False.
     """
 
     is_global_zero: bool
@@ -105,7 +105,7 @@ class _Asynchronous:
             super().teardown()  # type: ignore[misc]
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """With ``overlap_staging``, waits until the parameters may change. Then takes the step."""
+        """Takes the step. With ``overlap_staging``, first waits until the parameters may change."""
         with self._writer.lock():
             return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
 
@@ -147,7 +147,10 @@ class _Asynchronous:
             self._when_committed(lambda: replaced.unlink(missing_ok=True))
 
     def _when_committed(self, action: Callable[[], object]) -> None:
-        """Calls ``action`` after the commit of the save in progress, or after the next commit if that save fails."""
+        """Calls ``action`` after the commit of the save in progress, or after the next commit if that save fails.
+
+        Without a save in progress, calls it at once.
+        """
         self._after_commit.append(action)
         if self._save is None:
             self._clean()
@@ -167,8 +170,8 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
     that a save replaces is removed after the commit, and stays if the save fails. If a save fails, the next save raises
     the error. If the last save fails, ``trainer.fit`` raises the error at its end, after waiting for the save.
 
-    It also loads checkpoints of Lightning's ``ModelParallelStrategy``, and takes its arguments: ``data_parallel_size``,
-    ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
+    The strategy also loads checkpoints of Lightning's ``ModelParallelStrategy``, and takes its arguments:
+    ``data_parallel_size``, ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
 
     Args:
         writer_options: Options of `TensorizerStorageWriter`.
@@ -233,8 +236,8 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
     ``fabric.strategy.wait_for_save()`` raises the error. Call ``wait_for_save()`` after the last save, because Fabric
     has no teardown.
 
-    It also loads checkpoints of Lightning's ``ModelParallelStrategy``, and takes its arguments: ``parallelize_fn``,
-    ``data_parallel_size``, ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
+    The strategy also loads checkpoints of Lightning's ``ModelParallelStrategy``, and takes its arguments:
+    ``parallelize_fn``, ``data_parallel_size``, ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
 
     Args:
         writer_options: Options of `TensorizerStorageWriter`.
@@ -322,7 +325,7 @@ def _model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:
 
 
 def _has_buffers(model: nn.Module, state: Mapping[str, Any]) -> bool:
-    """Returns whether a model's state has values other than parameters, such as the statistics of BatchNorm."""
+    """Returns whether a model's state has values other than parameters, such as the running statistics of BatchNorm."""
     return not state.keys() <= dict(model.named_parameters(remove_duplicate=False)).keys()
 
 

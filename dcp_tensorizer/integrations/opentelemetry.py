@@ -18,7 +18,7 @@ __all__ = ["OpenTelemetrySpans"]
 class OpenTelemetrySpans:
     """Callback that passes the spans of each report to OpenTelemetry, as one trace for each save and load of a rank.
 
-    The wait before a save, and its flush, are separate traces, because they are part of no other span.
+    The wait before a save and the flush of the save are separate traces, because no other span contains them.
 
     The callback needs ``opentelemetry-api`` (the extra ``otel``). The program's tracer provider decides where spans go.
     Names are ``checkpoint.save``, ``checkpoint.stage`` and so on. Attributes are ``checkpoint.path``,

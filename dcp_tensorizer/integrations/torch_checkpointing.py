@@ -56,11 +56,12 @@ class TensorizerCheckpointManager(CheckpointManager):
     ``save``, ``load``, ``lock``, ``prewarm_staging`` and ``close`` are called as in torch_checkpointing. Differences:
 
     - A ``checkpoint_id`` may be a URL of any storage. A checkpoint is a directory of this package: complete or absent,
-      with digests that loads verify. It replaces a checkpoint at the same path.
+      with digests that loads verify. A save replaces a checkpoint at the same path.
     - An item with a ``DefaultResharder`` is saved once for all ranks: its DTensors by shards. Its other values must be
       the same on all ranks. An item without a resharder is separate for each rank, and only the rank with the same
       number loads it.
-    - The next save waits for the previous one. torch_checkpointing's manager raises an error after a timeout.
+    - A save waits for the previous one. torch_checkpointing's own manager raises an error if that takes longer than a
+      timeout.
     - The configuration needs no barrier, because the ranks agree over a gloo group that the manager makes. So all ranks
       must make the manager, and close it before ``destroy_process_group``.
     - torch_checkpointing itself loads its own checkpoints, from local disks.
@@ -149,7 +150,7 @@ class _Saver(CheckpointSaver):
         self._group = OwnGroup() if is_distributed() else None
 
     def save(self, path: str, checkpoint: CheckpointBase) -> tuple[Future[Any], Future[Any]] | None:
-        """Saves the items of a checkpoint. If asynchronous, returns the futures of the copy and of the commit."""
+        """Saves the items of a checkpoint. An asynchronous save returns the futures of the copy and of the commit."""
         where: dict[str, Any] = {"checkpoint_id": path, "storage_writer": self.writer, "planner": SavePlanner()}
         where["process_group"] = None if self._group is None else self._group.group
         state = _state_of(checkpoint.get_items(), self._rank)
@@ -239,7 +240,7 @@ class _Loader(CheckpointLoader):
         return open_reader(self._root or path, **self._options)
 
     def _is_ours(self, path: str | os.PathLike[str]) -> bool:
-        """Returns whether to load with this package: its own checkpoints, and all URLs."""
+        """Returns whether to load with this package: URLs, and paths at which there is a ``.metadata``."""
         if "://" in str(path):
             return True
         options = self._options

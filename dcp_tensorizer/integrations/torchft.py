@@ -62,20 +62,21 @@ class TensorizerTransport:
 
     - ``send_checkpoint`` copies the state to shared memory, and returns. A separate process, the keeper, sends the
       copy: encrypted, and only to clients that know the secret in ``metadata``, which torchft distributes.
-    - ``recv_checkpoint`` compares all bytes with their digests. It loads objects under the rules of this package, which
-      run no code from the sender.
+    - ``recv_checkpoint`` by default compares all bytes with their digests, and loads objects without running code from
+      the sender.
     - ``disallow_checkpoint`` frees the copy. A replica that is still reading the copy gets a `ReadError`. Under
       torchft's manager this does not happen: a step ends when the joining replicas have their state.
 
-    torchft logs the metadata of a transport where a replica joins. With that log and access to the network of the job,
-    anyone can read the state while it is offered. So the next state has another secret.
+    On a joining replica, torchft logs the metadata of the transport that it reads from. With that log and access to the
+    network of the job, anyone can read the state while it is offered. So the next state has another secret.
 
     Args:
         state_dict: Returns the state to load into, nested like the sent state: torchft's manager sends
             ``{"user": {"default": state}, "torchft": ...}``. Tensors of the same key, shape and dtype are filled in
             place. Tensors without a target are allocated in host memory. Required if the state has DTensors.
         interface: The name or address of the network interface to listen on. None: the interface towards torchft's
-            lighthouse, if ``TORCHFT_LIGHTHOUSE`` names it, or that of the host's name, or of the default route.
+            lighthouse, if ``TORCHFT_LIGHTHOUSE`` names one. If that is missing or local, the interface of the host's
+            name, or else that of the default route.
         reader_options: ``allow_pickle``, ``verify``, ``thread_count``, ``on_progress``, ``on_report``, as of
             `TensorizerStorageReader`.
 
@@ -172,13 +173,13 @@ class TensorizerTransport:
             src_rank: The replica, for messages.
             metadata: The result of `metadata` of that transport.
             step: The offered step.
-            timeout: Timeout for the offer. A hung connection ends after 10 s in the handshake, and after 60 s later.
+            timeout: Timeout for the offer. A connection that hangs ends after 60 s, or in the handshake after 10 s.
 
         Returns:
             The state, with the containers of the sent state.
 
         Raises:
-            ReadError: the state is not offered in time, or the replica cannot be reached, or ends.
+            ReadError: the state is not offered in time, or the other replica cannot be reached or ends.
             ChecksumMismatch: the state was changed in transit; the error names the key.
             UntrustedObject: an object could run code; nothing has changed.
             StateMismatch: the state has a DTensor, and ``state_dict`` has none on its mesh; or a tensor of
@@ -324,9 +325,9 @@ def _state_id(step: int) -> str:
 
 
 def _own_address() -> str:
-    """Returns the address of this host towards torchft's lighthouse, of its name, or of its default route.
+    """Returns this host's address towards torchft's lighthouse; or else that of its name, or of its default route.
 
-    If all of them are missing or local, returns a loopback address.
+    If all of these are missing or local, returns a loopback address.
     """
     lighthouse = urlsplit(os.environ.get("TORCHFT_LIGHTHOUSE", "")).hostname
     for name in (lighthouse, socket.gethostname(), _ELSEWHERE):

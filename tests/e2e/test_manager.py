@@ -116,13 +116,13 @@ _COPIES = {"survive": 60.0, "copies": 2}
     [
         (
             ({"folder": "/run/a"}, {"folder": "/run/b"}, {"folder": "/run/b"}),
-            "folder is '/run/a' on rank 0, '/run/b' on rank 1, 2",
+            "folder is '/run/a' on rank 0, '/run/b' on ranks 1, 2",
         ),
         (
             ({"save_every": 1}, {"save_every": 2}, {"save_every": 3}),
             "save_every is 1 on rank 0, 2 on rank 1, 3 on rank 2",
         ),
-        (({}, {}, {"survive": 60.0}), "survive is 0.0 on rank 0, 1, 60.0 on rank 2"),
+        (({}, {}, {"survive": 60.0}), "survive is 0.0 on ranks 0, 1, 60.0 on rank 2"),
         (
             ({"keep_best": "loss"}, {"keep_best": ("loss", "max")}, {}),
             "keep_best is 'loss' on rank 0, ('loss', 'max') on rank 1, None on rank 2",

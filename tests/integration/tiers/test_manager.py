@@ -131,7 +131,7 @@ def test_a_step_whose_commit_was_on_a_lost_node(
             True
         ] * is_confirmed
         if is_confirmed:
-            with pytest.raises(WriteError, match="no node of this job has its metadata, only data of rank 0"):
+            with pytest.raises(WriteError, match=r"no node of this job has its metadata, only data of rank\(s\) 0"):
                 manager.wait_remote(60)
         else:
             assert f"{run.remote}/step-2: no node of this job has its metadata" in caplog.text
