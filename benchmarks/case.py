@@ -1,7 +1,8 @@
 """Runs one case in a separate process: ``python -m benchmarks.case MODULE:FUNCTION CASE``, the case as JSON.
 
-The function gets the case and an empty folder, and returns what it has measured, as JSON can hold it: a list with what
-each rank has measured, or anything else. `harness.run_case` calls this module, and reads what it prints last.
+The function gets the case and an empty folder, and returns its measurements as values that JSON can hold: a list with
+the measurements of each rank, or any other value. `harness.run_case` runs this module, and reads the last line that it
+prints.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The engine's throughput without a disk: `python -m benchmarks.ceiling` (about 9 minutes).
 
-Saves go to a storage that drops them, and loads come from the page cache and from tmpfs, so that a figure is not the
-disk's. Each is beside what limits it, measured in the same process: a copy, CRC-32, XXH3 and bare reads.
+Saves go to a storage that drops them, and loads come from the page cache and from tmpfs, so that no disk affects the
+figures. Beside each figure are its limits, measured in the same process: a copy, CRC-32, XXH3 and bare reads.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from .savers import State
 from .workloads import CEILING, nbytes
 
 _ENCODE = "benchmarks.dropped:encode"
-_PIECE = 16 << 20  # of a tensor, for limits that threads share
+_PIECE = 16 << 20  # bytes of a piece of a tensor: threads share the pieces of the state
 
 Turn = Callable[[], dict[str, float]]
 """Runs once, and returns the figures."""
@@ -45,7 +45,8 @@ Turn = Callable[[], dict[str, float]]
 def measure(case: Case, folder: Path) -> dict[str, Any]:
     """Measures all contenders with one workload, on as many processors as the case has threads.
 
-    They take turns, and each turn begins elsewhere. The first one does not count: memory becomes warm in it.
+    The contenders take turns, and each round begins with another contender. The first round does not count: it warms
+    the memory up.
     """
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: case["threads"]])
     torch.set_num_threads(1)
@@ -129,7 +130,7 @@ def _copy(pair: tuple[memoryview, memoryview]) -> None:
 
 def _digest(data: memoryview) -> bytes:
     hashed = xxhash.xxh3_64()
-    hashed.update(data)  # lets the interpreter go
+    hashed.update(data)  # releases the GIL
     return hashed.digest()
 
 
@@ -173,7 +174,7 @@ def _save(state: State, **options: Any) -> dict[str, float]:
 
 
 class _Dropping(FileSystem):
-    """torch's file system, which drops data files."""
+    """torch's file system, except that it drops data files."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -224,7 +225,8 @@ def _loads(state: State, target: State, folder: Path, threads: int) -> dict[str,
 def instructions(case: Case, folder: Path) -> int | None:
     """Returns the writer process's instructions for a request, by callgrind, less those of an empty request.
 
-    They depend on no disk, on no other process and not on the speed of memory. None where there is no valgrind.
+    Their number depends neither on the disk, nor on other processes, nor on the speed of memory. Without valgrind,
+    returns None.
     """
     try:
         empty, full = (_instructions({**case, "count": count}, folder) for count in (0, case["count"]))

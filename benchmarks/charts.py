@@ -20,7 +20,7 @@ from matplotlib.patches import Patch
 from .harness import RESULTS, Spread, compare, stored
 
 _DARK, _BAND, _BAND_TEXT = "#1a1a1a", "#cc79a7", "#9b3d70"
-# Okabe and Ito's colours, told apart also by those who see fewer; overlap has a pattern besides.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; overlap also has a pattern.
 _STYLES: dict[str, dict[str, Any]] = {
     "ours": {"color": "#0072b2"},
     "ahead": {"color": "#e69f00"},
@@ -52,9 +52,9 @@ STYLE: dict[str, Any] = {
     "hatch.linewidth": 0.6,
 }
 _LINE = 0.165  # inches from one line of the notes to the next
-_CHARACTERS = 17.4  # of the notes, an inch
-_ROOM = 1.9  # how far an axis goes on behind the longest whisker, for the figures
-_LEAST = 0.006  # of an axis: so much of a bar is drawn in any case, so that its colour shows
+_CHARACTERS = 17.4  # characters of the notes in an inch
+_ROOM = 1.9  # the length of an axis, as a multiple of the longest whisker: the figures stand behind it
+_LEAST = 0.006  # the minimum length of a bar, as a fraction of its axis, so that its colour shows
 _ON = "\N{BLACK RIGHT-POINTING TRIANGLE}"
 
 
@@ -95,7 +95,7 @@ class Panel:
 
 
 def draw(name: str, title: str, notes: Sequence[str], panels: Sequence[Panel], columns: int, size: Any) -> None:
-    """Stores a picture: rows of panels that share their names, a legend, and notes below."""
+    """Stores a picture: rows of panels, each row with one set of names, and below them a legend and notes."""
     heights = [
         sum(len(bars) + bool(group) for group, bars in panel.groups.items()) + 2.5 for panel in panels[::columns]
     ]

@@ -159,7 +159,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Content:
             result = try_out(f"python{python}", torch, Path(environment) / "venv", suites)
         known = sorted([*(other for other in known if _key(other) != _key(result)), result], key=_key)
         so_far = {"machine": machine(), "results": known}
-        store("compat-draft" if options.draft else "compat", so_far)  # each takes long
+        store("compat-draft" if options.draft else "compat", so_far)  # now: each environment takes long
     return {"results": known}
 
 
@@ -171,7 +171,7 @@ def _failed(content: Content) -> str:
 OPTIONS = {
     "pythons": {"nargs": "+", "default": [p for p in PYTHONS if shutil.which(f"python{p}")]},
     "torch": {"nargs": "+", "default": [OLDEST, "newest"]},
-    "all": {"action": "store_true", "help": "all tests under every Python, not under this one alone"},
+    "all": {"action": "store_true", "help": "run all tests under every Python, not only under this one"},
 }
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Whether checkpointers of other libraries, which save by DCP, save and load by this package under ``install()``.
+"""Checks that checkpointers of other libraries, which save by DCP, save and load by this package under ``install()``.
 
-``python -m benchmarks.dcp_users transformers torchtune nemo_automodel``, in an environment that has the libraries; they
-need not be able to train. Each checkpointer saves a model and an optimizer on two ranks of gloo, and loads them. What
-was loaded is compared with what was saved, to the bit.
+``python -m benchmarks.dcp_users transformers torchtune nemo_automodel``, in an environment that has the libraries.
+Training with them need not work there. Each checkpointer saves a model and an optimizer on two ranks of gloo, and loads
+them. The loaded values are compared with the saved ones bit for bit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _values(state: Any) -> list[torch.Tensor]:
 
 
 def _transformers(folder: Path) -> str:
-    """Saves the optimizer by `save_optimizer_distributed`, as ``checkpoint_id``."""
+    """Saves the optimizer by `save_optimizer_distributed`, which passes the folder as ``checkpoint_id``."""
     from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
 
     model, optimizer = _trained(0)
@@ -77,7 +77,7 @@ def _nemo_automodel(folder: Path) -> str:
 
     model, optimizer = _trained(0)
     other_model, other = _trained(1)
-    checkpointer = Checkpointer.__new__(Checkpointer)  # its own constructor wants a configuration of a whole recipe
+    checkpointer = Checkpointer.__new__(Checkpointer)  # its constructor requires the configuration of a whole recipe
     checkpointer.process_group = None
     states = [_State(model, optimizer), _State(other_model, other)]
     checkpointer.save_distributed_state(states[0], "state", str(folder))

@@ -1,7 +1,7 @@
 """A storage that drops data files, ``drop:///FOLDER``, to measure saves without a disk.
 
-It is registered as another package's storage would be, and so it works in the writer process, too. Small files are kept
-in the folder. A data file is kept as its size alone. No torch is needed here.
+It is registered as another package's storage would be, so it also works in the writer process. The folder stores small
+files, but only the sizes of data files. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .case import Case
 
 _PART = 4 << 20  # as on a local disk
 _AT_ONCE = 6
-_IN_A_FILE = 2000  # names, at most
+_IN_A_FILE = 2000  # the maximum number of names in a file
 _METADATA = "Metadata-Version: 2.1\nName: dropped\nVersion: 0\n"
 _ENTRY = "[dcp_tensorizer.storages]\ndrop = benchmarks.dropped:DropStorage\n"
 
@@ -76,7 +76,7 @@ class DropStorage(RemoteStorage):
 
 
 class DropSink(Sink):
-    """A sink that takes parts as that of a local disk does, and drops them."""
+    """A sink that takes parts as a local disk's sink does, and drops them."""
 
     part_bytes = _PART
     concurrency = _AT_ONCE

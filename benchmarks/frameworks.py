@@ -220,7 +220,7 @@ def _digest(value: Any, found: Any) -> None:
 def _times(job: Any, folder: Path, saves: int) -> dict[str, Any]:
     """Returns the seconds that training waited for each save, and until it was durable, without the first save.
 
-    Then the state is changed, and loaded again: is it what was saved, bit for bit?
+    Then changes the state, loads it, and compares it with the saved one bit for bit.
     """
     stalls, durable = [], []
     for number in range(1, saves + 2):
@@ -348,7 +348,7 @@ OPTIONS = {
     "only": {"choices": FRAMEWORKS, "help": "one of them"},
     "rounds": {"type": int, "default": 5},
     "saves": {"type": int, "default": 3, "help": "saves that are measured, in each round"},
-    "layers": {"type": int, "default": 8, "help": "of 16.8 MB; AdamW's state is twice as large again"},
+    "layers": {"type": int, "default": 8, "help": "of 16.8 MB each; AdamW's state takes twice as much in addition"},
 }
 
 if __name__ == "__main__":

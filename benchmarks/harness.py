@@ -1,8 +1,8 @@
 """Runs of a benchmark: its command line, its cases in turns, the spread of their figures, its files of results.
 
-A benchmark is a module with a function `measure`, which runs cases by `run_cases` and sums up what they give, and one
-`render`, which makes a page of that by `pages`. A case is a dict: who is measured, with which setup. A function
-measures it, each time in a fresh process (`case`). No torch is needed here.
+A benchmark is a module with two functions: `measure` runs cases by `run_cases` and sums up their results, and `render`
+makes a page of that by `pages`. A case is a dict that names a contender and its setup. A function measures a case, each
+time in a fresh process (`case`). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _PACKAGES = (
     "numpy",
 )
 _CASE_SECONDS = 600
-_NOT_SHOWN = ("folder", "place", "server")  # where it happens, and how to get in there
-_LINES = 8  # of an error
+_NOT_SHOWN = ("folder", "place", "server")  # where a case runs, and its credentials
+_LINES = 8  # the number of lines that are stored of an error
 
 Case = dict[str, Any]
 Content = dict[str, Any]
@@ -60,19 +60,20 @@ def run(
 ) -> None:
     """Runs a benchmark's command line: measures, stores the results as JSON, and makes all pages from them.
 
-    That is its page, its picture, and what other pages quote (`quotes`). ``--redraw`` makes them without measuring.
+    The pages are its own page with its picture, and those that quote it (`quotes`). ``--redraw`` makes them without
+    measuring.
     Results of code that is not committed (``--draft``) are stored apart, as are those of ``--quick`` and ``--main``,
     which lack rows that pages quote.
 
     Args:
-        name: Of its module, and of the files of its results.
-        measure: Measures, by the options of the command line, and below a folder; returns what is stored.
+        name: The name of its module, and of the files of its results.
+        measure: Measures below a folder, with the options of the command line; returns the results to store.
         render: Makes the page.
-        about: What the command line says of itself.
-        options: Its own options, as `argparse` takes them, by name.
-        where: To save, unless the command line says it; None: in the working directory.
+        about: The description in the command line's help.
+        options: The benchmark's own options by name, as keyword arguments of ``ArgumentParser.add_argument``.
+        where: The folder to save in, unless the command line names one; None: the working directory.
         plot: Draws the picture, by `charts.store`.
-        bad: What is wrong with the results: then the command fails.
+        bad: Returns what is wrong with the results, or an empty string. If anything is wrong, the command fails.
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     prog = f"python -m {spec.name.removesuffix('.__main__')}" if spec is not None else None
@@ -80,9 +81,11 @@ def run(
     for option, settings in options.items():
         parser.add_argument(f"--{option}", **settings)
     parser.add_argument(
-        "--folder", default=where, help=f"where to save, as on a disk to be measured; {where or 'here'} otherwise"
+        "--folder", default=where, help=f"the folder to save in, on the disk to measure; default: {where or 'this one'}"
     )
-    parser.add_argument("--redraw", action="store_true", help="the page from the stored results, without measuring")
+    parser.add_argument(
+        "--redraw", action="store_true", help="make the pages from the stored results, without measuring"
+    )
     parser.add_argument("--draft", action="store_true", help="measure code that is not committed; not to be quoted")
     given = parser.parse_args()
     apart = next((f"-{name}" for name in ("quick", "main", "draft") if getattr(given, name, False)), "")
@@ -102,7 +105,7 @@ def run(
     if not apart:
         if plot is not None:
             plot(content)
-        from . import quotes  # it needs the tables of all benchmarks, which the processes of cases do not
+        from . import quotes  # imported here: the processes of cases do not need the tables of all benchmarks
 
         quotes.write()
     if not given.redraw and (words := bad(content)):
@@ -115,18 +118,18 @@ QUICK: Mapping[str, Any] = {"action": "store_true", "help": "a smaller run, not 
 def run_cases(work: Callable[..., Any], cases: Sequence[Case], rounds: int) -> list[dict[str, Any]]:
     """Runs every case once a round, so that a drift of the machine's speed affects all of them.
 
-    What fails, or takes longer than ten minutes, is a result with an ``error``.
+    The result of a case that fails, or takes longer than ten minutes, has an ``error``.
 
     Args:
-        work: Measures a case, see `case`: a function of a module.
-        cases: What JSON can hold. ``folder``: its own folder is made in it.
-        rounds: How many there are.
+        work: The function of a module that measures a case: see `case`.
+        cases: The cases, of values that JSON can hold. ``folder``: the folder in which the case's own folder is made.
+        rounds: The number of rounds.
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = spec.name if spec is not None and work.__module__ == "__main__" else work.__module__
     results = []
     for number in range(rounds):
-        first = number * len(cases) // rounds  # each round begins elsewhere: whoever is first warms the machine up
+        first = number * len(cases) // rounds  # each round begins with another case: the first one warms the machine up
         for case in (*cases[first:], *cases[:first]):
             shown = {key: value for key, value in case.items() if key not in _NOT_SHOWN}
             label = " | ".join(str(value) for key, value in shown.items() if key != "scale")
@@ -151,10 +154,10 @@ def run_case(work: str, case: Case, seconds: float, environment: Mapping[str, st
     """Returns the measurements of a case as ``ranks``, or its ``error`` in a few lines.
 
     Args:
-        work: Measures it: ``MODULE:FUNCTION``.
-        case: What JSON can hold.
-        seconds: That it may take.
-        environment: Of its process; None: that of this one.
+        work: The function that measures the case: ``MODULE:FUNCTION``.
+        case: The case, of values that JSON can hold.
+        seconds: The timeout.
+        environment: The environment of the case's process; None: that of this process.
     """
     command = [sys.executable, "-m", "benchmarks.case", work, json.dumps(case)]
     folder = Path(__file__).parent.parent
@@ -193,7 +196,7 @@ def machine(folder: str | Path | None = None) -> dict[str, Any]:
 def _commit() -> str | None:
     """Returns the commit that is checked out, and whether its code has changes; outside of git, None.
 
-    Results and pages, which a run writes, are no code.
+    Results and pages do not count as code, because a run writes them.
     """
     unchanged = (":(exclude)results", ":(top,exclude)*.md")
     try:

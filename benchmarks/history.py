@@ -1,6 +1,6 @@
 """The page with the two headline ratios of every run, from the lines of ``results/history.jsonl``.
 
-One run shows what one hour was like. Disk and fresh memory of a virtual machine are others an hour later.
+One run shows only one hour. An hour later, the disk and the memory of a virtual machine may be faster or slower.
 """
 
 from __future__ import annotations

@@ -11,7 +11,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Outcome(NamedTuple):
-    """The outcome of a test: ``passed``, ``skipped``, ``failure`` or ``error``; its module and class, by their dots."""
+    """A test and its outcome: ``passed``, ``skipped``, ``failure`` or ``error``.
+
+    ``where`` is the module and the class of the test, joined by dots.
+    """
 
     where: str
     name: str

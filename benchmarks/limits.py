@@ -23,7 +23,7 @@ from dcp_tensorizer._tensor_file.encryption import Cipher
 _STEP = 8 << 20
 _BLOCK = 512 << 10
 _IOV_MAX = 1024  # Linux's limit on the buffers of one preadv
-_MAX_NAMES = 2000  # that the index of one of its files holds
+_MAX_NAMES = 2000  # the maximum number of names in the index of one of tensorizer's files
 
 
 class Discard(io.RawIOBase):

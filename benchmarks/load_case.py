@@ -1,4 +1,4 @@
-"""The cases of the load benchmark: one format, or a load by other ranks than saved."""
+"""The cases of the load benchmark: one format, or a resharded load."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _THREADS = 4
 def _whole(case: Case, folder: Path) -> dict[str, Any]:
     """Loads warm and cold, into memory that has been used before, and checks the loaded values.
 
-    All who load one format take turns. With ``limits``, so do raw reads of the same files, into the same memory where
-    they are warm.
+    All loaders of a format take turns. With ``limits``, so do raw reads of the same files; warm raw reads fill the same
+    memory.
     """
     write, loaders = FORMATS[case["format"]]
     state = WORKLOADS[case["workload"]](case["scale"])
@@ -43,7 +43,7 @@ def _whole(case: Case, folder: Path) -> dict[str, Any]:
     limits: dict[str, list[float]] = {"warm": [], "cold": [], "cold, cached": []}
 
     def turn(name: str, kind: str) -> None:
-        (evict if kind == "cold" else fill_cache)(folder)  # some leave the page cache as it was
+        (evict if kind == "cold" else fill_cache)(folder)  # some loaders leave the page cache as it was
         if name not in loaders:
             limits[kind].append(_raw_seconds(kind, folder, target))
             if kind == "cold":
@@ -128,7 +128,7 @@ def _keep_total(totals: list[int]) -> Callable[[int, int], None]:
 
 
 def measure(case: Case, folder: Path) -> list[Any]:
-    """Measures one format with all of its loaders, or a load in other shards than saved."""
+    """Measures one format with all of its loaders, or a resharded load."""
     if "saved" not in case:
         return [_whole(case, folder / "checkpoint")]
     in_ranks(_save_shards, case["saved"][0], case, folder)

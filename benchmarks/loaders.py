@@ -1,4 +1,5 @@
-"""The contenders of the load benchmark: each loads a state many times that was written once in its format."""
+"""The contenders of the load benchmark: each loads, many times, a state that was written once
+in the contender's format."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A workload shaped like MLPerf Storage's checkpointing, smaller: `python -m benchmarks.mlperf` (about 8 minutes).
 
-Eight ranks each write what one of them has of a model and its optimizer, ten times, with an fsync each; then all of it
-is read ten times from a cold disk. It is no result of MLPerf: the model is cut down to 0.5 GB a rank.
+Each of eight ranks writes its part of a model and its optimizer ten times, each time with an fsync. Then the ranks read
+all ten checkpoints from a cold disk. This is not a result of MLPerf: the model is cut down to 0.5 GB a rank.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _times(case: Case, folder: Path) -> dict[str, Any]:
         for tensor in state.values():
             tensor.zero_()
         if rank == 0:
-            evict(folder)  # also what was read before: to reclaim it would take time of this load
+            evict(folder)  # also the files of earlier loads: to reclaim their pages would take time of this load
         reads.append(_timed(lambda where=where: contender.load(state, where)))
     intact = all(torch.equal(state[key], tensor) for key, tensor in wanted.items())
     return {"writes": writes, "reads": reads, "intact": intact, "bytes": sum(t.nbytes for t in state.values())}
@@ -140,7 +140,7 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         if "error" in result:
             found[name] = {"error": result["error"]}
             continue
-        first = result["ranks"][0]  # each time is from barrier to barrier: rank 0's stand for all
+        first = result["ranks"][0]  # each time is from barrier to barrier, so rank 0's times hold for all ranks
         found[name] = {
             "bytes": sum(rank["bytes"] for rank in result["ranks"]),
             "write": spread(first["writes"]),

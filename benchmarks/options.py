@@ -1,6 +1,6 @@
 """The cost of single options, each beside the same work without it: `python -m benchmarks.options` (about 20 minutes).
 
-`--only NAME` measures one case of `CASES` anew. What is stored of the others stays, with the commit of its run.
+`--only NAME` measures one case of `CASES` anew. The stored results of the others stay, with the commits of their runs.
 """
 
 from __future__ import annotations
@@ -87,16 +87,16 @@ class Option:
     """A case: its measurement, and its section of the page.
 
     Attributes:
-        title: Of the section.
+        title: The title of the section.
         what: What was measured.
-        how_often: In how many rounds.
-        size: Of what is saved, and how often; for `measure`, which returns them with what it has measured.
+        how_often: In how many rounds, or with how many saves.
+        size: Sizes of the saved state and numbers of saves, for `measure`, which returns them with its results.
         quick: Other sizes for ``--quick``.
         measure: Measures below a folder.
-        tables: Shows what was measured.
-        goals: What was wanted of it.
-        form: Of the goals' figures.
-        note: On the goals.
+        tables: Makes the tables of the results.
+        goals: Returns the goals and the figures.
+        form: Formats the figures of the goals.
+        note: A note on the goals.
     """
 
     title: str
@@ -115,7 +115,7 @@ class Option:
 
 
 def _turns(kinds: Sequence[str], saves: int, warm_up: int) -> Iterator[tuple[int, str]]:
-    """Yields the kinds of saves in turns, each turn with another first kind. Turns below 0 do not count."""
+    """Yields the kinds of saves in turns, each turn with another first kind. Turns below number 0 do not count."""
     for number in range(-warm_up, saves):
         first = (number + warm_up) % len(kinds)
         for kind in (*kinds[first:], *kinds[:first]):
@@ -123,7 +123,7 @@ def _turns(kinds: Sequence[str], saves: int, warm_up: int) -> Iterator[tuple[int
 
 
 def _on_ranks(name: str, worlds: Sequence[int]) -> Callable[[Path, Mapping[str, Any]], Content]:
-    """Measures a case of `_RANKED` on several numbers of ranks, by rank 0."""
+    """Returns a function that measures a case of `_RANKED` on several numbers of ranks, by rank 0's figures."""
 
     def measure(folder: Path, size: Mapping[str, Any]) -> Content:
         cases = [{"option": name, "ranks": world, **size, "folder": str(folder)} for world in worlds]
@@ -216,7 +216,7 @@ def _writers_goals(_: str, found: Found) -> list[Goal]:
 # --- only what has changed --------------------------------------------------------------------------------------------
 
 _BASE_TENSORS, _ADAPTER_TENSORS = 64, 32
-_REUSE_WARM_UP = 3  # the first that reuses is the third
+_REUSE_WARM_UP = 3  # the third save is the first that reuses files
 _NEVER = 1_000_000
 _THREADS = 2
 _REUSES = ("reuse_unchanged", "everything is written")
@@ -424,9 +424,10 @@ def _exporting(case: Case, folder: Path) -> dict[str, Any]:
 def _following(state: dict[str, Any], saves: int, folder: Path) -> dict[str, dict[str, list[float]]]:
     """Saves a model repeatedly into one directory: with and without publishing each, and beside another process.
 
-    That process has the publisher's priority, and reads and hashes files as it does, for ever.
+    The other process has the publisher's priority. As the publisher does, it reads and hashes files, but without end.
 
-    ``stall``: how long training waits; ``durable``: how long the save takes, which begins when the one before is over.
+    ``stall``: how long training waits; ``durable``: how long the save takes. A save begins when the previous one is
+    over.
     """
     figures: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in _FOLLOWERS} for name in _OF_FOLLOWERS}
     for kind in _FOLLOWERS:
@@ -517,9 +518,9 @@ def _export_tables(content: Content) -> list[str]:
 
 _CONFIG = {"vocabulary": 256, "context": 128, "width": 128, "heads": 4, "blocks": 2}
 _RATES = (1e-6, 3e-6, 1e-5, 1e-4, 3e-4)
-_TRAINING_RATE = 2e-3  # at most: it rises, and falls to nothing
+_TRAINING_RATE = 2e-3  # the maximum: the rate rises to it, and then falls to zero
 _BATCH = 4
-_WINDOW = 100  # steps whose mean loss is compared with that of as many before
+_WINDOW = 100  # the mean loss of so many steps is compared with that of as many steps before them
 _SETTLED = 0.005  # less progress than this, relative to the loss
 _STEPS = 1200
 _MAIN_RATE, _WANTED = 3e-6, 3.5  # per cent
@@ -590,7 +591,7 @@ def _published(
     rate: float,
     versions: int,
 ) -> dict[str, Any]:
-    """Continues at a learning rate, publishes each step, and follows with a copy."""
+    """Continues at a learning rate, publishes each step, and applies each version to a copy."""
     state = copy.deepcopy(optimizer.state_dict())
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), rate)
@@ -869,7 +870,7 @@ def render(content: Content) -> str:
 
 OPTIONS = {
     "quick": QUICK,
-    "only": {"nargs": "+", "choices": CASES, "help": "these cases; what is stored of the others stays"},
+    "only": {"nargs": "+", "choices": CASES, "help": "measure these cases; the stored results of the others stay"},
 }
 
 if __name__ == "__main__":

@@ -73,13 +73,13 @@ def page(
     """Returns a page: its subject, machine, code, rounds and command, and then its sections.
 
     Args:
-        content: With the ``machine``.
-        title: Of the page.
+        content: The results, with the ``machine``.
+        title: The title of the page.
         what: What was measured.
         how_often: In how many rounds.
         again: The name of a module of `benchmarks`, or a whole name with dots, and the options of its command line.
         sections: Tables and texts; empty ones are left out.
-        spreads: There are any, to be explained.
+        spreads: Whether the page has spreads. If so, it explains them.
     """
     name, *given = again.split()
     name = name if "." in name else f"benchmarks.{name}"
@@ -130,7 +130,7 @@ Goal = tuple[str, str, "Spread | float | None"]
 def goals(rows: Iterable[Goal], note: str = "", form: Callable[[float], str] = "{:.3f}".format) -> str:
     """Returns a section with a table of ratios and other figures, and their goals.
 
-    What the ranges leave open is neither reached nor missed: that is not shown.
+    If the ranges leave open whether a goal is reached, the table has "not shown".
     """
     found = list(rows)
     if any(wanted for _, wanted, _ in found):
@@ -147,7 +147,7 @@ def goal_table(rows: Iterable[Goal], form: Callable[[float], str]) -> str:
         wants = [(name, _in_words(goal), _one(value, form), _reached(goal, value, form)) for name, goal, value in found]
         return table(("figure", "wanted", "measured", "reached"), wants)
     ratios = [(name, _one(value, form), _reached("", value, form, yes="yes")) for name, _, value in found]
-    return table(("ratio", "measured", "is it another than 1?"), ratios)
+    return table(("ratio", "measured", "does it differ from 1?"), ratios)
 
 
 def _one(value: Spread | None, form: Callable[[float], str]) -> str:

@@ -1,11 +1,11 @@
-"""Copies on other hosts: their cost while nothing fails, and the time in which a rank loads a state from there, when
-it restarts or joins as a replica of torchft.
+"""Copies on other hosts: their cost while nothing fails, and the time in which a rank loads a state from another host,
+when it restarts or joins as a replica of torchft.
 
-``python -m benchmarks.peers`` (about 4 minutes), as root. Two hosts are namespaces of this machine, with a network
-between them that is as fast as its memory. Beside each figure is that of raw sockets in the same run: as many streams,
-the same bytes, the same rate, and nothing else: no digests, no encryption. A restart and a healing also have beside
-them what raw sockets take with the same cipher at both ends, and a digest of each byte: on this machine nothing that is
-encrypted and verified can be quicker.
+``python -m benchmarks.peers`` (about 4 minutes), as root. The two hosts are namespaces of this machine. The network
+between them is as fast as its memory. Beside each figure is that of raw sockets in the same run, with as many streams,
+the same bytes and the same rate, but without digests and encryption. For a restart and a healing there is also a figure
+of raw sockets with the same cipher at both ends, and a digest of each byte: on this machine no transfer that is
+encrypted and verified can be faster.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _elements(gib: float) -> int:
 
 
 def _state_of_lost(gib: float, value: float) -> dict[str, torch.Tensor]:
-    """Returns a state of the rank whose host is lost only: the other rank's restart would take its cores."""
+    """Returns a state for the rank whose host is lost; for the other rank, a tiny one whose load takes no cores."""
     return _state(gib if dist.get_rank() else 0.001, value)
 
 
@@ -120,7 +120,7 @@ def trainer(case: Case, addresses: Sequence[str]) -> None:
     matrix = torch.rand(256, 256)
     with CheckpointManager(SHARED / "run", survive=_SURVIVE, copies=copies, keep_latest=1, stop_signals=()) as manager:
         for step in range(_SAVES):
-            if step == 2:  # the memory is there
+            if step == 2:  # the staging buffers are allocated
                 began, steps, cpu, sent = time.perf_counter(), 0, _cpu(), _sent()
             for tensor in state.values():
                 tensor += 1
@@ -356,8 +356,8 @@ def healing(case: Case, folder: Path) -> dict[str, float]:
 
 
 def replica(case: Case, addresses: Sequence[str]) -> None:
-    """Offers the state of rank 0, which trains on, to rank 1. Then raw sockets carry as many bytes, plain and
-    with the cipher and a digest.
+    """Offers the state of rank 0 to rank 1, while rank 0 continues training. Then raw sockets carry as many bytes,
+    plain and with the cipher and a digest.
     """
     rank = _begin()
     state = {key.partition(".")[2]: tensor for key, tensor in _state(case["gib"], float(rank == 0)).items()}

@@ -1,7 +1,8 @@
 """Quotes of results in other pages: `python -m benchmarks.quotes` updates them, as does each run of a benchmark.
 
 A page marks what it quotes by ``<!-- measured: SOURCE -->``. Directly behind a figure the mark is for that figure; in a
-line of its own it is for the table that follows. A test compares, so that no page shows figures of another run.
+line of its own it is for the table that follows. A test compares the pages with the stored results, so that no
+page shows figures of another run.
 """
 
 from __future__ import annotations

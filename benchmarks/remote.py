@@ -1,7 +1,8 @@
-"""The remote benchmark: `python -m benchmarks.remote` (about 6 minutes; `--main --rounds 1` for a look).
+"""The remote benchmark: `python -m benchmarks.remote` (about 6 minutes; `--main --rounds 1` for a quick look).
 
-A real S3 server on loopback, fresh in each round, directly and with 20 ms of latency added to each request. Its own
-work is the limit on a small machine, so the figures are ratios to transfers of the same bytes in the same round.
+A real S3 server on loopback, fresh in each round, is reached directly and with 20 ms of latency added to each request.
+On a small machine the server's own work is the limit, so the figures are ratios to transfers of the same bytes in the
+same round.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _FSSPEC = "torch Fsspec"
 _LATENCY = 0.020
 _LINKS = ("loopback", "with 20 ms")
 _WORKLOAD = "300 x 7 MB"
-# The same transfer: its rates differ by a tenth between the two, and the better of two draws would be no yardstick.
+# Both upload in the same way. Their rates differ by a tenth, and the better of two draws would not be a yardstick.
 _SAVES_ALIKE = ("raw: boto3 transfer", "raw: boto3, 16 ranges")
 _RESHARDS = {"rows, 4 -> 2": (4, 2), "rows, 2 -> 4": (2, 4)}
 

@@ -1,4 +1,4 @@
-"""The cases of the remote benchmark: one contender, or loads by other ranks than saved."""
+"""The cases of the remote benchmark: one contender, or resharded loads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from .workloads import WORKLOADS, nbytes, sharded
 
 _RANGE = 8 << 20
 _RANGES_AT_ONCE = 16
-# Over http botocore signs what it sends, hashing all of it. We switch that off, and so do the others here.
+# Over http, botocore hashes all bytes that it sends, to sign them. This package switches that off, and so do the other
+# contenders here.
 _UNSIGNED = {"payload_signing_enabled": False}
 
 
@@ -83,7 +84,7 @@ class Fsspec(_Dcp):
 
 
 class Connector(_Dcp):
-    """s3torchconnector, whose filesystem takes an endpoint by a client."""
+    """s3torchconnector, whose file system gets the endpoint from a client."""
 
     def __init__(self, server: dict[str, str]) -> None:
         super().__init__(server)
@@ -112,7 +113,7 @@ class Connector(_Dcp):
 class _Raw(_Dcp):
     """A transfer of the same bytes as one object, from and to memory, without a checkpoint or hashes.
 
-    What a library wants as bytes or as a file is made of them once, in the first, unmeasured round.
+    If a library takes only ``bytes`` or a file, it is made of the bytes once, in the first, unmeasured round.
     """
 
     def __init__(self, server: dict[str, str]) -> None:
@@ -289,7 +290,7 @@ def _resharded(folder: Path) -> str:
 
 
 def measure(case: Case, folder: Path) -> list[Any]:
-    """Measures one contender, or a load in other shards than saved."""
+    """Measures one contender, or a resharded load."""
     if "saved" not in case:
         return [_alone(case)]
     in_ranks(_save_shards, case["saved"], case, folder)

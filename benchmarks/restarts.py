@@ -1,7 +1,7 @@
 """Restarts from memory: their duration, their cost while nothing fails, and the steps that a crash loses.
 
-``python -m benchmarks.restarts`` (about 6 minutes). Each figure beside its peers of the same run: a plain copy of the
-same bytes, verified loads from the disk and from the page cache, and the same job without ``survive``.
+``python -m benchmarks.restarts`` (about 6 minutes). Beside each figure are those of its peers in the same run: a plain
+copy of the same bytes, verified loads from the disk and from the page cache, and the same job without ``survive``.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def measure(options: argparse.Namespace, folder: Path) -> Content:
         base, rounds = {"gib": options.gib, "folder": str(folder), "place": f"{folder}/run"}, options.rounds
         whole(run_cases(crash, [{"what": "crash", **base}], 1))
         results = run_cases(load, [{"what": kind, **base} for kind in _LOADS], rounds)
-        with CheckpointManager(base["place"], survive=_SURVIVE) as manager:  # nothing is kept then
+        with CheckpointManager(base["place"], survive=_SURVIVE) as manager:  # frees the states in memory
             manager.restore({"t0": _state(options.gib, 0.0)["t0"]}, step=2)
         half = {"gib": options.gib / 2, "folder": str(folder)}
         results += run_cases(cost, [{"what": kind, **half} for kind in _COSTS], rounds)
@@ -119,7 +119,7 @@ def load(case: Case, folder: Path) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     assert all(float(tensor[-1]) == 2.0 for tensor in state.values())
     if kind == "from memory":
-        leave({"seconds": seconds})  # the next round finds what this one has found
+        leave({"seconds": seconds})  # the next round finds the same state in memory
     manager.close()
     return {"seconds": seconds}
 
@@ -159,7 +159,7 @@ def cost(case: Case, folder: Path) -> dict[str, Any]:
             assert future is not None
             future.result()
             durable.append(time.perf_counter() - started)
-            time.sleep(0.5)  # the keeper takes its digests
+            time.sleep(0.5)  # the keeper computes its digests
             cpu = _cpu() - began
     return {"stalls": stalls[3:], "durable": durable[3:], "cpu": cpu}
 
@@ -176,7 +176,7 @@ def launch(case: Case, folder: Path) -> dict[str, Any]:
     job = {"folder": f"{folder}/run", "survive": survive, "gib": case["gib"], "log": str(folder)}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     script = ["--max-restarts=1", "-m", "benchmarks.restarts_job", json.dumps(job)]
-    # Or else the ranks of gloo look for each other where those before them were.
+    # Otherwise the restarted ranks of gloo find the addresses of the ranks before them in the shared store.
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     subprocess.run([*launcher, *script], check=True, capture_output=True, timeout=300, env=environment)
     killed = float((folder / "killed").read_text())
@@ -221,7 +221,10 @@ def _options(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def trainer(job: Case, folder: Path) -> None:
-    """Trains, saves each step, and prints the completed steps. Without memory, a save begins after the previous one."""
+    """Trains, saves each step, and prints the completed steps.
+
+    Without states in memory, skips the saves of steps that are due while the previous save still runs.
+    """
     state = _state(job["gib"], 0.0)
     manager = CheckpointManager(job["path"], **_options(job))
     future = None
@@ -231,7 +234,7 @@ def trainer(job: Case, folder: Path) -> None:
             tensor += 1
         print(json.dumps({"done": step, "stall": None}), flush=True)
         if job["kind"] == "storage alone" and future is not None and not future.done():
-            continue  # as who cannot wait does
+            continue  # as a job does that cannot wait
         started = time.perf_counter()
         future = manager.save(step, state)
         print(json.dumps({"done": step, "stall": time.perf_counter() - started}), flush=True)

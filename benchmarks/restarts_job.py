@@ -24,8 +24,8 @@ _TENSORS = 100
 
 
 def _started() -> float:
-    """Returns the start of this process, by ``time.time()``. `psutil` computes it from the system's start time, which a
-    machine that was suspended has wrong.
+    """Returns the start of this process, by ``time.time()``. `psutil` computes it from the system's start time, which
+    is wrong on a machine that was suspended.
     """
     ticks = int(Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[19])
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))

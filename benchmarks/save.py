@@ -21,7 +21,8 @@ def plan(folder: Path, quick: bool) -> list[tuple[list[dict[str, Any]], int]]:
     limits = [{"saver": "limits", "workload": workload, **base} for workload in WORKLOADS]
     main = {s: {"saver": s, "workload": MAIN, **base, "yardsticks": s == OURS} for s in SAVERS if s != PLANNED}
     few, fewer = (OURS, THREAD, PROCESS, CHECKPOINTING), (OURS, THREAD)
-    compared = [main.pop(saver) for saver in (*few, OVERLAPPED, BACKGROUND, ENCRYPTED)]  # in what the page says
+    # The savers that the wanted figures compare, which the page mentions.
+    compared = [main.pop(saver) for saver in (*few, OVERLAPPED, BACKGROUND, ENCRYPTED)]
     others = [{"saver": s, "workload": "5,000 small", **base, "yardsticks": s == OURS} for s in (*few, PLANNED)]
     others += [{"saver": s, "workload": "one 2 GB", **base, "yardsticks": s == OURS} for s in fewer]
     others += [{"saver": s, "workload": "tmpfs", **base, "folder": "/dev/shm"} for s in fewer]
@@ -76,7 +77,7 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _cost(save: dict[str, float]) -> float:
-    """Returns the seconds that training loses by a save: those of the stall, and those by which it ends late."""
+    """Returns the seconds that training loses by a save: the stall, and the delay by slower steps after it."""
     slowed = 1 - save["rate"] / save["alone"] if "rate" in save else 0.0
     return save["stall"] + (save["durable"] - save["stall"]) * slowed
 

@@ -25,7 +25,7 @@ BESIDE = "loop beside a busy core"
 
 
 class TrainingLoop:
-    """Small matrix products on one thread: a stand-in for training that shows every delay of the interpreter."""
+    """Small matrix products on one thread: a stand-in for training that shows every wait for the GIL."""
 
     def __init__(self) -> None:
         self._a = torch.randn(_MATRIX, _MATRIX)
@@ -69,8 +69,8 @@ def _saves(case: Case, group: dist.ProcessGroup | None, state: State, folder: Pa
     saver = SAVERS[case["saver"]](group, state)
     loop.run(_after(_IDLE_SECONDS))  # training before the first save
     result: dict[str, Any] = {"idle": idle, "saves": [], "quiet": []}
-    # The machine changes its speed within seconds: so the loop's own is measured again on both sides of each save.
-    # What a saver does after a save can only make it slower: the higher one counts.
+    # The machine's speed changes within seconds, so the loop's own speed is measured before and after each save. Work
+    # that a saver does after a save can only slow the loop down: the higher speed counts.
     before = _rate(loop, group)
     for number in range(case["saves"]):
         save = _save(saver, state, folder / f"loop{number}", group, loop)
@@ -161,7 +161,7 @@ def _wait_idle(process: psutil.Process) -> None:
 
 
 def anonymous_bytes(process: psutil.Process) -> int:
-    """Returns the anonymous memory of a process, which is neither shared nor that of files."""
+    """Returns the anonymous memory of a process: the memory that is neither shared nor backed by files."""
     for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024

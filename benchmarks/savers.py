@@ -31,7 +31,7 @@ class Saver(Protocol):
 
 
 class DcpSaver:
-    """A contender with any writer of ``dcp.async_save``."""
+    """A contender that saves by ``dcp.async_save``, with any storage writer."""
 
     def __init__(self, group: dist.ProcessGroup | None, **options: Any) -> None:
         self._options = options | ({"process_group": group} if group is not None else {"no_dist": True})
@@ -50,7 +50,7 @@ class DcpSaver:
         return FileSystemWriter(folder)
 
     def guard(self) -> AbstractContextManager[None]:
-        """Returns a context for the optimizer's step, which waits until the state is staged."""
+        """Waits until the state is staged. Returns a context for the optimizer's step."""
         if self._staged is not None:
             self._staged.result()
         return nullcontext()
@@ -76,7 +76,7 @@ class Ours(DcpSaver):
         self._shared = TensorizerStorageWriter(**options)
         if prewarm:
             self._shared.prewarm({"model": state})
-            self._shared._saver.engine.saves.wait_prewarmed()  # as it is when training has gone on for a while
+            self._shared._saver.engine.saves.wait_prewarmed()  # as after some time of training
 
     def save(self, state: State, folder: Path) -> Future[Any]:
         if self._planner is not None:
@@ -128,8 +128,8 @@ def torch_checkpointing(*, background: bool | None = None, pinned: bool = False)
     """Makes a manager of Meta's torch_checkpointing.
 
     Args:
-        background: It stages in the background, or while training waits; None: it saves synchronously.
-        pinned: It stages into pinned memory, by copies that do not block.
+        background: Whether it stages in the background, not while training waits; None: it saves synchronously.
+        pinned: Whether it stages into pinned memory, by copies that do not block.
     """
     from torch_checkpointing import CheckpointManager, ItemSpec
     from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig

@@ -52,9 +52,9 @@ class Setting:
     """A workload, and the training beside it.
 
     Attributes:
-        title: What pages and pictures call it.
+        title: The name on pages and pictures.
         make: Makes the state; its argument scales the number of tensors, or the size of the only one.
-        loop: The training that goes on meanwhile, of `save_case.LOOPS`.
+        loop: The training that runs meanwhile: a key of `save_case.LOOPS`.
     """
 
     title: str
@@ -81,7 +81,7 @@ def nbytes(state: dict[str, torch.Tensor]) -> int:
 
 
 def sharded(state: dict[str, torch.Tensor], dim: int = 0, *, blank: bool = False) -> dict[str, Any]:
-    """Replaces the whole tensors of a state by shards of all ranks, or by zeros in the same shards."""
+    """Replaces the whole tensors of a state by shards, one on each rank, or by zeros in the same shards."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor, zeros

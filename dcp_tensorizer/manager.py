@@ -1,6 +1,6 @@
 """The checkpoints of a job: `CheckpointManager` decides when to save, what to retain, and what to resume from.
 
-save() ──every rank──▶ one small reduction: due? stopping? the same step?
+save() ──every rank──▶ one small all-reduce: due? stopping? the same step?
        ──if due──────▶ dcp.async_save with one writer, one planner, a separate group
        ──committed───▶ rank 0 deletes checkpoints that no rule retains
 restore() ──rank 0──▶ the newest checkpoint of the branch ──all ranks──▶ dcp.load
@@ -642,7 +642,7 @@ class CheckpointManager:
         return action, future
 
     def _take_lease(self) -> None:
-        """Takes the lease of the folder at the first save of the job."""
+        """Takes the lease of the folder in the first `save` call of this run."""
         if self._has_lease:
             return
         self._has_lease = True

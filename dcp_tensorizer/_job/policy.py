@@ -1,4 +1,4 @@
-"""Decides on all ranks what to do for a step, by one small reduction in each call of `save`."""
+"""Decides on all ranks what to do for a step, by one small all-reduce in each call of `save`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """Facts that a rank knows. After the reduction, a flag is set if any rank set it.
+    """Facts that a rank knows. After the all-reduce, a flag is set if any rank set it.
 
     Facts marked "first" count only on the first rank.
 
@@ -76,7 +76,7 @@ class Vote:
         return self.stop or self.force or self.is_due
 
     def numbers(self, *, is_first: bool) -> list[int]:
-        """Returns the numbers for the reduction, which computes their maximum over all ranks."""
+        """Returns the numbers for the all-reduce, which computes their maximum over all ranks."""
         own = [getattr(self, name) if is_first or name not in _RANK0_FLAGS else 0 for name in _FLAGS]
         return [self.step, -self.step, *own, *self.memory]
 

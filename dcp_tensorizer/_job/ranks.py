@@ -87,7 +87,7 @@ class Agreement:
         self._calls = None if group is None else RollCall(group.group, "agreement")
         self.rank = 0 if group is None else group.group.rank()
         self.size = 1 if group is None else group.group.size()
-        self._work: dist.Work | None = None  # the last reduction
+        self._work: dist.Work | None = None  # the last all-reduce
         self._number = 0
 
     @property

@@ -46,7 +46,7 @@ from .replicas import RemotePart
 _READER_OPTIONS = ("verify", "allow_pickle", "thread_count", "on_progress", "on_report")
 """The reader options that apply to checkpoints in memory."""
 _SLICE = 1 << 20  # small enough to be hashed while it is in the processor's cache
-_STREAMS = 4  # the minimum number of parallel reads from other hosts, for any number of cores here
+_STREAMS = 4  # the minimum number of parallel reads from other hosts, even with fewer cores here
 
 
 class StateCheckpoint(Storage):
@@ -79,7 +79,8 @@ class StateCheckpoint(Storage):
             for part, buffer in parts
         }
         indexes = [decode(part.description, f"the description of rank {part.head.rank}") for part, _ in parts]
-        paths: dict[str, Any] | None = None  # of keys, merged as torch's planner does; None if a planner has other data
+        # The paths of the keys, merged as by torch's planner; None if the data of a planner is not a dict.
+        paths: dict[str, Any] | None = None
         if all(isinstance(index.planner_data, dict) for index in indexes):
             paths = {key: path for index in reversed(indexes) for key, path in index.planner_data.items()}
         metadata = Metadata({}, planner_data=paths, storage_meta=StorageMeta(save_id=head.id))
@@ -144,7 +145,7 @@ class StateCheckpoint(Storage):
 
 
 class _Buffer(RangeReader):
-    """Staging buffer of another process, read as a file, because mapping takes as long as copying."""
+    """Staging buffer of another process, read as a file, because mapping it takes as long as copying it."""
 
     def __init__(self, descriptor: Descriptor, nbytes: int) -> None:
         self._descriptor = descriptor
@@ -159,10 +160,10 @@ class _Buffer(RangeReader):
 
 
 class StateReader(TensorizerStorageReader):
-    """Reader of a state in memory, on each rank by itself.
+    """Reader of a state in memory. Each rank plans and reads without the others.
 
-    The checkpoint may lack parts on other machines that this rank does not load. Reader options that do not apply to
-    memory are ignored.
+    The checkpoint may lack parts that this rank does not load and that are on other machines. Reader options that do
+    not apply to memory are ignored.
     """
 
     def __init__(self, checkpoint: StateCheckpoint, options: Mapping[str, Any]) -> None:
@@ -176,7 +177,7 @@ class StateReader(TensorizerStorageReader):
         super().set_up_storage_reader(metadata, is_coordinator, *args, **(kwargs | {"use_collectives": False}))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads the plan, and releases the memory, so that a longer-lived reader does not hold it."""
+        """Reads the planned items, and releases the memory, so that a reader that lives longer does not hold it."""
         try:
             return super().read_data(plan, planner)
         finally:
@@ -184,7 +185,7 @@ class StateReader(TensorizerStorageReader):
 
 
 def _names(head: StateHead) -> list[str]:
-    """Returns the file names of a rank's state: its buffer, and the bytes that are not in the buffer."""
+    """Returns the names of the files of a rank's state: of its buffer, and of the bytes that are not in the buffer."""
     return [data_file_name(head.rank, number, head.id) for number in (0, 1)]
 
 
@@ -202,7 +203,8 @@ def state_part(head: StateHead, staged: StagedStateDict, planner: SavePlanner) -
     """
     buffer = staged.staged_save.buffer
     assert buffer is not None, "the state is copied"
-    planner.set_up_planner(dict(staged))  # `dict` does not call `items`, which ties the state to a save
+    # `StagedStateDict.items` would bind the state to a save; `dict` copies it without calling `items`.
+    planner.set_up_planner(dict(staged))
     plan, names = planner.create_local_plan(), _names(head)
     entries: dict[str, Any] = {}
     locations: dict[ItemKey, StoredItem] = {}
@@ -233,7 +235,7 @@ def state_part(head: StateHead, staged: StagedStateDict, planner: SavePlanner) -
 
 
 def _add_entries(entries: Mapping[str, Any], known: dict[str, Any]) -> None:
-    """Adds a rank's entries to the metadata of the state dict. Ranks may have the same chunks."""
+    """Adds a rank's entries to the metadata of the state dict. Several ranks may have the same chunk."""
     for key, entry in entries.items():
         tensor = known.setdefault(key, entry)
         if tensor is not entry and isinstance(entry, TensorStorageMetadata):

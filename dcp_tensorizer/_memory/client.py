@@ -68,7 +68,7 @@ class KeeperProcess(ChildProcess):
     def hold(self, part: StatePart, buffer: SharedBuffer) -> None:
         """Sends a state to the keeper. Saves do not reuse the buffer until the state is forgotten or lost.
 
-        Raises `WriteError` if the keeper refuses this state, or has ended, which loses all its states.
+        Raises `WriteError` if the keeper refuses this state, or has ended. In the second case all its states are lost.
         """
         state_id = part.head.id
         self.held[state_id], buffer.is_kept = buffer, True
@@ -83,9 +83,9 @@ class KeeperProcess(ChildProcess):
             self.written(state_id, written.known)
 
     def written(self, state_id: str, known: Mapping[tuple[int, int], bytes]) -> None:
-        """Sends the digests of a state that a save has written, perhaps twice. `hold` of the state may follow later.
+        """Sends the digests of a state that a save has written, perhaps twice. Call it before or after `hold`.
 
-        Returns immediately, because a stopped keeper must not delay a commit. On an error, which is not raised, the
+        Returns immediately, because a stopped keeper must not delay a commit. Raises no error: if sending fails, the
         keeper computes the digests.
         """
         self._written = written = WrittenDigests(state_id, known)
@@ -152,7 +152,7 @@ class KeeperProcess(ChildProcess):
                 buffer.is_kept = False
 
     def ask(self, request: Request, kind: type[_T], fds: Sequence[int] = ()) -> _T:
-        """Sends a request. Returns the answer, which is a ``kind``.
+        """Sends a request. Returns the answer, an instance of ``kind``.
 
         Raises `WriteError` if the keeper refuses or has ended.
         """

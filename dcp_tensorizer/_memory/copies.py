@@ -1,7 +1,7 @@
 """Copies of states on other hosts, from which a job resumes after the loss of a host.
 
-The keepers make the copies. The trainers decide together, in the reduction at the beginning of each step: if no copy is
-in progress, all ranks copy the newest state. A copy counts once the states of all ranks are copied.
+The keepers make the copies. The trainers decide together, in the all-reduce at the beginning of each step: if no copy
+is in progress, all ranks copy the newest state. A state counts as copied once the parts of all ranks are copied.
 
 Each rank sends its host and the address of its keeper to all others. Every rank computes the partners from these values
 alone, so that the results are the same on all ranks.
@@ -54,7 +54,7 @@ _ANY_PORT = 9  # to look up a route; no packet is sent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOptions:
-    """Options of the copies that a manager with ``copies=2`` makes on other hosts. They may differ by host.
+    """Options of the copies that a manager with ``copies=2`` makes on other hosts. Each host may have other options.
 
     Attributes:
         rate: Maximum number of bytes a second that this host sends for copies, at least 1e6; None: no limit.
@@ -84,7 +84,7 @@ class CopyOptions:
 
 
 def check_copies(copies: object, options: object, seconds: object) -> None:
-    """Checks ``copies`` and ``copy_options``. ``seconds`` is ``survive``.
+    """Checks ``copies`` and ``copy_options``. ``seconds`` is the value of ``survive``.
 
     Raises `TypeError` for wrong types, `ValueError` for invalid values, and `WriteError` without libsodium, which
     encrypts copies.
@@ -100,7 +100,7 @@ def check_copies(copies: object, options: object, seconds: object) -> None:
 
 
 class MemoryVote(NamedTuple):
-    """Facts about a rank's states in memory. After the reduction, a fact is true if it is true of any rank."""
+    """Facts about a rank's states in memory. After the all-reduce, a fact is true if it is true of any rank."""
 
     has_failed: bool = False  # the newest state could not be held
     ends: bool = False  # the rank has stopped holding states
@@ -166,7 +166,7 @@ class PeerCopies:
         self._rate = (options.rate or 0.0) / ranks_of_host[peers[rank].host]
         if self._agreement.is_first:
             logger.info(
-                "states are copied between %d hosts, those of this host to the host of rank %d",
+                "states are copied between %d hosts; those of this host go to the host of rank %d",
                 len(ranks_of_host),
                 self._partner_of[0],
             )
@@ -299,7 +299,8 @@ def introduce(options: CopyOptions, keeper: KeeperProcess | None, towards: str =
 def routes_to_others(peers: Sequence[Peer]) -> list[str]:
     """Returns, for each rank with a loopback address, the address of another host, and otherwise an empty string.
 
-    The coordinator's own name may resolve to a loopback address there. The route to another host gives the interface.
+    On the coordinator's host, its own name may resolve to a loopback address. Then the route to another host gives the
+    interface.
     """
     is_alone = [is_local(peer.address) for peer in peers]
     addresses = dict[str, str]()
@@ -352,7 +353,7 @@ def lack_of_memory(
         if bounds and staging + needed + reserve > min(bounds):
             return (
                 f"the host of rank {ranks[0]} has {min(bounds):,} bytes of memory available. Replicas there take "
-                f"{needed:,}, staging buffers {staging:,} more, and {reserve:,} are left to others"
+                f"{needed:,}, staging buffers {staging:,} more, and {reserve:,} are left to other programs"
             )
     return ""
 

@@ -59,7 +59,7 @@ class FrameCipher:
             raise WriteError("libsodium could not encrypt a frame")
 
     def open(self, sealed: memoryview, target: memoryview, header: bytes) -> bool:
-        """Decrypts a frame, which its MAC follows, into ``target``.
+        """Decrypts a frame into ``target``. ``sealed`` is the frame, followed by its MAC.
 
         If the frame or its header was changed, returns False, and the content of ``target`` is undefined.
         """
@@ -94,7 +94,7 @@ def _aes() -> Any:
 
 @functools.cache
 def _aead() -> tuple[Callable[..., int], Callable[..., int]]:
-    """Returns the functions of libsodium's AEAD to encrypt and to decrypt, which run without the GIL."""
+    """Returns libsodium's AEAD functions to encrypt and to decrypt. They run without the GIL."""
     from libnacl import nacl
 
     pointer, length = ctypes.c_void_p, ctypes.c_ulonglong

@@ -7,10 +7,10 @@ The keeper also holds the digests of the states, with which a successor verifies
 state, the writer process computes the digests. The keeper computes the digests of all other states, and of states that
 were not written yet when the trainer died.
 
-While the trainer lives, no process waits for digests and copies. So their threads have low priorities, and so does the
-session of a keeper that copies: if both need a core, training gets ten times as much of it. A successor does wait, so
-the keeper has the usual priority once its trainer is gone. The keeper of a trainer that heals other replicas always has
-the usual priority.
+While the trainer lives, no process waits for digests or copies. So the threads that make them have low priorities, and
+so does the session of a keeper that copies: if training needs the same core, it gets ten times as much of it. A
+successor does wait, so the keeper has the usual priority once its trainer is gone. A keeper that serves replicas of
+torchft always has the usual priority.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _DIGEST_SECONDS = 600.0  # enough at the lowest priority, beside a job that need
 class _HeldPart:
     """A rank's part of a state, whose buffer is read as a file.
 
-    Mapping would take as long, and unmapping takes 25 ms for each GiB, during which training waits.
+    Mapping it would take as long as reading it, and training would wait for the unmapping: 25 ms for each GiB.
     """
 
     def __init__(self, part: StatePart, fd: int, *, is_replica: bool = False) -> None:
@@ -159,7 +159,7 @@ class Keeper:
                     self._digest(held)
 
     def wait_for_end(self, path: Path) -> None:
-        """Waits for a message that ends the keeper, or for the timeout of successors. Updates the socket's times."""
+        """Waits for a message that ends the keeper, or for the timeout for successors. Updates the socket's times."""
         with self._changed:
             while not self._is_over:
                 left = _TOUCH_SECONDS if self._deadline is None else self._deadline - time.monotonic()
@@ -236,8 +236,8 @@ class Keeper:
     def _forget(self, ids: Sequence[str], *, is_trainer: bool, but_copied: bool) -> tuple[str, ...]:
         """Forgets states: for a trainer only its own parts, for a successor all parts. Returns their ids.
 
-        With ``but_copied``, the state that was copied last stays: after the loss of a host, another host may need its
-        own part of that state.
+        With ``but_copied``, the state that was copied last stays: if another host is lost, this rank may need its own
+        part of that state.
         """
         with self._changed:
             copied = "" if self._copy.problem else self._copy.id
@@ -290,7 +290,7 @@ class Keeper:
             held, before = self._own(request.id), self._copying
             if held is None or (self._copy.is_running and not (before is not None and before.is_forgotten)):
                 return Failed("the state is not held" if held is None else "another state is being copied")
-            self._digest(held)  # not left to a save, which may take long to send them
+            self._digest(held)  # now: a save may take long to send its digests
             fd = os.dup(held.fd)
             self._copied = request.to, held.part.head
             self._copy, self._copying = CopyStatus(request.id, is_running=True), held

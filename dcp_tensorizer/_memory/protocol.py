@@ -35,7 +35,7 @@ class StateHead(NamedTuple):
         folder: The device and the inode of the job's folder, as ``host`` sees them. None if the folder is not local, or
             did not exist yet.
         host: The host that held the state first (see `this_host`); empty if unknown.
-        line: The ids of the checkpoints that the state resumes from and that its run saved or restored, the newest
+        line: The ids of the checkpoint that the run resumed from, and of those that it has saved since, the newest
             first.
     """
 

@@ -161,7 +161,7 @@ class _Incoming:
         """Writes a block. Raises `WireError` if it is damaged, or was not offered."""
         start = block.number * BLOCK
         if block.nbytes != min(BLOCK, self.offer.nbytes - start):
-            raise WireError("a block has another size than was offered")
+            raise WireError("the size of a block is not the offered one")
         if xxhash.xxh3_128_digest(data) != block.digest:
             raise WireError(f"block {block.number} was changed in transit")
         with self._lock:
@@ -207,7 +207,7 @@ class ReplicaServer:
         self._listener = listen_on(host)
         self.address = Address(host, self._listener.getsockname()[1], secret)
         self._copies: dict[str, _Incoming] = {}
-        self._allocating = free_in_child(threading.Lock())  # one at a time, so that each sees the memory of the others
+        self._allocating = free_in_child(threading.Lock())  # one at a time, so that each sees what the others took
         self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self._connections: set[socket.socket] = set()
         threading.Thread(target=self._accept, name="peers", daemon=True).start()
@@ -354,7 +354,7 @@ class _PartReader:
     """Reader that serves ranges of parts to one connection. A part's buffer stays mapped from one range to the next.
 
     Bytes are encrypted directly from the mapping. For 0.5 GiB, reading the buffer as a file would take 0.1 s of CPU
-    time; mapping and unmapping takes half of that.
+    time; mapping and unmapping take half of that.
     """
 
     def __init__(self, keeper: Keeper) -> None:
@@ -385,7 +385,7 @@ class _PartReader:
 def allocated(nbytes: int, beside: int = 0) -> int:
     """Makes a file in memory, and allocates all of it.
 
-    Raises `OSError`, with the available bytes, unless `RESERVE` and ``beside`` bytes remain.
+    Raises `OSError`, with the number of available bytes, unless `RESERVE` and ``beside`` bytes remain.
     """
     fd = anonymous_file("dcp_tensorizer_replica")
     try:
@@ -558,7 +558,7 @@ class RemotePart(RangeReader):
             raise ReadError(f"the keeper at {self._address!r} does not send the state: {describe(error)}") from error
         self._return(wire)
         if (part.head.id, part.head.rank) != (self._id, self._rank):
-            raise ReadError(f"the keeper at {self._address!r} sent a different state than requested")
+            raise ReadError(f"the keeper at {self._address!r} sent a state that was not requested")
         self.nbytes = part.nbytes
         return part
 
@@ -566,7 +566,7 @@ class RemotePart(RangeReader):
         self.once(offset, sum(buffer.nbytes for buffer in buffers)).read_into(buffers, offset)
 
     def once(self, offset: int, nbytes: int) -> RangeReader:
-        """Requests a range. Its bytes arrive while the caller uses earlier ones."""
+        """Requests a range. Its later bytes arrive while the caller uses the earlier ones."""
         wire = self._idle_wire()
         if wire is not None:  # the other end may have closed an idle connection
             with suppress(OSError):

@@ -1,7 +1,7 @@
 """The sockets of the keepers of a job, in a directory that belongs only to the user.
 
 Their names contain a hash of the job's folder and a random part, but no rank, because a launcher renumbers ranks. The
-kernel reports the user of the other end of a socket, which is checked before any data from it is read.
+kernel reports the user at the other end of a socket. Both ends check that user before they read any data.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Restarts from memory: keeper processes outlive the job and hold its newest states, and a later run loads them.
 
-A state is forgotten only when each rank has the next one. So whenever a rank dies, all ranks have some common state.
+A state is forgotten only when each rank has the next one. So whenever a rank dies, all ranks have at least one state in
+common.
 All ranks decide together which state to load, if any.
 """
 
@@ -133,8 +134,8 @@ class Survival:
         if silent:
             refusal = (
                 f"a run of this job counts as alive, because its keeper on {socket.gethostname()} does not answer at "
-                f"{silent[0]}. If it is stopped, continue it, or kill its processes (that path is in the keeper's "
-                f"command line). Then start again."
+                f"{silent[0]}. If that run is stopped, continue it, or kill its processes (that path is in the "
+                f"keeper's command line). Then start again."
             )
         else:
             refusal = self.predecessors.claim(self.run)
@@ -284,7 +285,7 @@ class Survival:
             if memory.parts:
                 logger.warning(
                     "%s: no state in memory can be loaded by all ranks, perhaps because a machine was replaced%s. This "
-                    "run resumes from storage, which may be some steps older",
+                    "run resumes from the newest checkpoint on storage, which may be some steps older",
                     self._folder.path,
                     memory.parts_of_newest(),
                 )
@@ -444,8 +445,8 @@ class Predecessors:
     ) -> StateCheckpoint:
         """Opens a state as a checkpoint. If several ranks have the same item, ``rank`` gets its own.
 
-        ``elsewhere`` has the holders on other hosts, by the parts' ranks. ``damaged`` are the rank and the holder of
-        unusable parts. Raises `ReadError` if no keeper holds the state any longer, or it cannot be read.
+        ``elsewhere`` has the holders on other hosts, by the parts' ranks. ``damaged`` has the rank and the holder of
+        each unusable part. Raises `ReadError` if no keeper holds the state any longer, or it cannot be read.
         """
         holders: dict[int, list[KeeperConnection | Address]] = {}
         for keeper in self._keepers:
@@ -590,8 +591,8 @@ def outdated(
 ) -> str:
     """Returns why a state does not resume from the newest checkpoint ``tip``, or an empty string if it does.
 
-    ``folder`` is the identity of the job's folder. ``ids`` are the ids of all existing checkpoints. Those in ``lost``
-    were lost with a node, and count as never saved.
+    ``folder`` is the identity of the job's folder. ``ids`` are the ids of all existing checkpoints. ``lost`` are
+    the ids of saves that were lost with a node; such a save counts as never made.
     """
     record, parent = head.record, None
     assert record is not None

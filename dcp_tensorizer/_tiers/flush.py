@@ -1,7 +1,7 @@
 """Flushes a local folder to the remote in the order of its saves: for each save, first the files, then the metadata.
 
 The states of saves are in the records, so that another process can continue if this one dies. If the local disk refuses
-a new state, only this process knows that state. The next process then repeats the step, which changes nothing on a
+a new state, only this process knows that state. The next process then repeats the step. That changes nothing on a
 remote that already has the files.
 """
 
@@ -165,7 +165,7 @@ class Flusher:
         self._queue.set_trouble(entry, None)
 
     def _is_hopeless(self, entry: FlushEntry) -> bool:
-        """Returns whether to give up unreadable local files, which is after the timeout."""
+        """Returns whether the timeout for unreadable local files is over, so that they are given up."""
         return self._failing.setdefault(entry.stem, self.target.progress_timeout()).is_over()
 
     def _reporting(self, entry: FlushEntry) -> Callable[[], None]:
@@ -229,7 +229,7 @@ class Flusher:
         except Superseded as error:
             self._give_up(entry, record, str(error))
             return
-        if replaced is None:  # a process that then died has committed the save
+        if replaced is None:  # another process committed the save, and died before it recorded that
             # The files of earlier saves from this folder whose metadata had the same path.
             earlier = [r for e, r in self._queue.records() if e.number < entry.number and r.subpath == record.subpath]
             commits = [r.commit for r in earlier if r.commit is not None and r.commit.name == commit.name]
@@ -276,7 +276,8 @@ class Flusher:
         """Checks whether a rank's files are part of a checkpoint on the remote."""
         committed = self._committed_here(record)
         if committed is None:  # the coordinator is on another node
-            # Find later saves before reading the metadata, because that of a later save does not name these files.
+            # Find later saves before reading the metadata. Saves are committed in order: if a later save is already on
+            # the remote, and the metadata read after that does not name these files, it never will.
             # Saves of any rank count, because a job may resume with fewer ranks. A very recent save is given time.
             is_recent = time.time() - entry.changed <= self.target.timeout / 10
             later = [r for e, r in self._queue.records({REMOTE}) if e.number > entry.number and not is_recent]
@@ -331,7 +332,7 @@ _AT_ONCE = 4  # parts in flight; more would take memory from training, which doe
 
 
 class Unreadable(WriteError):
-    """The local copy cannot be read. Not a failure of the remote."""
+    """Failure to read the local copy, as opposed to a failure of the remote."""
 
 
 def copy_file(source: Storage, target: Storage, name: str, nbytes: int, gate: Callable[[], None]) -> None:
@@ -409,10 +410,11 @@ def _copy_parts(reader: RangeReader, path: str, sink: Sink, nbytes: int, gate: C
 
 
 def arrive(queue: Queue, entry: FlushEntry, record: FlushRecord, named: set[str]) -> None:
-    """Records that a checkpoint is on the remote. Before that, removes the local copies of all such except the newest.
+    """Records that a checkpoint is on the remote.
 
-    In this order, a process that waits for the record to change never finds an incomplete copy. ``named`` are the data
-    files of the checkpoint on the remote.
+    Before that, removes the local copies of all checkpoints that are on the remote, except the newest. In this order, a
+    process that waits for the record to change never finds an incomplete copy. ``named`` are the data files of the
+    checkpoint on the remote.
     """
     done = queue.records({REMOTE})
     _, kept = max([(entry.number, record.subpath), *((e.number, r.subpath) for e, r in done)])
@@ -440,7 +442,7 @@ class Superseded(WriteError):
 
 
 def missing_files(remote: Storage, names: Iterable[str], sizes: Mapping[str, int]) -> set[str]:
-    """Returns the files that are missing or have other sizes; raises `ReadError`."""
+    """Returns the files that are missing, or whose sizes differ from ``sizes``; raises `ReadError`."""
     names = sorted(names)
     found = in_threads(remote.head, names)
     return {name for name, nbytes in zip(names, found, strict=True) if nbytes != sizes[name]}
@@ -521,7 +523,10 @@ def is_superseded(remote: Storage, index: bytes, name: str) -> bool:
 
 
 def _is_later(there: Head, own: Head, earlier: Container[str]) -> bool:
-    """Returns whether the checkpoint on the remote is later, by branches and serials, otherwise by their times."""
+    """Returns whether the checkpoint on the remote is later than the save to commit.
+
+    Compares their branches and serials, and if these do not decide, their times.
+    """
     branch, own_branch = (() if head.record is None else head.record.branch for head in (there, own))
     has_left = bool(branch) and branch[-1][0] in {
         name for name, _ in own_branch[:-1]

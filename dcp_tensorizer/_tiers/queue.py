@@ -35,7 +35,7 @@ _ORDER = (WRITING, UNFLUSHED, SENT, REMOTE, LOST, REPORTED)
 _ENTRY = re.compile(rf"(\d+)-(\d+)-([0-9a-f]{{32}})\.({'|'.join(_ORDER)})")
 _RUN = re.compile(r"([0-9a-f]{32})(\..*\.claim)")  # the id of a run that saves here, and the name of its lease's file
 _FORGET_SECONDS = 60.0  # the time that a record is retained for processes that wait for its save
-_TEMPORARY_SECONDS = 3600.0  # the age of abandoned temporary files: writing a record takes milliseconds
+_TEMPORARY_SECONDS = 3600.0  # older temporary files are abandoned: writing a record takes milliseconds
 _ALIVE = ".writer"
 
 
@@ -406,7 +406,7 @@ class Queue:
                 self.drop(entry, record)
 
     def _path(self, entry: FlushEntry) -> Path:
-        """Returns the file of a record. If the disk has refused the record's state, its name has an earlier one."""
+        """Returns the file of a record. If the disk refused the record's state, the file name has an earlier one."""
         states = _ORDER[: _ORDER.index(entry.state) + 1] if entry.stem in self._refused else ()
         paths = [self.folder / f"{entry.stem}.{state}" for state in reversed(states)]
         return next((path for path in paths if path.exists()), self.folder / entry.name)

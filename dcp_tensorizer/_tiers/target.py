@@ -21,7 +21,7 @@ from ..errors import WriteError
 _LONGEST_PAUSE = 20.0
 """Of a pause between two checks of a flush, at most this many seconds count towards the flush's timeout.
 
-So a suspended job does not time out. Slow disks and the waits between two attempts take less.
+So a suspended job does not time out. Slow disks and the waits between two attempts take less than that.
 """
 
 
@@ -89,8 +89,8 @@ def target_of(
 
     Raises:
         TypeError: ``local`` is not a path.
-        ValueError: ``local`` is a URL, ``path`` is None or in memory, or one of them contains the other.
-        WriteError: one of them is relative, and there is no working directory.
+        ValueError: ``local`` is a URL, ``path`` is None or in memory, or one of the two contains the other.
+        WriteError: one of the two is relative, and there is no working directory.
     """
     if not isinstance(local, str | os.PathLike) or not isinstance(os.fspath(local), str):
         raise TypeError(f"local must be a str or an os.PathLike, got {type(local).__name__}")

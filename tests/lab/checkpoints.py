@@ -53,12 +53,12 @@ def metadata_of(save_id: str = "s", **planner_data: Any) -> Metadata:
 
 
 def item_in(file: str) -> StoredItem:
-    """Where ``w`` is."""
+    """The location of ``w``."""
     return StoredItem(file, "w", 0, 4, "bfloat16", "tensor", b"12345678")
 
 
 def parts_of(files: Mapping[str, int], items: Mapping[ItemKey, StoredItem], **options: Any) -> list[RankLocations]:
-    """What the ranks that wrote some files tell the coordinator; items without bytes are the first one's."""
+    """What the ranks that wrote some files report to the coordinator; items without bytes belong to the first rank."""
     by_rank: dict[int, dict[ItemKey, StoredItem]] = {data_file_rank(name): {} for name in files}
     for key, item in items.items():
         by_rank.setdefault(data_file_rank(item.file) if item.file else 0, {})[key] = item
@@ -81,7 +81,7 @@ def make_checkpoint(
 ) -> Path:
     """Saves tensors whole, or in the chunks that are given for a key: the first on rank 0, the second on rank 1, ...
 
-    With ``rank``, that rank commits for itself, and its data is the first.
+    With ``rank``, that rank commits by itself, and the first chunks are its own.
     """
     first = committing.get("rank") or 0
     storage = open_storage(path, options)

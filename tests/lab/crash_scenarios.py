@@ -1,4 +1,4 @@
-"""What is done when the machine crashes, and what may be there afterwards: the old, the new, or nothing."""
+"""Operations during which the machine crashes, and what a crash may leave: the old state, the new one, or nothing."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from .crash_states import crash_states, materialise, recorded
 
 __all__ = ["SCENARIOS", "Scenario", "enumerate_crashes"]
 
-_tensors = 1  # in a checkpoint, each in a file of its own; beside an object
+_tensors = 1  # the tensors of a checkpoint, each in a separate file; a checkpoint also has an object
 
 
 class Scenario(NamedTuple):
     """An operation, and what it may leave.
 
     Attributes:
-        prepare: Makes what is there before.
-        run: Does it.
-        allowed: For each checkpoint, what may be found: its step; None, if there may be none.
+        prepare: Makes the files that exist before the operation.
+        run: Runs the operation.
+        allowed: For each checkpoint, the steps that may be found afterwards; None if it may be missing.
     """
 
     prepare: Callable[[Path], None]
@@ -86,7 +86,8 @@ def _load(path: Path) -> int | None:
     return int(state["step"])
 
 
-_reusing: list[TensorizerStorageWriter] = []  # open from one save to the next, so that it knows the files of the first
+# Open from one save to the next, so that the writer knows the files of the first save.
+_reusing: list[TensorizerStorageWriter] = []
 
 
 def _prepare_reuse(path: Path) -> None:
@@ -130,8 +131,8 @@ def _save_model(path: Path, step: int, max_shard_bytes: int = 1) -> None:
 def _load_model(path: Path) -> int | None:
     """The step of the model at a path, as Hugging Face's libraries find it; None if there is none.
 
-    Its configuration is never newer than its weights, and not missing. Just after the commit it may still be the old
-    one.
+    Its configuration is never newer than its weights, and not missing. Just after the commit the old configuration may
+    still be there.
     """
     names, index = [path / "model.safetensors"], path / "model.safetensors.index.json"
     if not names[0].exists():
@@ -201,12 +202,12 @@ SCENARIOS: dict[str, Scenario] = {
 def enumerate_crashes(scenario: Scenario, folder: Path, tensors: int = 1) -> Counter[str]:
     """Counts the states in which a crash may leave a scenario's directory, by what is found there.
 
-    In each state, what the next save and ``gc`` do first must not change what is found. Raises `AssertionError`.
+    Raises `AssertionError` if a state is not allowed, or if the clean-up by ``gc`` or by the next save changes it.
 
     Args:
         scenario: One of `SCENARIOS`.
-        folder: For what it needs.
-        tensors: In each checkpoint. The number of states grows exponentially with it.
+        folder: An empty folder for the files.
+        tensors: The number of tensors in each checkpoint. The number of states grows exponentially with it.
     """
     global _tensors
     _tensors = tensors

@@ -1,8 +1,8 @@
 """Every state in which a crash may leave a directory, worked out from what an operation does to the file system.
 
-What POSIX promises is little: a file's bytes are there after its fsync, a directory's entries after the directory's
-fsync, and a rename happens as a whole or not at all. Whatever else was done before the crash may be there or not, in
-any combination. File systems keep more order than that; a program that rests on it loses data on the next one.
+POSIX promises little: a file's bytes are durable after its fsync, a directory's entries after the directory's fsync,
+and a rename happens as a whole or not at all. Any other change before the crash may be there or not, in any
+combination. Many file systems keep more order than that, but a program that relies on it loses data on another one.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Snapshot:
 
 @dataclass
 class Recording:
-    """What an operation did: a snapshot before each of its calls, and which inodes it made durable, and when.
+    """The effects of an operation: a snapshot before each of its calls, and which inodes it made durable, and when.
 
     Attributes:
-        root: The inode of the directory that all is in.
+        root: The inode of the recorded directory.
         snapshots: In order, one for each call and one at the end.
-        synced: Number of the snapshot at an fsync, and the inode.
+        synced: For each fsync, the number of the snapshot after it, and the inode.
     """
 
     root: int = 0
@@ -64,7 +64,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Crash:
-    """What may be there after a crash: paths of files with their bytes, and of directories with None."""
+    """The files that may exist after a crash: paths of files with their bytes, and of directories with None."""
 
     files: tuple[tuple[str, bytes | None], ...]
 
@@ -124,7 +124,7 @@ def _snapshot(root: Path, kept: dict[int, int]) -> Snapshot:
 def crash_states(recording: Recording, start: int = 0) -> Iterator[Crash]:
     """Every state in which a crash during the recorded operation may leave the directory, each once.
 
-    The state at the beginning is taken to be durable. ``start``: the crash comes after so many calls, or later.
+    The state at the beginning is taken to be durable. ``start``: the crash comes after at least so many calls.
     """
     seen: set[Crash] = set()
     for end in range(start, len(recording.snapshots)):
@@ -145,7 +145,7 @@ Change = dict[Entry, int | None]
 
 
 def _changes(recording: Recording, end: int) -> Iterator[tuple[int, Change]]:
-    """What each call did to directories: after which snapshot, and entries with their new inodes, None if removed."""
+    """Each call's changes of directories: after which snapshot, and entries with their new inodes, None if removed."""
     for number in range(end):
         before, after = (recording.snapshots[number + n].entries for n in (0, 1))
         changed = {entry for entry in before.keys() | after.keys() if before.get(entry) != after.get(entry)}

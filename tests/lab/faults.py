@@ -1,4 +1,4 @@
-"""Proxies on loopback: one in front of an S3 server that counts requests and injects faults, one that cuts any TCP."""
+"""Proxies on loopback: one for S3 that counts requests and injects faults, and one that cuts any TCP connections."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Request:
 
     @property
     def operation(self) -> str:
-        """S3's name for it."""
+        """S3's name of the request's operation."""
         if "partNumber" in self.query:
             return "UploadPart"
         if "uploads" in self.query:
@@ -84,7 +84,7 @@ class _Proxy:
         self.connections = 0  # so far
 
     def cut(self) -> None:
-        """Ends every connection, whatever is on its way."""
+        """Ends every connection, even during a transfer."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class S3Proxy(_Proxy):
         self.endpoint = f"http://127.0.0.1:{self.port}"
         self.rule: Rule = lambda request: None
         self.requests: list[Request] = []
-        self.sent_bytes = 0  # in the bodies of answers whose heads have their lengths
+        self.sent_bytes = 0  # in the bodies of answers with a ``Content-Length``
         self.most_at_once = 0
         self._at_once = 0
         start_thread(self._accept, self._threads)

@@ -1,4 +1,4 @@
-"""Saves of several ranks in one process, up to the point where data is written: what planners make of them."""
+"""Saves of several ranks in one process, up to the point where data is written: the planners' results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Place = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass
 class Shards:
-    """A rank's chunks of a sharded tensor: what DCP asks it for is what it asks a DTensor for."""
+    """A rank's chunks of a sharded tensor. It has the method that DCP calls on a DTensor to plan a save."""
 
     shape: tuple[int, ...]
     places: Sequence[Place]
@@ -48,7 +48,7 @@ class Shards:
 
 @dataclass
 class Planned:
-    """What came of a save: the plans that ranks got, the coordinator's metadata as a rank gets it, and bytes sent."""
+    """The results of a planned save: the ranks' plans, the metadata that a rank receives, and the sizes of messages."""
 
     plans: list[SavePlan]
     metadata: Metadata
@@ -58,7 +58,7 @@ class Planned:
 
 
 def plan_save(planners: Sequence[DefaultSavePlanner], states: Sequence[dict[str, Any]]) -> Planned:
-    """What DCP does with the planners of all ranks: all that goes from rank to rank is pickled."""
+    """Calls the planners of all ranks as DCP does, and pickles all that DCP sends from rank to rank."""
     sent = []
     for rank, (planner, state) in enumerate(zip(planners, states, strict=True)):
         planner.set_up_planner(state, None, rank == 0)

@@ -1,4 +1,4 @@
-"""Edits of a checkpoint's `.metadata`, with every digest made right again, but without the key."""
+"""Edits of a checkpoint's `.metadata`, with every digest computed again, but not the MAC, which needs the key."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Looks for what tests leave behind: processes, descriptors, shared memory, temporary files.
+"""Checks that tests leave nothing behind: processes, descriptors, shared memory, temporary files.
 
-Several test processes may run at once on a machine, and each looks at what is its own.
+Several test processes may run at once on a machine, and each checks only its own resources.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def mark() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def temporary_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A directory for temporary files that no other program uses, so that one left over is ours."""
-    multiprocessing.util.get_temp_dir()  # it is removed when this process ends, and so has to be elsewhere
+    multiprocessing.util.get_temp_dir()  # it exists until this process ends, so it must not be in this folder
     folder = tmp_path_factory.mktemp("temporary")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(folder))
@@ -76,9 +76,10 @@ def nothing_left_behind(request: pytest.FixtureRequest, temporary_directory: Pat
     before, failed = _present(temporary_directory), request.session.testsfailed
     yield
     if request.session.testsfailed > failed:
-        return  # the tracebacks of failed tests keep what those tests had
+        return  # the tracebacks of failed tests hold references to the tests' objects
     left = _difference(before, _present(temporary_directory))
-    if left:  # or only not collected yet: a collection goes through all of torch, so not after each module
+    if left:
+        # Or it is only not collected yet. A collection goes through all of torch, so it does not run after each module.
         gc.collect()
         left = _difference(before, _present(temporary_directory))
     assert not left, f"the tests of this module left behind: {left}"
@@ -117,7 +118,7 @@ def _is_ours(process: psutil.Process) -> bool:
 
 
 def _files(temporary: Path) -> set[str]:
-    """Temporary files of the package, and all in /dev/shm but what tests of other processes have there now."""
+    """Temporary files of the package, and all files in /dev/shm except those of other living processes."""
     spools = {str(path) for path in temporary.glob("dcp_tensorizer-*")}
     return spools | {name for name in _in_shared_memory() if not name.startswith("tmp") and not _is_anothers(name)}
 
@@ -127,7 +128,7 @@ def _in_shared_memory() -> list[str]:
 
 
 def _is_anothers(name: str) -> bool:
-    """Returns whether a file of torch's is of a process that lives and is none of ours."""
+    """Returns whether a file of torch belongs to a living process that does not descend from this one."""
     creator = name.split("_")[1] if name.startswith("torch_") else ""
     if not creator.isdecimal() or int(creator) == os.getpid():
         return False

@@ -1,6 +1,6 @@
 """The manager against a model of it: saves, failures, leftovers of killed jobs, restarts, damage and retention.
 
-The model knows each checkpoint's ancestors, and so which are a job's own, without names of branches.
+The model knows each checkpoint's ancestors. So it knows which checkpoints belong to a job, without names of branches.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from .processes import quietly
 
 __all__ = ["ManagerModel"]
 
-NUMBERS = 2048  # more than what stands in the index itself
+NUMBERS = 2048  # too large for the index to hold the tensor itself
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that was committed.
+    """A committed checkpoint.
 
     Attributes:
-        value: What is in it; no two have the same.
-        ancestors: The values of those that training went through before.
+        value: Its content; no two checkpoints have the same value.
+        ancestors: The values of the checkpoints that training went through before.
     """
 
     step: int
@@ -102,7 +102,7 @@ class ManagerModel(RuleBasedStateMachine):
 
     @rule(stride=st.integers(1, 3), loss=st.sampled_from([0.5, 1.0, 2.0, math.nan]), waits=st.booleans())
     def save(self, stride: int, loss: float, waits: bool) -> None:
-        """A step is saved, and what no rule keeps goes."""
+        """A step is saved, and the checkpoints that no rule retains are deleted."""
         self.step += stride
         self.values += 1
         self.state["w"].fill_(self.values)
@@ -139,14 +139,14 @@ class ManagerModel(RuleBasedStateMachine):
 
     @rule()
     def save_again(self) -> None:
-        """A step that is there is not saved again."""
+        """A step that has a checkpoint is not saved again."""
         if self.disk.get(self.step) in self.own:
             with quietly():
                 assert self.manager.save(self.step, {"w": torch.ones(NUMBERS), "value": -1}, force=True).result()
 
     @rule(stride=st.integers(1, 4))
     def leftovers(self, stride: int) -> None:
-        """A job was killed in the middle of a save: data is there, and no metadata."""
+        """A job was killed during a save: there is a data file, but no metadata."""
         step = self.step + stride
         if step not in self.disk:
             self.manager.wait()
@@ -193,7 +193,7 @@ class ManagerModel(RuleBasedStateMachine):
 
     @invariant()
     def the_folder_is_as_it_should_be(self) -> None:
-        """What is to be kept is there and whole, and what is not is gone."""
+        """The checkpoints to retain exist and are whole, and all others are deleted."""
         if not hasattr(self, "manager"):
             return
         self.manager.wait()
@@ -231,7 +231,7 @@ class ManagerModel(RuleBasedStateMachine):
         self.resumed_from(expected)
 
     def _restart_if_failing(self) -> None:
-        """Two failures in a row, and a third would end the job."""
+        """Restarts the job: a third failure in a row would end it."""
         with quietly():
             self.manager.close()
         self.start()
@@ -241,7 +241,7 @@ class ManagerModel(RuleBasedStateMachine):
         self.ancestors = checkpoint.ancestors | {checkpoint.value}
 
     def _forget(self, checkpoint: Checkpoint) -> None:
-        """Removes a damaged checkpoint, as its owner would; the job starts anew from what is there."""
+        """Removes a damaged checkpoint, as its owner would. The job then restarts from the newest of the others."""
         self.manager.close()
         shutil.rmtree(Path(self.location, f"step-{checkpoint.step}"))
         del self.disk[checkpoint.step]

@@ -1,7 +1,7 @@
-"""A job for torchrun that may be stopped at any moment, and the one that stops it.
+"""A job for torchrun that may be stopped at any moment, and `Preempted`, which runs and stops it.
 
-``python -m tests.lab.preempted_job FOLDER LOG STEPS``, started by torchrun. Its steps are element by element, so that
-its losses are the same on any number of ranks, to the last bit.
+``python -m tests.lab.preempted_job FOLDER LOG STEPS``, started by torchrun. Its steps compute
+each element separately, so that its losses are the same on any number of ranks, bit for bit.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Preempted:
     """A job that runs on several ranks, until its end or until it is stopped.
 
     Args:
-        folder: For its checkpoints and its log.
-        steps: Of the whole job.
-        python: What the ranks are started by.
+        folder: The folder for its checkpoints and its log.
+        steps: The number of steps of the whole job.
+        python: The interpreter of the ranks.
     """
 
     def __init__(self, folder: Path, steps: int, python: str = sys.executable) -> None:
@@ -71,17 +71,17 @@ class Preempted:
 
     @property
     def logged(self) -> list[tuple[int, str]]:
-        """Each step that a run has done, with its loss; a step that was done twice stands there twice."""
+        """The steps of all runs, each with its loss; a step that was done twice is listed twice."""
         lines = self._log.read_text().splitlines()
         return [(int(step), loss) for step, loss in (line.split() for line in lines)]
 
     def run(self, ranks: int, *, stop_at: int | None = None, one_rank: bool = False) -> None:
-        """Runs until it ends.
+        """Runs the job until it ends.
 
         Args:
-            ranks: On how many.
+            ranks: The number of ranks.
             stop_at: The step after which SIGTERM is sent.
-            one_rank: Not to torchrun, which passes it on to all, but to one rank.
+            one_rank: Send the signal to one rank, not to torchrun, which sends it to all ranks.
         """
         arguments = ["-m", "tests.lab.preempted_job", self.checkpoints, self._log, self._steps]
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *arguments]

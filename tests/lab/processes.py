@@ -1,4 +1,4 @@
-"""This process and others: programs that run, writer processes, keepers, and what they have open."""
+"""This process and others: running programs, writer processes, keepers, and their open files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def is_so_in_child(look: Callable[[], bool]) -> bool:
 
 
 def is_a_servant(process: psutil.Process) -> bool:
-    """Servers that programs and ranks are forked off live as long as we do, and so does a resource tracker."""
+    """Returns whether a process is a fork server or a resource tracker, which live as long as this process."""
     if process.pid in warm.pids():
         return True
     try:
@@ -50,7 +50,7 @@ def is_a_servant(process: psutil.Process) -> bool:
 
 @contextmanager
 def file_size_limit(nbytes: int) -> Iterator[None]:
-    """The operating system refuses files larger than this, as a full disk would."""
+    """Makes the operating system refuse files larger than this, as a full disk would."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:
@@ -62,20 +62,20 @@ def file_size_limit(nbytes: int) -> Iterator[None]:
 def run_python(
     script: str, *arguments: object, timeout: float = 600.0, fresh: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a script in an interpreter of its own. If it fails, this fails with its output.
+    """Runs a script in a separate interpreter. If the script fails, fails with its output.
 
-    A ``fresh`` one begins and ends as every interpreter does; the others have imported torch already.
+    A ``fresh`` interpreter begins and ends as every interpreter does; others have already imported torch.
     """
     return _run([sys.executable if fresh else warm.python(), "-c", script, *map(str, arguments)], timeout)
 
 
 def can_mount(mounts: str) -> bool:
-    """Whether these tests can mount something that no other process sees."""
+    """Returns whether tests can mount something that no other process sees."""
     return subprocess.run([*_MOUNT_NAMESPACE, mounts], capture_output=True, check=False).returncode == 0
 
 
 def run_python_with(mounts: str, script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """The same where shell commands have mounted something before: ``$1`` in them is the script's first argument."""
+    """Runs a script after shell commands that mount something: ``$1`` in them is the script's first argument."""
     command = f'script="$1" && shift && {mounts} && exec "$0" -c "$script" "$@"'
     return _run([*_MOUNT_NAMESPACE, command, sys.executable, script, *map(str, arguments)], 600.0)
 
@@ -96,7 +96,7 @@ def _run(command: Sequence[str], timeout: float) -> subprocess.CompletedProcess[
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without the logs of saves and loads that fail as they should, and without warnings."""
+    """Silences warnings, and the logs of saves and loads that fail as a test expects."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -145,7 +145,7 @@ def keepers_below(folder: Path) -> list[psutil.Process]:
 
 
 def end_keepers(folder: Path) -> None:
-    """Ends those that are left, as their time does; and waits for those that this process has left to others."""
+    """Kills the keepers of a folder, and reaps the children of this process that have ended, such as keepers."""
     for process in keepers_below(folder):
         process.kill()
         process.wait()
@@ -155,7 +155,7 @@ def end_keepers(folder: Path) -> None:
 
 
 def _command(process: psutil.Process) -> list[str]:
-    """A process' command line. One that has just been started has none for a moment, and one that has died, no more."""
+    """A process' command line. A process that has just started has none for a moment, and a dead one has none."""
     deadline = time.monotonic() + 1.0
     with suppress(psutil.Error):
         while not (command := process.cmdline()) and time.monotonic() < deadline:
@@ -165,9 +165,9 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def kill(process: psutil.Process) -> None:
-    """Kills a child, and returns when it is dead; its parent can still ask how it ended."""
+    """Kills a child, and returns when it is dead. Its parent can still read its exit status."""
     process.kill()
-    with suppress(ChildProcessError):  # its parent has already asked
+    with suppress(ChildProcessError):  # its parent has already read the exit status
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
 

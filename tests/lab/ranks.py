@@ -1,6 +1,6 @@
-"""Runs functions on real ranks: processes of their own, a gloo group, their tracebacks, and a hard timeout.
+"""Runs functions on real ranks: separate processes with a gloo group, their tracebacks, and a hard timeout.
 
-The processes are forked off a server that has done nothing but import torch and the package, which takes each longer
+The processes are forked from a server that has only imported torch and the package, because these imports take longer
 than most tests.
 """
 
@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 
 from .. import warm
 
-# Names of the package come from modules that are imported on first use, so those are here as well.
+# The package imports these modules on first use of their names, so the server imports them as well.
 _IMPORTED = [
     *(f"dcp_tensorizer.{name}" for name in ("writer", "reader", "planner", "manager", "tools", "integrations.install")),
     "torch._dynamo",  # torch imports it when the first tensor is distributed
@@ -38,7 +38,7 @@ _GRACE = 60.0  # for the other ranks, when one has failed: they may wait for it 
 
 @dataclass(frozen=True)
 class Rank:
-    """What a function on a rank is given first."""
+    """The first argument of a function that runs on a rank."""
 
     index: int
     world_size: int
@@ -50,9 +50,9 @@ def run_ranks(world_size, fn, *args, distributed=True, killed=(), timeout=300.0)
     """Runs ``fn(Rank, *args)`` on every rank and returns what each returned, by rank.
 
     Args:
-        distributed: With a process group, or each rank for itself.
-        killed: Ranks that are killed on the way: their result is None.
-        timeout: Seconds after which every rank's stacks are taken and it is ended.
+        distributed: Whether the ranks have a process group.
+        killed: Ranks that the function kills: their result is None.
+        timeout: Seconds after which every rank stores its stacks and ends.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
@@ -96,7 +96,7 @@ def attempt(function):
 
 @dataclass(frozen=True)
 class Failure:
-    """What one rank saw of a call that failed: the cause by rank (None: raised as it is), and how long it took."""
+    """A failed call on one rank: the causes by rank (None: an error that DCP did not wrap), and how long it took."""
 
     causes: dict
     seconds: float
@@ -150,7 +150,7 @@ def _run(index, world_size, folder, distributed, killed, fn, args):
 def _wait(processes, killed, seconds):
     """Waits for all, but not for long once one has failed; kills and returns what is left."""
     deadline = time.monotonic() + seconds
-    # Not the sentinels: a child that a killed rank leaves behind holds those open.
+    # Does not wait for the sentinels, because a child that a killed rank leaves behind holds them open.
     pending = {os.pidfd_open(process.pid): rank for rank, process in enumerate(processes)}
     while pending and (left := deadline - time.monotonic()) > 0:
         for ended in multiprocessing.connection.wait(list(pending), left):

@@ -1,4 +1,4 @@
-"""Objects as ``torch.save`` stores them, also ones that no program would save."""
+"""Objects as ``torch.save`` stores them, including objects that no program would save."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def saved(value: object) -> bytes:
 
 
 def archive(change: Callable[[bytes], bytes], value: object = None, compression: int = zipfile.ZIP_STORED) -> bytes:
-    """What ``torch.save`` makes of a value, with another pickle in it."""
+    """The bytes that ``torch.save`` makes of a value, with its pickle replaced by ``change``."""
     made = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(saved(value))) as before, zipfile.ZipFile(made, "w", compression) as after:
         for name in before.namelist():
@@ -92,7 +92,7 @@ def archive(change: Callable[[bytes], bytes], value: object = None, compression:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two of these values are of one type and equal, NaNs and streams included."""
+    """Returns whether two of these values are of one type and equal, NaNs and streams included."""
     if type(a) is not type(b):
         return False
     if isinstance(a, io.BytesIO):

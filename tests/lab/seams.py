@@ -1,4 +1,4 @@
-"""Inside the package: its parts as tests of several rooms use them, and what no user sees."""
+"""Private parts of the package that tests of several folders use."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def block_digests(tensor: torch.Tensor) -> bytes:
 
 
 def cached(path: Path, offset: int) -> bool:
-    """Whether the page cache holds a byte of a file now."""
+    """Returns whether the page cache holds a byte of a file now."""
     with open(path, "rb") as file:
         residency = Residency(file.fileno())
         is_cached = residency.holds_page(offset)
@@ -125,7 +125,7 @@ def cached(path: Path, offset: int) -> bool:
 
 
 def wait_until_digested(folder: Path) -> None:
-    """Waits until keepers whose trainers are gone have the digests of all that they keep: they see no damage before."""
+    """Waits until orphaned keepers have the digests of all their states: damage before that would not be detected."""
     for path in folder.iterdir():
         connection = connect(path)
         assert connection is not None

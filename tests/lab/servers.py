@@ -1,4 +1,4 @@
-"""Real servers on loopback: SeaweedFS for S3, asyncssh for SFTP. Each is a process with a folder of its own."""
+"""Real servers on loopback: SeaweedFS for S3, asyncssh for SFTP. Each is a process with a separate folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _running: set[int] = set()
 
 
 def pids() -> set[int]:
-    """The servers that run now. They outlive the tests that use them."""
+    """The process ids of the servers that run now. Servers outlive the tests that use them."""
     return set(_running)
 
 
@@ -48,7 +48,7 @@ class S3Server:
         return {"key": KEY, "secret": SECRET, "client_kwargs": {"endpoint_url": endpoint or self.endpoint}, **others}
 
     def client(self) -> Any:
-        """A client of botocore's own, to see what the server has without the package."""
+        """A client of botocore, to check what the server has without this package."""
         session = botocore.session.Session()
         session.register_component("data_loader", _models())
         return session.create_client(
@@ -83,7 +83,7 @@ class SftpServer:
         return {"username": USER, "password": PASSWORD, "port": port or self.port, "look_for_keys": False}
 
     def synced(self) -> list[str]:
-        """The names of the files that it has made durable, in order."""
+        """The names of the files that the server has synced, in order."""
         return (self.folder.parent / "synced").read_text().splitlines()
 
 
@@ -202,7 +202,7 @@ def process(command: list[str], folder: Path, ready: Any, environment: dict[str,
 def free_ports(count: int) -> Iterator[list[int]]:
     """Ports on which no process listens. They are held until the end of the block, so that they differ.
 
-    They lie below those that the system gives to outgoing connections. One of those could be taken again between the
+    They lie below the ports that the system gives to outgoing connections: it could give such a port away between the
     end of the block and the start of the server.
     """
     with ExitStack() as stack:

@@ -22,7 +22,7 @@ class _Server(asyncssh.SSHServer):
 
 
 class _Files(asyncssh.SFTPServer):
-    """Logs which files it was asked to make durable."""
+    """The files of the server. Logs the names of the files that clients sync."""
 
     def fsync(self, file_obj: Any) -> None:
         super().fsync(file_obj)

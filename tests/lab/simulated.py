@@ -1,8 +1,8 @@
-"""A simulated accelerator: what it shows is the order of queues and events, and the lifetime of what is registered.
+"""A simulated accelerator, for tests of the order of queues and events, and of the lifetime of registered memory.
 
-Its tensors are host tensors that a test declares to be on it. Streams are queues; nothing in them happens before the
-test runs the device, or somebody waits for one of its events and the device is `free_running`. No speed, no memory of
-its own, no CUDA: that is what tests/gpu is for.
+Its tensors are host tensors that a test declares to be on it. Streams are queues. Their work runs only when the test
+runs the device, or, if the device is `free_running`, when a thread waits for one of its events. It has no speed, no
+memory and no CUDA: tests/gpu tests those.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class SimulatedEvent:
         assert self.done.wait(WAIT), "the test did not run the device"
 
     def wait(self) -> None:
-        """Training waits: nothing that is queued there from now on happens before this event."""
+        """Makes training wait: work that it queues from now on runs after this event."""
         self.device.training.append((self, lambda: None))
 
 
 Work = tuple[SimulatedEvent | None, Callable[[], object]]
-"""The event that must be done first, and what is done then."""
+"""The event that must happen first, and the work that follows it."""
 
 
 class SimulatedStream(SideStream):
@@ -109,16 +109,16 @@ class SimulatedDevice:
     """One device, number 0.
 
     Attributes:
-        training: What training has queued on its own stream.
-        crossings: For each call that copied between host and device, how many tensors.
-        buffers: Sizes of the buffers that were taken on the device.
-        memory: How large a buffer can be.
-        pinned: Host memory that is registered: address and length.
-        most_pinned: Bytes of it at most.
+        training: The work that training has queued on its own stream.
+        crossings: For each call that copied between host and device, the number of tensors.
+        buffers: The sizes of the buffers that were allocated on the device.
+        memory: The maximum size of a buffer.
+        pinned: The registered host memory: address and length.
+        most_pinned: The maximum number of bytes that were registered at the same time.
         has_batches: The driver takes batches of copies.
         batched: For each call with a batch, the sizes of its copies.
-        most_batches: After so many the driver refuses batches.
-        borders: Where registrations begin, for batches.
+        most_batches: After so many batches the driver refuses further ones.
+        borders: The addresses at which registrations begin, for batches.
         is_capturing: Training captures a graph.
         on_copy: Called when a copy has been queued on a side stream.
     """
@@ -152,7 +152,7 @@ class SimulatedDevice:
         self.training.append((None, work))
 
     def run(self, *, training_first: bool = True) -> None:
-        """Does everything that is queued, as far as events allow: one stream as far as it gets, then the other."""
+        """Runs all queued work, as far as events allow: each stream in turn as far as possible."""
         with self._running:
             progress = True
             while progress:

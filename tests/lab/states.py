@@ -1,4 +1,4 @@
-"""Tensors of every dtype, and what tells whether two states are the same."""
+"""Tensors of every dtype, and comparisons of states."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bits (NaNs are equal to themselves)."""
+    """Returns whether two tensors have the same dtype, shape and bits (NaNs are equal to themselves)."""
     return a.dtype == b.dtype and a.shape == b.shape and raw(a) == raw(b)
 
 

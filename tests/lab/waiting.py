@@ -1,4 +1,4 @@
-"""Handshakes between threads, in place of sleeping: what a test holds back, and what waits for it."""
+"""Handshakes between threads, instead of sleeping: a test holds a thread back, or waits for one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 WAIT = 300.0
-"""Seconds after which something that should have happened has not: for what hangs, and not for a busy machine."""
+"""Timeout in seconds for threads that hang: far longer than a busy machine needs."""
 
 
 class Gate:
@@ -52,7 +52,7 @@ class Gate:
 
 
 class HeldPlanner(DefaultSavePlanner):
-    """Holds its save back on the save's own thread, which has begun by then, until the gate is opened."""
+    """A planner that holds the thread of its save back until the gate is opened."""
 
     def __init__(self, gate: Gate) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class HeldPlanner(DefaultSavePlanner):
 
 
 class HeldTensor(torch.Tensor):
-    """A tensor in host memory that is not copied before its gate is opened, or whose copying fails."""
+    """A tensor in host memory. Before it is copied, it calls ``before_copy``, which may wait or raise an error."""
 
     plain: torch.Tensor
     before_copy: Callable[[], object]
@@ -82,7 +82,7 @@ class HeldTensor(torch.Tensor):
                 if isinstance(tensor, HeldTensor):
                     tensor.before_copy()
         result = func(*tree_map(_plain, args), **tree_map(_plain, kwargs or {}))
-        if func is torch.ops.aten.detach.default:  # staging copies what this gives
+        if func is torch.ops.aten.detach.default:  # staging copies the detached tensor
             return HeldTensor(result, args[0].before_copy)
         return result
 
@@ -92,7 +92,7 @@ def _plain(value: Any) -> Any:
 
 
 def hold_memory(monkeypatch: pytest.MonkeyPatch, before: Callable[[], object]) -> None:
-    """Has something called before the system gives memory for a shared buffer."""
+    """Makes the process call ``before`` before each allocation of memory for a shared buffer."""
     allocate = os.posix_fallocate
 
     def held(fd: int, offset: int, length: int) -> None:
@@ -103,7 +103,7 @@ def hold_memory(monkeypatch: pytest.MonkeyPatch, before: Callable[[], object]) -
 
 
 def save_thread(before: set[threading.Thread]) -> threading.Thread:
-    """The thread of the save that `async_save` has begun, which is none of those that were there before."""
+    """The thread of the save that `async_save` has begun. ``before`` are the threads that ran before that."""
     deadline = time.monotonic() + WAIT
     while time.monotonic() < deadline:
         for thread in set(threading.enumerate()) - before:
@@ -113,7 +113,7 @@ def save_thread(before: set[threading.Thread]) -> threading.Thread:
 
 
 class Interrupted(BaseException):
-    """What a signal's handler raises, as Python's own does at Ctrl-C."""
+    """Exception that a signal handler raises, as Python's own handler does at Ctrl-C."""
 
 
 @contextmanager
@@ -122,8 +122,8 @@ def interrupted_inside(
 ) -> Iterator[threading.Event]:
     """Sends the main thread, which must be the calling one, a signal when it waits inside a function.
 
-    Its handler raises `Interrupted`, which is expected to come out of the block. ``after`` returns when the signal may
-    be sent. Gives an event that says that the handler has been called.
+    The signal's handler raises `Interrupted`, and the block must raise it. ``after`` returns when the signal may be
+    sent. Yields an event that is set when the handler is called.
     """
     main, called = threading.main_thread(), threading.Event()
     assert threading.current_thread() is main
@@ -136,7 +136,8 @@ def interrupted_inside(
     def send() -> None:
         after()
         wait_until_inside(main, function)
-        while not called.is_set():  # a signal right before the system call that waits does not end it, but the next one
+        # A signal just before the system call does not end the call, but the next signal does.
+        while not called.is_set():
             signal.pthread_kill(main.ident or 0, signal.SIGUSR1)
             called.wait(0.1)
 
@@ -158,7 +159,7 @@ def in_thread(target: Callable[[], object]) -> threading.Thread:
 
 
 def wait_until_inside(thread: threading.Thread, function: Callable[..., object]) -> None:
-    """Returns when a thread waits inside a function; fails if it ends without."""
+    """Returns when a thread waits inside a function. Fails if the thread ends before that."""
     deadline = time.monotonic() + WAIT
     while not _waits_inside(thread, function):
         assert thread.is_alive(), f"it did not wait in {function.__qualname__}"
