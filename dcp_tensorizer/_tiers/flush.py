@@ -552,8 +552,8 @@ def _committed(remote: Storage, name: str) -> IndexFile | None:
 
 # --- the thread that flushes while the writer process has no save -----------------------------------------------------
 #
-# The thread has the priority of its process. With a lower one, it would never run on a busy core. While it waited for the
-# core, it would hold the GIL, which a new save needs.
+# The thread has the priority of its process. With a lower one, it would never run on a busy core. While it waited for
+# the core, it would hold the GIL, which a new save needs.
 
 _BUSY_SECONDS = 0.05
 _TROUBLE_SECONDS = 10.0

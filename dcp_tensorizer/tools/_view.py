@@ -95,9 +95,7 @@ class StoredObject:
     nbytes: int
     # the ``torch.save`` bytes; for a tensor in several chunks, those of all chunks joined; raises `ReadError`
     read: Callable[[], bytes]
-    item: StoredItem | None = (
-        None  # the location of the bytes, or of the first chunk; None unless the format is this package's
-    )
+    item: StoredItem | None = None  # the location of the bytes, or of the first chunk; None in any other format
     fault: str = ""  # why it cannot be converted, as the end of a sentence that begins with the key; otherwise empty
 
 
