@@ -1,5 +1,7 @@
 """``dcp-tensorizer``: lists, inspects, verifies, compares, converts, reports on and removes checkpoints.
 
+It also merges traces, and publishes versions of models.
+
 Each command parses its arguments, calls one public function, and shows the result. Modules that need torch are imported
 when a command runs, so help, the version and completion take a tenth of the time that importing torch takes. No command
 runs code from a checkpoint.

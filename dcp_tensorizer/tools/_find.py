@@ -44,7 +44,7 @@ State = Literal["committed", "unfinished", "unflushed", "flushed", "incomplete",
 logger = logging.getLogger("dcp_tensorizer")
 
 _NUMBER = re.compile(r"\d+")
-_TRAILER = 24  # bytes at the end that distinguish the pickles of this package's old versions from torch's
+_TRAILER = 24  # last bytes, which mark the pickles that this package wrote before its first release
 _MAX_NAMED, _MAX_DEPTH = 3, 2  # of a hint: checkpoints named, and levels of directories searched
 
 
