@@ -213,11 +213,11 @@ class PieceExchange:
         self._fill = fill
         sizes = np.array([part.granule for part in layout.files], dtype=np.int64)
         bases = np.cumsum([0, *(part.file.nbytes for part in layout.files)])[:-1]
-        granule = shared.offset // sizes[shared.file] if len(shared) else shared.offset
+        granule = shared.offset // sizes[shared.file]
         pairs = zip(shared.file.tolist(), granule.tolist(), strict=True)
         self._owner = granule_owners(layout, pairs)
         # A piece belongs to the window in which its block starts, so that all of a block is in one window.
-        begins = bases[shared.file] + granule * sizes[shared.file] if len(shared) else shared.offset
+        begins = bases[shared.file] + granule * sizes[shared.file]
         self._window = begins // (_WINDOW * layout.ranks)
         self._shared = shared
 

@@ -602,8 +602,6 @@ def _view(value: Any) -> _View:
     if is_plain:
         return _View(tensor.reshape(-1).view(torch.uint8).numpy(), None)
     copy = tensor.cpu().resolve_conj().resolve_neg().contiguous()
-    if copy.data_ptr() == tensor.data_ptr():
-        copy = copy.clone()
     return _View(copy.reshape(-1).view(torch.uint8).numpy(), lambda: tensor.copy_(copy))
 
 

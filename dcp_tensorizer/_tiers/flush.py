@@ -451,7 +451,7 @@ def missing_files(remote: Storage, names: Iterable[str], sizes: Mapping[str, int
 def named_files(remote: Storage, name: str) -> set[str]:
     """Returns the data files that a metadata file of this package names; raises `ReadError`.
 
-    If the metadata file does not exist, or another package wrote it, returns an empty set.
+    If the metadata file does not exist, is damaged, or is of another package, returns an empty set.
     """
     there = _committed(remote, name)
     return set() if there is None else set(there.files)

@@ -270,6 +270,32 @@ def test_a_part_that_finds_no_room_ends_with_its_save(tmp_path: Path, monkeypatc
     assert list(tmp_path.rglob("*.tensors")) == [run.local / "step-1" / f"__0_0_{10:032}.tensors"]
 
 
+@pytest.mark.parametrize(("seconds", "shown"), [(6.0, [True, False, True, True]), (1.0, [True, False, False, False])])
+def test_a_slow_flush_shows_that_it_makes_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, shown: list[bool]
+) -> None:
+    """While a save's files are sent, the time of its record changes about every 5 s, so that no trainer gives up."""
+    run = Run(tmp_path)
+    names = [f"__0_{number}_{'a' * 32}.tensors" for number in range(3)]
+    (run.local / "step-1").mkdir(parents=True)
+    for name in names:
+        (run.local / "step-1" / name).write_bytes(b"data")
+    writing = run.queue.begin(FlushRecord(run.target.name, "step-1", 0, "a" * 32))
+    writing.written(dict.fromkeys(names, 4), sync=False)
+    record = run.queue.folder / writing.entry.name
+    now, passed, found = time.monotonic, 0.0, list[bool]()
+    monkeypatch.setattr(time, "monotonic", lambda: now() + passed)
+
+    def gate() -> None:
+        nonlocal passed
+        found.append(record.stat().st_mtime > 0)
+        os.utime(record, (0, 0))
+        passed += seconds
+
+    Flusher(run.target, gate).step()
+    assert found == shown  # once before the first file, and before each file
+
+
 def _awaiting(run: Run, *others: str) -> list[str]:
     """Adds files of other ranks, of 4 bytes each, to a commit; returns the names of the save's own files."""
     (entry,) = run.queue.entries()
@@ -495,6 +521,19 @@ def test_room_is_made_without_forgetting_what_has_just_arrived(tmp_path: Path) -
     assert [run.queue.free(), run.queue.free()] == [True, False]
     assert run.states() == ["remote"]
     assert list(run.local.rglob("*.tensors")) == []
+
+
+def test_room_is_not_made_by_copies_that_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the disk refuses to remove the local copies, nothing is freed, so the save does not try that disk again."""
+    run = Run(tmp_path)
+    run.queue.move(_sent(run, "a")[0], REMOTE)
+
+    def refuse(storage: LocalStorage, *names: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(LocalStorage, "remove", refuse)
+    assert not run.queue.free()
+    assert (run.states(), len(list(run.local.rglob("*.tensors")))) == (["remote"], 1)
 
 
 def test_local_copies_go_before_an_arrival_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from dcp_tensorizer._saving.flushing import Flushing
 from dcp_tensorizer._tiers.queue import REMOTE, SENT, FlushEntry, FlushRecord
 from dcp_tensorizer.writer import SaveReport
 
+from ...lab.waiting import WAIT
 from .support import Run, read_only
 
 REPORT = SaveReport(
@@ -84,6 +87,18 @@ def test_what_arrived_just_before_the_end_is_told(tmp_path: Path) -> None:
     moved = run.queue.move(run.queue.move(entry, SENT), REMOTE)
     flushing.end(Deadline(10.0))
     assert told == [pytest.approx(moved.changed, abs=1.0)]
+
+
+def test_a_flush_that_was_stopped_can_be_resumed(tmp_path: Path) -> None:
+    """A save that arrives after the engine has ended is reported by another thread, for which no exit waits."""
+    run, told = Run(tmp_path), Future[float]()
+    flushing, entry = _flushing(run), _begun(run, "a" * 32)
+    flushing.stop()
+    flushing.follow(entry, REPORT, lambda report, moment: told.set_result(moment))
+    flushing.resume()
+    assert {thread.daemon for thread in threading.enumerate() if thread.name == "flush-watch"} == {True}
+    moved = run.queue.move(entry, REMOTE)
+    assert told.result(WAIT) == pytest.approx(moved.changed, abs=1.0)
 
 
 def test_who_is_told_may_wait_for_the_rest(tmp_path: Path) -> None:

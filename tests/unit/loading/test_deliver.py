@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_tensorizer import MetadataError
 from dcp_tensorizer._formats.own import Index
-from dcp_tensorizer._loading.deliver import Load, LoadOptions
+from dcp_tensorizer._loading.deliver import Load, LoadOptions, keys_below_empty_dicts
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file.regions import Region
 
@@ -58,3 +58,15 @@ def test_what_is_stored_nowhere_is_named(index: Index, tmp_path: Path) -> None:
     """An item that is not stored is an error when the load is made."""
     with pytest.raises(MetadataError, match=r"m has no data for 'x'"):
         load_of(index, [rows(0, 1), rows(0, 1, key="x")], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("paths", "lost"),
+    [({"a.b.w": ("a.b", "w"), "c.0.w": ("c", 0, "w")}, ["a.b.w", "c.0.w"]), ({}, ["c.0.w"]), (None, ["c.0.w"])],
+)
+def test_keys_of_an_empty_dict(paths: dict[str, tuple[str | int, ...]] | None, lost: list[str]) -> None:
+    """The recorded paths show which dict a key is below; without them, the dots in the key do."""
+    metadata = Metadata({}, planner_data=paths)
+    state = {"a.b": {}, "c": [{}], "d": {"w": 1}}
+    assert keys_below_empty_dicts(state, ["a.b.w", "c.0.w", "d.w"], metadata) == lost
+    assert keys_below_empty_dicts({"d": {"w": 1}}, ["a.b.w", "d.w"], metadata) == []

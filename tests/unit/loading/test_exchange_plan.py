@@ -61,6 +61,7 @@ def test_a_window_can_be_cut_into_pieces() -> None:
     """The pieces of a window, cut at multiples of 64, have all bytes of its requests in order."""
     requests = _requests(100_000, 77, 200_001)
     ((window,),) = spans_of(requests, 1, 64 << 20)
+    assert len(window.parts) == len(requests)  # consecutive bytes of a tensor are one read
     pieces = [part for start in range(0, window.nbytes, 6400) for part in window.between(start, start + 6400)]
     for request in requests:
         own = [part for part in pieces if part.request is request]

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from dcp_tensorizer._models import pieces as model_pieces
 from dcp_tensorizer._models.layout import ModelOptions, RankLayout, plan_model, rank_layout
-from dcp_tensorizer._models.pieces import PieceExchange, pieces_of, round_count, split
+from dcp_tensorizer._models.pieces import PieceExchange, fill_of, pieces_of, round_count, split
 from dcp_tensorizer._storage.base import SharedFile
 from dcp_tensorizer._tensor_file.regions import Region
 from dcp_tensorizer._writer_process.shared_job import Pieces, SharedFilePart
@@ -98,8 +98,10 @@ def planned(ranks: int) -> list[SavePlan]:
     return [SavePlan(of_rank) for of_rank in items]
 
 
-def write(layout: RankLayout, headers: list[bytes], rank: int, ranks: Ranks, files: list[np.ndarray]) -> Pieces:
-    """Writes one rank's part; returns the pieces that the rank has written."""
+def write(
+    layout: RankLayout, headers: list[bytes], rank: int, ranks: Ranks, files: list[np.ndarray]
+) -> tuple[Pieces, list[set[tuple[int, int]]]]:
+    """Writes one rank's part; returns the pieces that the rank has written, and the blocks of each exchange."""
     contents: list[np.ndarray] = []
     found: list[Pieces] = []
     for key, (shape, dtype, chunks) in model(ranks.size).items():
@@ -131,17 +133,25 @@ def write(layout: RankLayout, headers: list[bytes], rank: int, ranks: Ranks, fil
     member: Any = Member(ranks, rank)
     own, shared = split(Pieces.joined(found), layout)
     put(own, fill)
+    exchanged: list[set[tuple[int, int]]] = []
     if layout.has_granules:
         exchange = PieceExchange(shared, layout, member, fill)
         for number in range(round_count(layout)):
             own, others, content = exchange.swap(number, member.gather(exchange.counts(number)))
+            exchanged.append(blocks_of(own, layout) | blocks_of(others, layout))
             put(own, fill)
 
             def came(_: int, start: int, memory: np.ndarray, content: np.ndarray = content) -> None:
                 memory[:] = content[start : start + memory.nbytes]
 
             put(others, came)
-    return Pieces.joined(written)
+    return Pieces.joined(written), exchanged
+
+
+def blocks_of(pieces: Pieces, layout: RankLayout) -> set[tuple[int, int]]:
+    """Returns the blocks in which pieces begin: the number of the file, and the number in the file."""
+    blocks = zip(pieces.file.tolist(), pieces.offset.tolist(), strict=True)
+    return {(file, offset // layout.files[file].granule) for file, offset in blocks}
 
 
 def values(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> np.ndarray:
@@ -162,10 +172,11 @@ def test_each_byte_is_written_once_and_each_block_by_one_rank(
     layout = rank_layout(plan, shared, "id")
     files = [np.full(of.nbytes, 255, dtype=np.uint8) for of in plan.files]
     together, found = Ranks(ranks), [Pieces.joined([])] * ranks
+    exchanged: list[list[set[tuple[int, int]]]] = [[]] * ranks
     headers = [of.header for of in plan.files]
 
     def run(rank: int) -> None:
-        found[rank] = write(layout, headers, rank, together, files)
+        found[rank], exchanged[rank] = write(layout, headers, rank, together, files)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
@@ -179,7 +190,27 @@ def test_each_byte_is_written_once_and_each_block_by_one_rank(
     assert sum(int(pieces.nbytes.sum()) for pieces in found) == layout.nbytes
     blocks = [set(zip(p.file.tolist(), (p.offset // granule).tolist(), strict=True)) for p in found]
     ends = [set(zip(p.file.tolist(), ((p.offset + p.nbytes - 1) // granule).tolist(), strict=True)) for p in found]
+    for rounds in exchanged:  # a block of an object store is one part, which is sent whole
+        assert sum(map(len, rounds)) == len(set().union(*rounds))
     if granule > 1:
         for rank in range(ranks):
             for other in range(rank):
                 assert not (blocks[rank] | ends[rank]) & (blocks[other] | ends[other])
+
+
+def test_converted_tensors_are_cached_while_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor is converted once while its parts are read in order, and again if it is read much later."""
+    tensors = [torch.full((8,), float(number)) for number in range(7)]
+    converted: list[float] = []
+
+    def host_bytes(tensor: torch.Tensor) -> memoryview:
+        converted.append(float(tensor[0]))
+        return memoryview(tensor.view(torch.uint8).numpy()).cast("B")
+
+    monkeypatch.setattr(model_pieces, "host_bytes", host_bytes)
+    fill, memory = fill_of(tensors, [torch.bfloat16] * 7), np.zeros(8, dtype=np.uint8)
+    for number in [*range(7), 0]:
+        for start in (0, 8):
+            fill(number, start, memory)
+            assert torch.from_numpy(memory.copy()).view(torch.bfloat16).tolist() == [float(number)] * 4
+    assert converted == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 0.0]

@@ -387,14 +387,17 @@ def test_tensors_change_in_place(tmp_path: Path, versions: Path, before: int, af
 
 
 def test_tensors_in_any_memory(tmp_path: Path, versions: Path) -> None:
-    """Parameters, transposed tensors and NumPy arrays change in place."""
+    """Parameters, several transposed tensors and NumPy arrays change in place."""
     state: dict[str, Any] = dict(tensors_of(tmp_path / "model-1"))
-    state["layers.0.weight"] = torch.nn.Parameter(state["layers.0.weight"].t().contiguous().t())
-    assert not state["layers.0.weight"].is_contiguous()
+    transposed = "embed.weight", "layers.0.weight"
+    for key in transposed:
+        state[key] = torch.nn.Parameter(state[key].t().contiguous().t(), requires_grad=state[key].is_floating_point())
+        assert not state[key].is_contiguous()
     state["scale"] = state["scale"].numpy()
     apply_delta(state, versions, version=3)
     state["scale"] = torch.from_numpy(np.asarray(state["scale"]))
-    state["layers.0.weight"] = state["layers.0.weight"].detach().contiguous()
+    for key in transposed:
+        state[key] = state[key].detach().contiguous()
     assert same(state, tensors_of(tmp_path / "model-3"))
 
 

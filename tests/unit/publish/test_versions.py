@@ -36,6 +36,14 @@ def test_old_versions_go_unless_a_newer_one_needs_them(
     assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "model-6")
 
 
+def test_files_of_others_stay_in_a_version(versions: Path) -> None:
+    """Removing old versions removes the leftovers of dead publications from the others, and no file of the user's."""
+    notes = versions / "weight_v000005" / "notes.txt"
+    notes.write_text("mine")
+    collect_versions(versions, keep_latest=1)
+    assert notes.read_text() == "mine"
+
+
 def test_a_publisher_removes_by_the_same_rule(tmp_path: Path, versions: Path) -> None:
     """A publisher with keep_latest removes the same versions, and numbers continue from the newest."""
     version = publish(tmp_path / "model-1", versions, keep_latest=1, max_deltas=2)

@@ -13,7 +13,15 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_tensorizer._formats.own import read_metadata
 from dcp_tensorizer._index.schema import item_key
 from dcp_tensorizer._index.write import encode
-from dcp_tensorizer._saving.commit import begin, commit, dead_files, put_records, remove_with_records, replaced_files
+from dcp_tensorizer._saving.commit import (
+    begin,
+    commit,
+    dead_files,
+    drop_record,
+    put_records,
+    remove_with_records,
+    replaced_files,
+)
 from dcp_tensorizer._storage.base import Refused, temporary_file_name
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file.names import data_file_name, record_file_name
@@ -251,3 +259,22 @@ def test_a_save_that_is_given_up_at_the_last_moment(storage, tmp_path):
         commit_file(storage, new, save_id="b" * 32, check=refuse)
     assert set(os.listdir(tmp_path)) == {".metadata", old}
     assert read_metadata(storage).storage_meta.save_id == "a" * 32
+
+
+@pytest.mark.parametrize(
+    ("left", "stays"),
+    [
+        (data_file_name(0, 0, "b" * 32), True),
+        (temporary_file_name(".metadata", "b" * 32), True),
+        (data_file_name(0, 0, "a" * 32), False),
+        ("notes.txt", False),
+    ],
+)
+def test_the_record_of_a_failed_save_stays_beside_its_files(storage, tmp_path, left, stays):
+    """If a file of the failed save could not be removed, its record stays, so that the next save removes both."""
+    put_records(storage, ["b" * 32])
+    (tmp_path / left).write_bytes(b"data")
+    drop_record(storage, "b" * 32)
+    assert (tmp_path / record_file_name("b" * 32)).exists() is stays
+    begin(storage, 1.0).release()
+    assert os.listdir(tmp_path) == ([] if stays else [left])

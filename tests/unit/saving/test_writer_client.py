@@ -24,6 +24,7 @@ from dcp_tensorizer._staging.tensor_copy import Copies
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tensor_file.names import data_file_name
 from dcp_tensorizer._writer_process import gpu_ipc
+from dcp_tensorizer._writer_process.client import WriterProcessHung
 from dcp_tensorizer._writer_process.gpu_ipc import DeviceWay
 from dcp_tensorizer._writer_process.options import SaveOptions
 from dcp_tensorizer._writer_process.protocol import SnapshotRequest, TensorSource, WriteRequest
@@ -128,6 +129,56 @@ def test_a_process_that_died_is_replaced() -> None:
     started[0].alive = False
     assert client.ensure_process() is started[1]
     assert [process.closed for process in started] == [True, False]
+
+
+class Dying(Refusing):
+    """A writer process that fails after it has begun the files of a request."""
+
+    def __init__(self, folder: Path, errors: list[WriteError]) -> None:
+        super().__init__(errors)
+        self.folder = folder
+        self.names: list[str] = []
+
+    def ask(self, request: Any, *arguments: Any) -> None:
+        self.names += [file.name for file in request.files]
+        (self.folder / self.names[-1]).write_bytes(b"begun")
+        super().ask(request)
+
+    def wait_dead(self) -> None:
+        """Ends the process: until then its file must not be removed, because the process may still write it."""
+        assert (self.folder / self.names[-1]).exists()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "closed", "words", "asked"),
+    [
+        (WriterProcessDied, WriteError, False, "second", 2),
+        (WriterProcessDied, WriterProcessDied, False, "failed twice: second", 2),
+        (WriterProcessDied, WriteError, True, "the writer was closed", 1),
+        (WriterProcessHung, WriteError, False, "first", 1),
+    ],
+)
+def test_after_one_death_the_files_are_written_again(
+    tmp_path: Path, first: type[WriteError], second: type[WriteError], closed: bool, words: str, asked: int
+) -> None:
+    """A process that died is asked once more, with other names, unless it hung or the writer is closed."""
+    stager = Stager()
+    result = stager.stage({"w": torch.ones(3)})
+    process = Dying(tmp_path, [first("first"), second("second")])
+    client = client_of(lambda **options: process)
+    client.ensure_process()
+    items = [Item(("w", None), "w", "tensor", result["w"])]
+    with pytest.raises(WriteError, match=words) as caught:
+        client.write(files_in(tmp_path), items, result.staged_save, lambda: closed)
+    if isinstance(caught.value, WriterProcessHung):
+        assert caught.value.cleaning is not None
+        caught.value.cleaning.result(WAIT)
+    assert type(caught.value) is (second if asked == 2 else WriteError if closed else first)
+    assert process.names == [data_file_name(0, number, "save") for number in range(asked)]
+    left = process.names[1:] if second is WriteError else []  # a process removes the files of a write that failed
+    assert [path.name for path in tmp_path.iterdir()] == left
+    del caught, items, result
+    stager.saves.close()
 
 
 def test_only_what_was_staged_in_place_is_written_from_where_it_is(tmp_path: Path) -> None:
