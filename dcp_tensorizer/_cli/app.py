@@ -445,7 +445,9 @@ def publish_add(
     ] = 20,
     keep_latest: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Remove all versions but the N newest and those that these need."),
+        typer.Option(
+            min=1, metavar="N", help="Remove all versions except the N newest and the versions that these need."
+        ),
     ] = None,
     storage_option: StorageOptions = None,
     as_json: Json = False,
@@ -532,7 +534,7 @@ def publish_verify(
 def publish_gc(
     published: Published,
     keep_latest: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Retain the N newest versions and those that these need.")
+        int, typer.Option(min=1, metavar="N", help="Retain the N newest versions and the versions that these need.")
     ],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
     storage_option: StorageOptions = None,
