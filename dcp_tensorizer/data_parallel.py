@@ -22,8 +22,9 @@ class DataParallelState(Stateful):
 
         state = {"app": app, "loader": DataParallelState(loader)}
 
-    So a job with another number of data-parallel ranks cannot load the state by mistake, and then read some shares of
-    the data twice, or never. `CheckpointManager.restore` raises an error before anything changes.
+    So a job with another number of data-parallel ranks cannot load the state by mistake. If it did, it would read
+    some shares of the data twice, and others never. In such a job `CheckpointManager.restore` raises an error before
+    anything changes.
 
     Args:
         value: Object with ``state_dict`` and ``load_state_dict``.
@@ -32,7 +33,7 @@ class DataParallelState(Stateful):
         size: Number of data-parallel ranks; None for the size of the default process group.
 
     Raises:
-        ValueError: the rank is not below the size.
+        ValueError: the rank is negative, or not less than the size.
     """
 
     def __init__(self, value: Stateful, rank: int | None = None, size: int | None = None) -> None:

@@ -3,10 +3,10 @@
     CheckpointError
     ├── StagingError              a state dict could not be copied into the staging buffer
     ├── WriteError                data or metadata could not be made durable
-    │   └── WriterProcessDied     the writer process ended during a save
+    │   └── WriterProcessDied     the writer process ended, or could not be started
     ├── ReadError                 stored bytes could not be read
     │   ├── ChecksumMismatch      stored bytes differ from those that were saved
-    │   └── DecryptionError       the key is missing or wrong
+    │   └── DecryptionError       the key is missing, wrong or superfluous
     ├── MetadataError             a checkpoint's ``.metadata`` is unusable
     │   ├── NotCommitted          the path has no committed checkpoint (also a ``FileNotFoundError``)
     │   ├── StateMismatch         keys or shapes of state and checkpoint differ, or a value does not fit
@@ -14,8 +14,8 @@
     │   └── UntrustedObject       loading would run code that is not allowed
     └── ConversionError           a checkpoint cannot be converted as requested
 
-Each takes a message as its only argument, so that it can be pickled: DCP sends errors from rank to rank, wrapped in
-``torch.distributed.checkpoint.api.CheckpointException``.
+Each exception takes a message as its only argument, so that it can be pickled: DCP sends errors from rank to rank,
+wrapped in ``torch.distributed.checkpoint.api.CheckpointException``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,27 +46,33 @@ class CheckpointError(Exception):
 
 
 class StagingError(CheckpointError):
-    """A state dict could not be copied into the staging buffer. The message names the key."""
+    """A state dict could not be copied into the staging buffer. If one key is the cause, the message names it."""
 
 
 class WriteError(CheckpointError):
-    """Data or metadata could not be made durable. The message names path, rank and, if known, key."""
+    """Data or metadata could not be made durable. The message names path, rank and key, where known."""
 
 
 class WriterProcessDied(WriteError):
-    """The writer process ended during a save. The message has its exit code or signal and its last output."""
+    """The writer process could not be started, ended during a request, or made no progress and was killed.
+
+    The message has the exit code or the signal with which the process ended, and the end of its output, if known.
+    """
 
 
 class ReadError(CheckpointError):
-    """Stored bytes could not be read. The message names file, key and offset."""
+    """Stored bytes could not be read. The message names the file and, where known, key and offset."""
 
 
 class ChecksumMismatch(ReadError):
-    """Stored bytes differ from those that were saved. The message names key, file and offset."""
+    """Stored bytes differ from those that were saved. The message names the file and, where known, key and offset."""
 
 
 class DecryptionError(ReadError):
-    """A reader's key is missing, wrong, or given for an unencrypted checkpoint. No target has changed."""
+    """A reader's key is missing, wrong, or given for an unencrypted checkpoint. No target has changed.
+
+    Also raised if the metadata of an encrypted checkpoint was changed without the key.
+    """
 
 
 class MetadataError(CheckpointError):
@@ -78,27 +84,27 @@ class NotCommitted(MetadataError, FileNotFoundError):
 
 
 class StateMismatch(MetadataError):
-    """A checkpoint does not match the state that it is loaded into. The message has the original error."""
+    """A checkpoint, or a published version, does not match the state that it is loaded into."""
 
 
 class UnsupportedFormat(MetadataError):
-    """A checkpoint has a format or version that this release does not read. It may be undamaged."""
+    """A checkpoint has a format or version that this release does not read. The checkpoint may be undamaged."""
 
 
 class UntrustedObject(MetadataError):
-    """A stored object would run code on load. The message names key and type, and how to allow it."""
+    """Loading a stored object would run code that is not allowed."""
 
 
 class ConversionError(CheckpointError):
-    """A checkpoint cannot be converted as requested. The message names the key, and what to do."""
+    """A checkpoint cannot be converted as requested. If one key is the cause, the message names it."""
 
 
 def unwrap(error: BaseException) -> BaseException:
     """Returns the error of a failed rank, without the wrapper in which DCP raises it.
 
-    DCP raises a ``CheckpointException``, which holds the error of each failed rank. It derives from ``BaseException``,
-    so ``except Exception`` does not catch it. Returns the error of the lowest rank that has an error of this package,
-    or, if no rank has one, the error of the lowest rank::
+    DCP raises a ``CheckpointException``, which holds the error of each failed rank. This class derives from
+    ``BaseException``, so ``except Exception`` does not catch it. Returns the error of the lowest rank that failed with
+    an error of this package, or, if no rank did, the error of the lowest failed rank::
 
         try:
             dcp.load(state, storage_reader=reader)
@@ -106,7 +112,7 @@ def unwrap(error: BaseException) -> BaseException:
             raise dcp_tensorizer.unwrap(error) from None
 
     Args:
-        error: The raised exception. If it is no ``CheckpointException``, it is returned unchanged.
+        error: The raised exception. If it is not a ``CheckpointException``, the function returns it unchanged.
     """
     failures: Mapping[int, tuple[BaseException, object]] | None = getattr(error, "failures", None)
     if not isinstance(failures, Mapping) or not failures:
@@ -116,7 +122,7 @@ def unwrap(error: BaseException) -> BaseException:
 
 
 def describe(error: BaseException) -> str:
-    """Formats an error for the message of another error: without its type if it is an error of this package."""
+    """Formats an error for the message of another error. Omits the type if the error is one of this package."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 

@@ -39,13 +39,13 @@ class Export(ModelOptions):
     """Exports of models by `CheckpointManager`: ``CheckpointManager(..., export=Export("models/{}"))``.
 
     An export is written when a save is committed, from the save's staged copy, so training does not wait for a second
-    copy. Calls that wait for the save also wait for the export. A failed export is logged, and raised by ``wait`` and
-    ``close``. It does not affect the checkpoint of that step.
+    copy. Calls that wait for the save also wait for the export. The error of a failed export is logged, and raised by
+    ``wait`` and ``close``. The failure does not affect the checkpoint of that step.
 
     Attributes:
-        path: Where to write the model; ``{}`` stands for the step. Without ``{}``, and with ``overwrite=True``, every
-            export replaces the previous one.
-        every: Export with the next save when a multiple of this many steps has been reached since the last export.
+        path: Where to write the model; ``{}`` stands for the step. If the path has no ``{}``, and ``overwrite`` is
+            True, every export replaces the previous one.
+        every: Export the first save at or after each multiple of this many steps. If None, only ``at_end`` exports.
         at_end: Export the last save of the job when the manager is closed, unless an error or a signal ends the job.
         include: Patterns of the keys to export, in the flattened state dict.
         dtype, rename, max_shard_bytes, files, overwrite, publish, storage_options: As for
@@ -92,14 +92,15 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         writer = SafetensorsStorageWriter("models/final", dtype=torch.bfloat16, files=["config.json", "tokenizer.json"])
         dcp.async_save(model.state_dict(), storage_writer=writer, process_group=gloo_group)
 
-    Every rank writes its part of each tensor to the tensor's offset in the files. No rank gathers tensors, and each
-    byte is written once. Each file has the same bytes as if ``safetensors.torch.save_file`` had written it. Training
-    only waits for the copy to the staging buffer, as with `TensorizerStorageWriter`; both writers share the buffers and
-    the writer process.
+    Every rank writes its parts of the tensors to their offsets in the files. The ranks do not gather the tensors: on
+    mounts and S3 they only exchange the bytes of file blocks in which several ranks have parts. Each byte is written
+    once. Each file has the same bytes as if ``safetensors.torch.save_file`` had written it. Training only waits for the
+    copy to the staging buffer, as with `TensorizerStorageWriter`; both writers share the buffers and the writer
+    process.
 
-    ``model.safetensors.index.json`` is the commit: it is written last, and atomically. A model of one file has no
-    index, and is committed when the file gets its final name. If a save fails or is killed, the path holds the old
-    model, or no model.
+    ``model.safetensors.index.json`` is the commit: it is written last, and atomically. A model of one file needs no
+    index; without one, it is committed when the file gets its final name. If a save fails or is killed before the
+    commit, the path holds the old model, or no model.
 
     Tied tensors are written once, under the name that comes first in the state dict. A value that is not a tensor is an
     error.
@@ -119,10 +120,11 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
             ``config.json`` names the new dtype.
         overwrite: Replace a model at the path. File names then contain the save's id, and the files that the old index
             names are removed after the new index is in place. If False, a model at the path is an error.
-        publish: Where to publish each model as the next version for inference servers, as a whole or as a delta. A
-            process on the coordinator publishes after the save. Neither training nor the next save waits for it. If
-            models are saved faster than they are published, some are skipped: see `wait_published`. With ``overwrite``,
-            a model of one file also has an index, so that the file stays while it is being published.
+        publish: Where to publish each model as the next version for inference servers, as a whole or as a delta.
+            After the save a separate process, which the coordinator starts, publishes the model. Neither training nor
+            the next save waits for that process. If models are saved faster than they are published, some are skipped:
+            see `wait_published`. With ``overwrite``, a model of one file also has an index, so that the file stays
+            while it is being published.
 
     The other arguments are those of `TensorizerStorageWriter`.
 

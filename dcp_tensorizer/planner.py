@@ -1,4 +1,4 @@
-"""Planners for ``torch.distributed.checkpoint`` that plan equal tensors, and equal plans, only once.
+"""Planners for ``torch.distributed.checkpoint`` that do not repeat work for equal plans, or for tensors of one layout.
 
 `SavePlanner`, whose cost hardly grows with the number of ranks:
 
@@ -61,8 +61,8 @@ class SavePlanner(DefaultSavePlanner):
         flatten_state_dict: Save the members of nested dicts and lists one by one.
         flatten_sharded_tensors: Flatten a ``ShardedTensor`` inside a ``ShardedTensor``.
         dedup_replicated_tensors: Has no effect, as in torch.
-        dedup_save_to_lowest_rank: Whether the lowest rank writes values that several ranks have. Otherwise plans are
-            balanced.
+        dedup_save_to_lowest_rank: Whether the lowest rank writes values that several ranks have. Otherwise these values
+            are divided among the ranks so that the sizes of the plans are balanced.
         enable_plan_caching: Cache the last plans by their contents, so that equal ones are not sent or made again. Has
             no effect in PROCESS mode, where DCP sends a copy of the planner with each save.
     """
@@ -95,7 +95,7 @@ class SavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Sets the state to save. DCP calls it."""
+        """Sets the state to save. DCP calls this method."""
         _set_up(self, lambda: super(SavePlanner, self).set_up_planner(state_dict, storage_meta, is_coordinator))
 
     @collector_paused()
@@ -122,8 +122,8 @@ class SavePlanner(DefaultSavePlanner):
         """Decides, on the coordinator, which rank writes which item.
 
         Raises:
-            WriteError: chunks overlap, are missing or lie outside their tensor, or ranks disagree on a tensor; names
-                the keys.
+            WriteError: chunks overlap, are missing or lie outside their tensor, or ranks disagree on a tensor. The
+                message names the keys.
         """
         tables: dict[bytes, Table] = {}
         history = self._history
@@ -162,10 +162,10 @@ class SavePlanner(DefaultSavePlanner):
         return super().lookup_object(index) if tensor is None else tensor
 
     def resolve_plan(self, plan: SavePlan) -> Iterator[tuple[ItemKey, torch.Tensor, bool] | WriteItem]:
-        """Yields the items of a plan, for a storage writer that would call `resolve_data` for each.
+        """Yields the items of a plan, for a storage writer that would call `resolve_data` for each item.
 
-        For an ordinary tensor, yields its key, the result of `resolve_data`, and whether that is the whole tensor,
-        instead of the item. This avoids the seven objects of DCP's item.
+        Instead of the item of an ordinary tensor, yields the tensor's key, the result of `resolve_data`, and whether
+        that result is the whole tensor. This avoids the seven objects of DCP's item.
         """
         rows = plan.items.rows() if isinstance(plan.items, Items) else None
         if rows is None:
@@ -223,13 +223,14 @@ class LoadPlanner(DefaultLoadPlanner):
 
         dcp.load(state_dict, storage_reader=reader, planner=LoadPlanner())
 
-    It loads the same values, except in dicts whose keys are not strings: see `load_bytes`.
+    This planner loads the same values as torch's, except in dicts whose keys are not strings: see `load_bytes`.
 
-    torch's planner intersects the stored chunks with the target of each tensor. This planner does so once for all
-    tensors of one shape and sharding that are one chunk in the metadata: see `TensorizerStorageReader.read_metadata`.
+    torch's planner intersects the stored chunks with the target of each tensor. For tensors that have one shape and
+    sharding, and are each one chunk in the metadata, this planner does so only once: see
+    `TensorizerStorageReader.read_metadata`.
 
-    Subclasses may override the methods that subclasses of ``DefaultLoadPlanner`` may. The arguments are that class's,
-    by name:
+    Subclasses may override the methods that subclasses of ``DefaultLoadPlanner`` may. The arguments are those of that
+    class, under the same names:
 
     - ``flatten_state_dict``: the members of nested dicts and lists were saved one by one; True by default.
     - ``flatten_sharded_tensors``: flatten a ``ShardedTensor`` inside a ``ShardedTensor``; True by default.
@@ -240,7 +241,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Sets the state to load into. DCP calls it."""
+        """Sets the state to load into. DCP calls this method."""
         _set_up(self, lambda: super(LoadPlanner, self).set_up_planner(state_dict, metadata, is_coordinator))
 
     @collector_paused()
@@ -253,7 +254,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return LoadPlan(read_items_of(self.state_dict, self.metadata, strict=not self.allow_partial_load))
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Sets a value that is not a tensor, including in dicts whose keys are not strings.
+        """Sets a value that is not a tensor, also in a dict whose keys are not strings.
 
         Paths hold such keys as strings: torch's planner would add ``"1"`` to a dict that has the key ``1``.
         """
@@ -271,8 +272,8 @@ class LoadPlanner(DefaultLoadPlanner):
 def _set_up(planner: DefaultSavePlanner | DefaultLoadPlanner, set_up: Callable[[], None]) -> None:
     """Sets up a planner by calling ``set_up``, torch's own method.
 
-    If the state dict has no ``ShardedTensor``, skips torch's flattening of such tensors: it rebuilds the state dict,
-    which takes longer than this check.
+    If the flattened state dict has no ``ShardedTensor``, skips torch's flattening of ``ShardedTensor``: flattening
+    rebuilds the state dict, which takes longer than the check.
     """
     takes_apart, planner.flatten_sharded_tensors = planner.flatten_sharded_tensors, False
     try:

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 _PER_PROCESS = {"_saver", "_local"}  # bound to this process, or to one of its threads
 _OF_GROUP = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
-"""Environment variables that DCP sets in the process of PROCESS mode, for the process group of that process."""
+"""In PROCESS mode DCP sets these environment variables in the process that saves, for that process's process group."""
 
 __all__ = ["SaveReport", "TensorizerStorageWriter", "WriterOptions"]
 
@@ -91,8 +91,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                 future = dcp.async_save(state_dict, storage_writer=writer, process_group=gloo_group)
 
     ``async_save`` copies the rank's state into a buffer of shared memory and returns; the writer process hashes and
-    writes the buffer. When every rank's data is durable, the complete checkpoint appears at once. Saves of one process
-    group run one at a time.
+    writes the buffer. When every rank's data is durable, the complete checkpoint appears at once. Asynchronous saves
+    of one writer on one process group run one at a time.
 
     A writer is a cheap handle. All writers of a process share the buffer and the writer process, which the first
     ``async_save`` or `prewarm` starts. So you may make a new writer for every save. If you wait for the future of a
@@ -114,7 +114,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             context, copies CUDA tensors to the buffer. Unless staging overlaps, ``async_save`` returns when the state
             may be changed.
         overlap_staging: ``async_save`` returns before the state is copied, with an ``AsyncSaveResponse``. The state may
-            be changed when its ``staging_completion`` is done; see `lock`.
+            be changed when the response's ``staging_completion`` is done; see `lock`.
         overwrite: Replace a checkpoint at the path. If False, a checkpoint at the path is an error.
         sync_files: Finish a save only when its data is on permanent storage (fsync). If False, a checkpoint can be lost
             or damaged when the machine fails, but not when only the job fails.
@@ -123,11 +123,11 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         storage_options: Passed to the fsspec filesystem. They reach the writer process through a socket, and are never
             written to disk.
         on_report: Called once with the `SaveReport` of each save, on the save's thread: on the coordinator when the
-            save is committed, on other ranks when they have written their parts. The report is also logged (logger
-            ``dcp_tensorizer``).
+            save is committed, on other ranks when they have written their parts. With ``local``, called
+            again when the save has arrived at the path. The report is also logged (logger ``dcp_tensorizer``).
         on_progress: Called with the bytes that this rank has written and the bytes that it writes in all: before the
             first byte, about once a second, and at the end; by one thread at a time. `ProgressLine` shows them on a
-            terminal. An error of ``on_progress`` is logged, and does not fail the save.
+            terminal. An error of ``on_progress`` is logged, and ends the calls. It does not fail the save.
         sha256: Store a SHA-256 of each tensor in the files, besides the CRC-32. This takes 0.6 s of CPU time per GB in
             the writer process. Both hashes detect damage. Neither protects against an attacker, who can change the hash
             together with the data.
@@ -138,7 +138,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             objects. Names, shapes and dtypes stay readable. The key reaches the writer process through a socket, and is
             never written to disk.
         limits: Limits on waiting, memory and failures: see `SaveLimits`.
-        local: A folder on each node's own disk, which mirrors the path. Saves are first made durable in the folder, and
+        local: A folder, on each node's own disk, that mirrors the path. Saves are first made durable in the folder, and
             sent to the path while no save needs the writer process. When a save has arrived at the path, ``on_report``
             is called again.
         max_unflushed: Training waits when this many checkpoints are only in the local folder; 3 by default.
@@ -146,8 +146,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     Raises:
         TypeError: an argument is of a wrong type.
         ValueError: an argument has a value that is not allowed; ``local`` is given without ``path``; or two options
-            cannot be combined: ``encryption`` and ``sha256``, ``reuse_unchanged`` or ``staging="shared"``; ``local``
-            and ``reuse_unchanged``; ``staging="device"`` and torch's expandable segments.
+            cannot be combined: ``encryption`` with ``sha256``, ``reuse_unchanged`` or ``staging="shared"``; ``local``
+            with ``reuse_unchanged``; ``staging="device"`` with torch's expandable segments.
         WriteError: ``encryption`` needs libsodium, which is missing; the path is read-only (http), or relative without
             a working directory; or its URL has an unknown protocol, or needs a library that is missing.
     """
@@ -207,22 +207,22 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         extra step, which Adam counts.
 
         Raises:
-            StagingError: memory is short, or a value cannot be saved; names the key.
+            StagingError: memory is short; or a value cannot be saved, and the message names its key.
         """
         self._saver.prewarm({k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()})
 
     def close(self, timeout: float | None = None) -> None:
-        """Waits for this writer's saves, and with ``local`` until the path also has them. Idempotent.
+        """Waits for this writer's saves and, with ``local``, for their arrival at the path. Idempotent.
 
-        Ends the writer process and frees the memory, unless another writer that has staged a state is open. Call
-        `close` before ``destroy_process_group()``, which would make a running save fail. A signal handler may call
-        `close` at any time. If the handler has interrupted the copy of a state, that state's save is abandoned at once.
+        Then ends the writer process and frees the memory, unless another open writer has used them. Call `close` before
+        ``destroy_process_group()``, which would make a running save fail. A signal handler may call `close` at any
+        time. If the handler has interrupted the copy of a state, that state's save is abandoned at once.
 
         Args:
             timeout: Timeout in seconds for the whole call; 0: do not wait. On timeout the save in progress is
                 abandoned, its writer process is killed, and the previous checkpoint stays. Checkpoints that are only in
-                the local folder then stay there for the next job, and are logged. If None, waits as long as the save
-                takes.
+                the local folder then stay there for the next job, and their number is logged. If None, waits as long as
+                the saves take, and as long as the flush makes progress.
 
         Raises:
             TypeError, ValueError: the timeout is not a number of seconds.
@@ -235,14 +235,15 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     def wait_remote(self, timeout: float | None = None) -> bool:
         """Waits until the path has everything from the local folder, including saves of dead jobs.
 
-        Returns False on timeout.
+        Returns False on timeout, or if the flush makes no progress for ``limits.timeout`` seconds.
 
         Args:
             timeout: Timeout in seconds. If None, waits as long as the flush makes progress.
 
         Raises:
             TypeError, ValueError: the timeout is not a number of seconds.
-            WriteError: a checkpoint was given up.
+            ReadError: the local folder cannot be read, or cannot be written to, so it is unknown what the path has.
+            WriteError: the flush has given up a checkpoint.
         """
         if timeout is not None:
             check_timeout(timeout, least=0)
@@ -281,7 +282,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         return self._saver.stager.way.holds_training or self._saver.refusal is not None
 
     def synchronize_staging(self) -> None:
-        """Waits until training may change the staged state.
+        """Waits until training may change the state that was staged.
 
         Raises:
             WriteError: on the coordinator, when ``max_consecutive_failures`` saves in a row were not committed.
@@ -293,15 +294,15 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     def lock(self) -> Iterator[None]:
         """Makes the code inside the context wait for running copies.
 
-        With ``overlap_staging``, enter it around ``optimizer.step()``::
+        With ``overlap_staging``, enter the context around ``optimizer.step()``::
 
             with writer.lock():
                 optimizer.step()
 
-        It is not a real lock: several threads may be inside at once, and leaving does nothing. Other checkpointers have
-        this method under the same name. If all remaining copies are from a GPU, entering returns at once, and work
-        that is queued inside on the current stream waits for the copies. Otherwise entering waits until the state may
-        be changed.
+        This is not a real lock: several threads may be inside at once, and leaving does nothing. Other checkpointers
+        have this method under the same name. If all remaining copies are from a GPU, entering returns at once, and work
+        that is queued inside the context on the current stream waits for the copies. Otherwise entering waits until the
+        state may be changed.
 
         Raises:
             StagingError: a CUDA graph is being captured; its replays would not wait.
@@ -319,7 +320,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         that a CUDA graph captures raises `StagingError`: enter `lock` around the graph's replays.
 
         Args:
-            optimizer: The optimizer. Its steps wait as long as the writer lives.
+            optimizer: The optimizer. Once the writer has been freed, the optimizer's steps no longer wait.
 
         Returns:
             A handle, whose ``remove()`` removes the hook.
@@ -342,14 +343,14 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     @property
     def save_id(self) -> str:
-        """The id of the last save that began in this process; before the first save, the first save's id."""
+        """The id of this writer's last save that began in this process; before the first save, the first save's id."""
         return self._saver.save_id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Sets the path of the calling thread's save. DCP calls it before a save with a ``checkpoint_id``.
 
         If a ``state_dict()`` or a planner's ``set_up_planner`` fails before the save begins, the path applies to the
-        next save without an id. The path may be relative to the working directory at the time of staging.
+        next save without an id. A relative path is relative to the working directory at the time of staging.
         """
         if checkpoint_id is not None:
             check_path(checkpoint_id)
@@ -358,13 +359,13 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     def storage_meta(self) -> StorageMeta:
         """Returns the path and the id of the calling thread's save.
 
-        This is DCP's first hook in every save, inside the step in which DCP sends errors to all ranks. It begins the
-        save of a staged state. Other saves begin in `set_up_storage_writer`, so that a call of `storage_meta` alone
+        This is DCP's first hook in every save, inside the step in which DCP sends errors to all ranks. The hook begins
+        the save of a staged state. Other saves begin in `set_up_storage_writer`, so that a call of `storage_meta` alone
         begins no save.
 
         Raises:
             StagingError: this rank could not stage its state dict.
-            WriteError: the staged state has no path, or the writer is closed.
+            WriteError: the save of the staged state cannot begin: for example, it has no path, or the writer is closed.
         """
         self._saver.before_save()
         staged_save = self._saver.engine.saves.begin(self._saver.stager)
@@ -387,7 +388,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
         Raises:
             StagingError: this rank could not stage its state dict.
-            WriteError: the save has no path, or the writer is closed.
+            WriteError: the save cannot begin: for example, it has no path, or the writer is closed.
         """
         try:
             save = self._begun()
@@ -404,7 +405,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Creates the directory. The coordinator locks it, and removes the files of dead saves.
+        """Creates the directory. The rank that commits locks it, and removes the files of dead saves.
 
         Raises:
             WriteError: the directory cannot be created, or holds a checkpoint that must not be overwritten.
@@ -431,8 +432,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """Writes this rank's items and makes them durable.
 
         Raises:
-            WriteError: the items cannot be written; names path, rank and, where known, key. This rank's files are
-                removed.
+            WriteError: the items cannot be written. The message names path, rank and, where known, key. This rank's
+                files are removed.
         """
         future: Future[list[WriteResult]] = Future()
         with self._saver.around_write():
@@ -443,7 +444,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """Commits the save on the coordinator. Without collectives, every rank commits its own part.
 
         Raises:
-            WriteError: the save is not committed, and the previous checkpoint is untouched.
+            WriteError: the save is not committed, and the previous checkpoint is untouched; or the outcome is unknown,
+                as after a lost response of the storage.
         """
         self._saver.save.finish(metadata, results)
 
@@ -461,7 +463,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         path, save = getattr(self._local, "begun", None) or (None, None)
         return None if save is None or save.is_dropped or path != self.checkpoint_id else save
 
-    # --- in another process: in PROCESS mode DCP sends a copy with every save; or in a forked child ----------------
+    # --- in another process: in PROCESS mode DCP sends a copy of the writer with every save; or in a forked child --
 
     def _begin(self, options: SaveOptions, reports: Reports) -> None:
         if options.staging == "device" and (setting := expandable_segments()) is not None:
@@ -499,7 +501,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores a copy, which writes in the process that unpickles it. It may also stage."""
+        """Restores a copy, which writes, and may stage, in the process that unpickles it."""
         closed = state.pop("_closed")
         self.__dict__.update(state)
         self._begin_here(self._new_saver(Reports(), closed=closed))
@@ -527,4 +529,4 @@ class DescribedStager(AsyncStager):
         self._writer.synchronize_staging()
 
     def close(self) -> None:
-        """Does nothing: the writer's owner closes it."""
+        """Does nothing: the owner of the writer closes the writer."""

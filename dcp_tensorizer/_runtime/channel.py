@@ -34,7 +34,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The bytes written so far for the request in progress, sent about once a second."""
+    """The bytes done so far for the request in progress, sent about once a second."""
 
     nbytes: int
 
@@ -46,7 +46,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The answer to a request that failed and had no effect. ``details`` is the traceback, as text."""
+    """The answer to a request that failed. ``details`` is the traceback, as text."""
 
     message: str
     details: str = ""
@@ -55,7 +55,7 @@ class Failed:
 class Channel:
     """A connected Unix stream socket that carries whole messages, with descriptors.
 
-    Forked children close their copy. If either end is closed, all methods raise `EOFError`.
+    Forked children close their copy. If either end is closed, sending and receiving raise `EOFError`.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -151,7 +151,7 @@ class Channel:
                 return
 
     def send(self, message: object, fds: Sequence[int] = (), timeout: float | None = None) -> None:
-        """Sends a message, or the bytes that `pickled` returned for one.
+        """Sends a message, or the bytes that `pickled` returned for a message.
 
         Raises:
             TimeoutError: the other end did not read it within ``timeout`` seconds.

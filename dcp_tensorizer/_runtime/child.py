@@ -43,7 +43,8 @@ class ChildProcess:
         module: The module whose ``main`` runs in the process and passes its arguments to `begin`.
         arguments: The arguments of ``main`` after those for `begin`.
         devices: Whether the process sees the trainer's GPUs.
-        own_session: Whether to start a new session, so that signals to the trainer's process group do not reach it.
+        own_session: Whether the process runs in a session of its own, so that signals to the trainer's Unix process
+            group do not reach it.
 
     Attributes:
         is_ours: Whether this process may send requests. False after the child was ended, killed or handed over, and in
@@ -240,11 +241,11 @@ _GPUS = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")  # no
 _THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 OWN_VARIABLES = frozenset({*_GPUS, *_THREADS, "PYTHONPATH"})
-"""The environment variables that a child process does not inherit from the trainer."""
+"""The environment variables of a child process that the context of a save does not change."""
 
 # -S limits the path to the standard library. -c adds a first entry for the working directory, except under
-# PYTHONSAFEPATH. Before Python 3.11 it cannot be switched off, so it is removed here. Then the installed packages
-# (site) and the trainer's entries are appended, among them zip files and the archives of editable installs.
+# PYTHONSAFEPATH. Before Python 3.11 this entry cannot be switched off, so it is removed here. Then the installed
+# packages (site) and the trainer's entries are appended, among them zip files and the archives of editable installs.
 _START = f"""
 import sys
 sys.path[:] = library = [entry for entry in sys.path if entry]

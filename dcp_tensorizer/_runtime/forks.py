@@ -50,7 +50,7 @@ def in_child(owner: _T, release: Callable[[_T], object]) -> None:
 
 
 def keep_from_children(mapping: mmap.mmap) -> None:
-    """Excludes the pages of a mapping from forked children, which have a hole there and never unmap it."""
+    """Excludes the pages of a mapping from forked children, which have a hole there and never unmap the pages."""
     # The child leaks the Python object, because freeing it would unmap what the child has mapped at that address.
     in_child(mapping, lambda mapping: ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping)))
     if hasattr(mmap, "MADV_DONTFORK"):
@@ -123,8 +123,8 @@ if hasattr(os, "register_at_fork"):
 
 # --- long-lived descriptors -------------------------------------------------------------------------------------------
 #
-# A daemon may close all descriptors (``os.closerange``), and a file that is opened later may get the same number. So
-# the file behind a descriptor is checked before each use.
+# A program that becomes a daemon may close all descriptors (``os.closerange``), and a file that is opened later may get
+# the same number. So the file behind a descriptor is checked before each use.
 
 _LAST_STANDARD_STREAM = 2
 _ADVICE = {

@@ -67,7 +67,7 @@ class Borrowed(Generic[_T]):
 # there are none.
 
 _AGEINGS = 96
-"""After this many calls since the last full collection, about ten saves, `_age` no longer delays the next one.
+"""After this many calls since the last full collection, about ten saves, `_age` no longer delays the next full one.
 
 A full collection frees dead cycles in the oldest generation.
 """
@@ -144,8 +144,8 @@ def age_objects() -> None:
 #
 # A thread that needs the GIL waits until its holder releases it, or for the switch interval, 5 ms by default. A save
 # needs the GIL hundreds of times: after each system call, and after many of torch's operations. If a training loop
-# holds the GIL, the save waits 5 ms each time. While the save plans, training waits 5 ms after each of its own
-# operations.
+# holds the GIL, the save waits 5 ms each time. While the save plans, training waits up to 5 ms each time it has
+# released the GIL.
 #
 # With 0.5 ms, a save of 1,000 tensors beside a pure Python loop is durable after 0.19 s instead of 0.49 s, and the loop
 # is as fast. Beside small matrix products the longest gap in a save of 5,000 tensors is 4 ms instead of 9 ms. With

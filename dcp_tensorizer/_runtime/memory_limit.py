@@ -9,7 +9,7 @@ from ..errors import StagingError
 
 
 def check_free_memory(nbytes: int, *, allocated: int = 0) -> None:
-    """Raises `StagingError` if ``nbytes`` bytes, of which ``allocated`` are allocated already, exceed the free memory.
+    """Raises `StagingError` if fewer bytes are free than are still to be allocated: ``nbytes - allocated``.
 
     Beyond a cgroup's limit the kernel kills the process.
     """
@@ -23,7 +23,10 @@ def check_free_memory(nbytes: int, *, allocated: int = 0) -> None:
 
 
 def available_memory() -> int | None:
-    """Returns the free bytes of this machine and this cgroup, or None if unknown. Page cache counts as free."""
+    """Returns the free bytes of this machine or of this cgroup, whichever are fewer; None if both are unknown.
+
+    Page cache counts as free.
+    """
     bounds = [] if (in_cgroup := free_in_cgroup()) is None else [in_cgroup]
     with suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -30,9 +30,9 @@ class ProcessContext:
         return cls(os.getpid(), environment(), current_umask(), _directory())
 
     def apply(self, excluded: Collection[str] = ()) -> None:
-        """Applies the environment, the umask and the working directory to this process, unless it is their origin.
+        """Applies the environment, the umask and the working directory to this process.
 
-        Does not change the environment variables in ``excluded``.
+        Does nothing in the process whose context this is. Does not change the environment variables in ``excluded``.
         """
         if self.pid == os.getpid():
             return

@@ -19,8 +19,8 @@ def _one(result: object) -> int:
 class Recent(Generic[_T]):
     """A thread-safe cache of the most recent results. Keys are digests of contents, so no entry is ever stale.
 
-    It holds ``most`` results, or results whose sizes (``size``) add up to at most ``most``. A copy or an unpickled
-    cache is empty.
+    It holds at most ``most`` results; with ``size``, results whose sizes add up to at most ``most``. A copy or an
+    unpickled cache is empty.
     """
 
     def __init__(self, most: int, size: Callable[[_T], int] = _one) -> None:

@@ -133,9 +133,10 @@ def is_running(thread: threading.Thread) -> bool:
 
 
 def in_threads(operation: Callable[[_Subject], _T], subjects: Sequence[_Subject]) -> list[_T]:
-    """Calls ``operation`` for each subject in parallel threads, because each call waits for a server.
+    """Calls ``operation`` for each subject in parallel threads, 16 at most.
 
-    Returns the results in the order of ``subjects``. Raises the exception of the first call that failed.
+    Returns the results in the order of ``subjects``. If calls fail, raises the exception of the first of them in that
+    order.
     """
     if len(subjects) < 2:
         return [operation(subject) for subject in subjects]
@@ -146,7 +147,8 @@ def in_threads(operation: Callable[[_Subject], _T], subjects: Sequence[_Subject]
 def in_background(operation: Callable[[], _T], *, name: str = "request", daemon: bool = False) -> Future[_T]:
     """Starts ``operation`` in a new thread. Returns a future of its result.
 
-    If no thread can be started, the calling thread runs it. At exit the interpreter does not wait for a ``daemon``.
+    If no thread can be started, the calling thread runs ``operation``. At exit the interpreter does not wait for a
+    ``daemon`` thread.
     """
     future: Future[_T] = Future()
     try:

@@ -1,6 +1,6 @@
 """Wraps torch's private names, each with the reason why no public one suffices. No other module uses private names.
 
-Rarely needed names are imported on first use: those for conversion take half a second.
+Rarely needed names are imported on first use: importing those for conversion takes half a second.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor as Sharded
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.shard import Shard as Shard
 
-# The plan of DCP's planners for one value. Their public functions plan a whole state dict.
+# The plan of DCP's planners for one value. The planners' public functions plan a whole state dict.
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 # The value of ``Metadata.version``.
@@ -171,9 +171,9 @@ def allocator_settings() -> str:
 def is_plain(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor's memory holds its values in C order: contiguous, and not lazily conjugated or negated.
 
-    `Tensor.is_conj` and `Tensor.is_neg` release the GIL. Called for each tensor in a save's thread, they wait for a
-    training loop that holds it, 0.03 ms per call on average. The metadata that ``torch.save`` writes for both bits is
-    read without releasing it.
+    `Tensor.is_conj` and `Tensor.is_neg` release the GIL. Called for each tensor in a save's thread, they then wait for
+    a training loop that holds the GIL, 0.03 ms per call on average. The metadata that ``torch.save`` writes for both
+    bits is read without releasing the GIL.
     """
     return tensor.is_contiguous() and not torch._C._get_tensor_metadata(tensor)  # type: ignore[attr-defined]
 
@@ -402,7 +402,7 @@ def _frame_of_save() -> FrameType | None:
 
 
 def group_store(group: ProcessGroup) -> Store:
-    """Returns the store with which the ranks of a group have found each other. It prefixes keys with the group."""
+    """Returns the store with which the ranks of a group have found each other. The store prefixes its keys."""
     return _get_process_group_store(group)
 
 

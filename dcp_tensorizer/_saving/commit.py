@@ -133,9 +133,9 @@ def commit(
     check: Callable[[], object] = lambda: None,
     is_owned: bool = False,
 ) -> set[str]:
-    """Commits a save as the checkpoint at its path, and removes the save's records. All of its data must be durable.
+    """Commits a save as the checkpoint at its path, and removes the save's records.
 
-    Returns the data files of the checkpoint that the save has replaced, which can now be removed.
+    All data of the save must be durable. Returns the data files of the replaced checkpoint, which can now be removed.
 
     Args:
         storage: The checkpoint's directory.
@@ -148,8 +148,8 @@ def commit(
         sync: Make the metadata durable.
         overwrite: Replace a checkpoint at the path. If False, an existing checkpoint is an error, even one that another
             job has committed since the save began.
-        check: Called just before the metadata is written, because checking all ranks' data may take seconds. Raises
-            `Refused` if the save must no longer be committed.
+        check: Called just before the metadata is written, after `check_data`, which may take seconds. Raises `Refused`
+            if the save must no longer be committed.
         is_owned: ``check`` ensures that only this run uses the directory. Metadata that another run writes after the
             check is not replaced, as far as the storage can detect that (`Storage.put_if`).
 
@@ -182,7 +182,7 @@ def commit(
 
 
 def check_data(storage: Storage, files: Mapping[str, int]) -> None:
-    """Checks, as every load does, that all ranks' data files are complete. If not, raises `Refused`, naming ranks."""
+    """Checks that all ranks' data files exist with the given sizes. If not, raises `Refused`, naming the ranks."""
     names = list(files)
     try:
         sizes = in_threads(storage.head, names)
@@ -202,8 +202,8 @@ def check_data(storage: Storage, files: Mapping[str, int]) -> None:
 def replaced_files(storage: Storage, rank: int | None) -> set[str]:
     """Returns the data files of the checkpoint that `commit` would replace now.
 
-    It may be called while data is being written. If another job commits a checkpoint before `commit`, the files of that
-    checkpoint stay.
+    This may be called while data is being written. The result lacks the files of a checkpoint that another job commits
+    after this call.
     """
     with suppress(Exception):  # foreign or unreadable metadata must not make a committed save fail
         return _named_files(storage, metadata_file_name(rank))
@@ -233,7 +233,10 @@ def remove_with_records(storage: Storage, names: Iterable[str]) -> None:
 
 
 def _named_files(storage: Storage, name: str) -> set[str]:
-    """Returns the data files of the checkpoint in a directory; raises `CheckpointError`."""
+    """Returns the data files that a metadata file names; an empty set if that file does not exist.
+
+    Raises `CheckpointError` if the metadata cannot be read.
+    """
     file = committed(storage, name)
     return set() if file is None else set(file.files)
 
@@ -241,8 +244,8 @@ def _named_files(storage: Storage, name: str) -> set[str]:
 # --- uploads of a model's files, for storages without locks that show whether a save is in progress -------------------
 #
 # A save records its files before it begins their uploads, and then the uploads. The next save to the same directory
-# aborts recorded uploads; a save that is still alive then fails. Completed files carry the id of their save. Before
-# another save replaces them, it writes the record of that id again.
+# aborts recorded uploads; if the save that began them is still alive, it then fails. Completed files carry the id of
+# their save. Before another save replaces such files, it writes the record of that id again.
 
 _decode = msgspec.json.Decoder(dict[str, str]).decode
 
@@ -281,7 +284,7 @@ def remove_uploads(storage: Storage, *save_ids: str) -> None:
 
 
 def recorded_uploads(storage: Storage, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Returns the recorded uploads of a directory with files ``names``: for each save id, the tokens by file name."""
+    """Returns the uploads that a directory's files ``names`` record: for each save id, the tokens by file name."""
     found = {}
     for name in filter(is_record_file_name, names) if storage.uploads_are_hidden else ():
         with suppress(CheckpointError, msgspec.MsgspecError):
@@ -312,9 +315,9 @@ def agree_on_key(cipher: Cipher | None, parts: Sequence[RankLocations]) -> None:
     other = find_other_key(cipher, ((part.rank, part.check) for part in parts))
     if other is not None:
         raise WriteError(
-            f"the encryption key of rank {other} differs from the coordinator's, or only one of them has a key. Give "
-            f"every rank's writer the same EncryptionParams, made on one rank and sent to the others, or derived from "
-            f"one passphrase and one salt: EncryptionParams.from_string(passphrase, salt=...)."
+            f"the encryption key of rank {other} differs from the coordinator's, or only one of the two has a key. "
+            f"Give every rank's writer the same EncryptionParams, made on one rank and sent to the others, or derived "
+            f"from one passphrase and one salt: EncryptionParams.from_string(passphrase, salt=...)."
         )
 
 
@@ -343,9 +346,9 @@ def remove_files(storage: Storage, names: Sequence[str]) -> None:
 
 # --- files of a save that has failed on another rank ------------------------------------------------------------------
 #
-# A rank whose own part fails removes its files. The other ranks have written their files by then, and learn of the
-# failure from DCP's error. If locks are visible, the next save or restore removes these files. On other storages only
-# the rank itself knows its files, so each rank removes its own.
+# A rank whose own part fails removes its files. The other ranks learn of the failure from DCP's error, after they have
+# written their files. If locks are visible, the next save or restore removes these files. On other storages only the
+# rank that wrote a file knows of it, so each rank removes its own.
 
 _MARK = "_dcp_tensorizer_before_commit"  # attribute of an error that goes to the other ranks
 
@@ -372,12 +375,12 @@ class WrittenFiles:
 
 
 def failed_before_commit(error: BaseException) -> None:
-    """Marks an error that goes to all ranks: this rank's part has failed, so the commit never began."""
+    """Marks an error that goes to all ranks: this rank's part has failed, so the commit never begins."""
     vars(error)[_MARK] = True
 
 
 def is_uncommitted(error: BaseException) -> bool:
-    """Returns whether an error of DCP's proves that a save was not committed, and will not be.
+    """Returns whether an error that DCP has raised proves that a save was not committed, and will not be.
 
     A failure of the commit itself proves nothing, because the storage's response may have been lost.
     """

@@ -26,9 +26,9 @@ logger = logging.getLogger("dcp_tensorizer")
 
 
 class Engine:
-    """The resources that the writers of a process share. Before the first staging, no process runs and no memory is
-    allocated.
+    """The resources that the writers of a process share.
 
+    Until a writer needs them, no process runs and no memory is allocated.
     The engine ends with the interpreter, or when its last open writer is closed. A later writer starts it again. With
     ``devices`` the writer process sees the trainer's GPUs.
 
@@ -38,9 +38,9 @@ class Engine:
         failures: Counts the saves in a row that were not committed.
         checked_keys: Keys whose objects have been checked, see `warn_about_untrusted`.
         sections: The sections of the last indexes, see `entries_section`.
-        tables: The coordinator's cache of the ranks' tables of locations.
+        tables: The tables of locations of the last saves, see `KnownTables`.
         files: The files of the last saves, and the histories of their tensors.
-        connection: The connection to the storage of the last save, open for the next one.
+        connection: The connection to the storage of the last save, held open for the next save.
         warned_of_group: Whether the warning that saves share training's process group has been logged.
     """
 
@@ -65,7 +65,7 @@ class Engine:
         Finalize(None, _exit, (weakref.ref(self),), exitpriority=1)
 
     def open(self, user: object) -> None:
-        """Registers a user of the engine, until it calls `leave` or is freed. Idempotent."""
+        """Registers a user of the engine, until `leave` removes the user or the user is freed. Idempotent."""
         with self._opening:
             self._open = [other for other in self._open if other() not in (None, user)]
             self._open.append(weakref.ref(user))

@@ -1,4 +1,4 @@
-"""Counts failed saves in a row, so that a failure is reported even if its future is dropped."""
+"""Counts failed saves in a row, so that their failures are reported even if the futures of the saves are dropped."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class FailuresInARow:
 
 
 class FailureCounter:
-    """Counts failed saves in a row, of all writers of a process, because frameworks make a writer for every save.
+    """Counter of failed saves in a row, of all writers of a process, because frameworks make a writer for every save.
 
     Counts are separate for each process group, and for paths that differ in more than numbers. A save belongs to its
     thread. A save has failed if it is over and `committed` was not called. Only the coordinator knows whether a
@@ -153,5 +153,5 @@ class FailureCounter:
 
 
 def _counted_as(path: str, group: str | None) -> tuple[str | None, str]:
-    """Returns the key under which failures are counted, which ignores numbers, because many paths contain the step."""
+    """Returns the key under which failures are counted. It ignores numbers, because many paths contain the step."""
     return group, re.sub(r"\d+", "#", path)

@@ -51,8 +51,8 @@ class CommittedMeta(StorageMeta):
     """The storage's metadata of a committed save, which informs the other ranks of the commit.
 
     DCP has no hook for that. But after the commit DCP sends the metadata to all ranks: unpickling this object records
-    the commit on the rank (`Queue.confirm`), and returns an ordinary ``StorageMeta``. The rank sends no later save
-    before the remote has the confirmed one, and the loss of a confirmed save is an error.
+    the commit on the rank (`Queue.confirm`), and returns an ordinary ``StorageMeta``. Until the remote has the
+    confirmed save, but for the timeout at most, the rank sends no later save. The loss of a confirmed save is an error.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -71,7 +71,7 @@ class Flushing:
     """The flush of one local folder, shared by all writers of a process that save there.
 
     Attributes:
-        target: The local folder and the remote one.
+        target: The local folder, and the folder on the remote that it mirrors.
         queue: The records of the folder.
         unknown: Why the states of the open records are unknown, as of the last `open_records`; empty if they are known.
     """
@@ -91,7 +91,7 @@ class Flushing:
         self._has_ended = False
         self.unknown = ""
         self._unwritable = (
-            f"{self.queue.folder} cannot be written, so it is unknown which of its checkpoints {target.name} has"
+            f"{self.queue.folder} cannot be written to, so it is unknown which of its checkpoints {target.name} has"
         )
 
     def resume(self) -> None:
@@ -120,7 +120,7 @@ class Flushing:
         self._futures = waited_for | {report.save_id: future}
 
     def report_lost(self, words: str) -> None:
-        """Logs that a checkpoint is lost. The next call of `check` raises this as an error."""
+        """Logs ``words``, which describe the loss of a checkpoint. The next call of `check` raises them as an error."""
         logger.error("%s", words)
         self._given_up.append(words)
 
@@ -134,7 +134,7 @@ class Flushing:
     def open_records(self) -> list[tuple[FlushEntry, FlushRecord]]:
         """Returns the records of saves that the remote does not have yet.
 
-        If the disk cannot be written, only the writer process knows the states of the saves. If the disk cannot be
+        If the disk cannot be written to, only the writer process knows the states of the saves. If the disk cannot be
         read, returns an empty list: if a single rank raised an error here, the other ranks would wait for this rank. In
         both cases sets `unknown`, and logs it once.
         """
@@ -145,7 +145,7 @@ class Flushing:
         except ReadError as error:
             self.unknown = str(error)
         if self.unknown and not before:
-            logger.error("%s: gave up waiting for its saves", self.unknown)
+            logger.error("%s: gave up waiting for the saves there", self.unknown)
         return found
 
     def unflushed(self) -> int:
@@ -168,9 +168,9 @@ class Flushing:
         timeout: ProgressTimeout | None = None,
         every: float = _POLL_SECONDS / 4,
     ) -> bool:
-        """Waits until the remote has everything, or until ``until`` returns true. Returns False if it gives up.
+        """Waits until the remote has everything, or until ``until`` returns true.
 
-        It gives up at the deadline, or when nothing has made progress for too long.
+        Gives up, and returns False, at the deadline, or when nothing has made progress for too long.
 
         Args:
             deadline: When to give up in any case.
@@ -180,7 +180,8 @@ class Flushing:
             every: Seconds between two checks.
 
         Raises:
-            ReadError: the folder cannot be read or written, so it is unknown whether the remote has everything.
+            ReadError: without ``until``, the folder cannot be read, or cannot be written to, so it is unknown whether
+                the remote has everything.
         """
         before: object = None
         timeout = timeout or self.target.progress_timeout()
@@ -207,7 +208,7 @@ class Flushing:
             raise WriteError(given_up[0] + (f" (and {len(given_up) - 1} more)" if len(given_up) > 1 else ""))
 
     def end(self, deadline: Deadline) -> None:
-        """Waits until this rank's part of the flush is done. If it gives up, logs the number of checkpoints left."""
+        """Waits until this rank's part of the flush is done. On timeout, logs the number of checkpoints left."""
         if count := self.unflushed():
             logger.info("%s: waiting for the flush of %d checkpoint(s)", self.target.name, count)
         if not self.wait(deadline, until=lambda: not self.unflushed()):
@@ -218,7 +219,7 @@ class Flushing:
             )
 
     def stop(self) -> None:
-        """From now on, does not restart the writer process only to continue the flush."""
+        """Prevents restarts of the writer process whose only purpose is the flush."""
         self._has_ended = True
         if self._lock.acquire(timeout=1.0):  # waits for a thread that is just starting the process
             self._lock.release()
@@ -297,7 +298,8 @@ class Flushing:
     def _report_missing(self, followed: _Followed, reason: str) -> None:
         """Reports a save that this process can no longer follow to the remote.
 
-        On a rank that does not commit, the save may have been replaced or deleted in the meantime.
+        Only a rank that commits counts the save as given up: on another rank, the save may have been replaced or
+        deleted in the meantime.
         """
         report = followed.report
         words = f"rank {report.rank} cannot confirm that {report.path} is on the remote: {reason}"
@@ -312,7 +314,8 @@ class Flushing:
         reason = "it was removed" if record is None else record.reason
         subpath = "" if record is None else record.subpath
         words = (
-            f"{self.target.name}/{subpath} of rank {entry.rank} is given up, and will not be on the remote: {reason}"
+            f"rank {entry.rank}'s part of {self.target.name}/{subpath} is given up, and will not be on the remote: "
+            f"{reason}"
         )
         if followed is not None:
             self._given_up.append(words)

@@ -36,11 +36,11 @@ class SaveReport:
         path: The checkpoint's path, without credentials.
         save_id: Identifies the save; part of the names of its files.
         rank: The rank that reports.
-        nbytes: Bytes of tensors and objects that this rank wrote.
+        nbytes: Bytes of this rank's tensors and objects, written or reused.
         reused_nbytes: The part of ``nbytes`` that was in files of an earlier save, and was not written again
             (``reuse_unchanged``).
         files: Data files that this rank wrote or reused.
-        attempts: 1, or 2 if the writer process died and a fresh one wrote everything again.
+        attempts: 1, or 2 if the writer process died and everything was written again.
         started_at: When staging, or a save without staging, began (``time.time()``).
         seconds: Time from ``started_at`` to ``durable_at``.
         wait_seconds: Time in `stage` until the previous save was over; before ``started_at``.
@@ -48,7 +48,7 @@ class SaveReport:
         plan_seconds: Time in DCP's planning and its collectives.
         resolve_seconds: Time in this process from the finished plan to the request to the writer process, and from the
             answer to the results for DCP.
-        hash_seconds: Time in the writer process until all hashes were known; writes overlap it.
+        hash_seconds: Time in the process that writes, until all hashes were known; writes overlap this time.
         write_seconds: Time in write calls and fsync, which overlaps ``hash_seconds``.
         commit_seconds: Time to publish ``.metadata``; None on ranks that do not commit.
         durable_at: When this rank's data, and on the coordinator the checkpoint, was durable (``time.time()``).
@@ -104,7 +104,8 @@ class SaveReport:
 def report_of(spans: Sequence[Span], done: WriteDone, *, path: str, save_id: str, rank: int) -> SaveReport:
     """Returns the report of a save, or of a rank's part in it, whose last span has just ended.
 
-    ``spans`` are the spans of staging (none without it), "plan", "write", the spans of ``done``, "agree", and "commit".
+    ``spans`` are the spans of staging (none without staging), "plan", "write", the spans of ``done``, "agree", and
+    "commit".
     """
     of = {span.name: span for span in spans}
     write, offset = of["write"], clock_offset()
@@ -194,7 +195,7 @@ _KEYS_SHOWN = 5
 
 
 class Freshness:
-    """Comparison of a rank's floating-point tensors with those of its previous save, by their digests.
+    """Comparison of a rank's floating-point and complex tensors with those of its previous save, by their digests.
 
     ``must_change`` are patterns of the keys to compare, as in `fnmatch`.
     """

@@ -1,8 +1,8 @@
 """Reuse of files of earlier saves, so that a save does not write the same contents again.
 
 The bytes of a file follow from the names, dtypes, shapes, kinds and elements of its tensors. So two files with equal
-`TensorContent` in the same order are equal, even if the tensors have other keys, chunks or ranks in each save. Elements
-are compared by XXH3-128. A save adopts a file of an earlier save: the storage links or copies it under a new name
+`TensorContent` in the same order are equal, even if their tensors' keys, chunks or ranks differ. Elements are compared
+by XXH3-128. A save adopts a file of an earlier save: the storage links or copies it under a new name
 (`Storage.adopt`), because each save has its own file names.
 
 Only whole files can be adopted. So tensors that have not changed in the last saves, according to their digests, are
@@ -48,7 +48,7 @@ class _History:
     """The history of a tensor."""
 
     digest: bytes  # of its elements, in its last save
-    same: int = 0  # number of saves in a row before the last one with the same digest
+    same: int = 0  # number of saves in a row, before the last one, that had the same digest
     needed: int = 1  # the value of ``same`` from which the tensor counts as unchanging
     seen: int = 0  # the number of the last save with the tensor
 

@@ -58,7 +58,7 @@ logger = logging.getLogger("dcp_tensorizer")
 
 
 class SaveDescription(NamedTuple):
-    """The description of a save by the caller that stages it."""
+    """The description of a save by the caller that stages the state."""
 
     record: SaveRecord | None = None  # the manager's record, for the index
     error: StagingError | None = None  # if this rank has no state: the error with which the save fails on all ranks
@@ -68,7 +68,7 @@ class SaveDescription(NamedTuple):
     on_staged: Callable[[StagedStateDict], object] | None = None
     # Receives the files that this rank writes. If the save fails, the caller removes them.
     files: WrittenFiles | None = None
-    spans: tuple[Span, ...] = ()  # of staging, set when staging is done
+    spans: tuple[Span, ...] = ()  # of staging, set when the stager has returned
 
 
 class Save:
@@ -137,8 +137,9 @@ class Save:
     def prepare(self, plan: SavePlan) -> SavePlan:
         """Creates the directory. The rank that commits locks it, and removes the files of dead saves.
 
-        Returns the plan, with the digests of tables of locations that this rank could leave out of its results. Raises
-        `WriteError` if the directory cannot be created, or holds a checkpoint that must not be overwritten.
+        Returns the plan. On a rank that does not commit, the plan has the digests of the tables of locations that the
+        rank could leave out of its results. Raises `WriteError` if the directory cannot be created, or holds a
+        checkpoint that must not be overwritten.
         """
         with self.or_fail():
             self.open()
@@ -223,7 +224,8 @@ class Save:
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits the save, on the coordinator; without collectives every rank commits its own part.
 
-        If the save is not committed, raises `WriteError`, and the previous checkpoint is untouched.
+        Raises `WriteError` if the save is not committed, and the previous checkpoint is untouched; or if the outcome is
+        unknown, as after a lost response.
         """
         assert self._written is not None, "write comes first"
         self._lap("agree")
@@ -252,7 +254,7 @@ class Save:
     # --- the parts of the hooks -------------------------------------------------------------------------------------
 
     def _report_digests(self, items: list[Item], written: WriteDone) -> None:
-        """Passes the digests to the object that holds the staged state, which then need not compute them."""
+        """Passes the digests to the object that holds the staged state, so that it need not compute them."""
         save = self._staged
         if save is None or save.on_written is None or save.buffer is None:
             return
@@ -311,7 +313,7 @@ class Save:
 
     @contextmanager
     def or_fail(self) -> Iterator[None]:
-        """If the ``with`` block raises an error, records it as the reason of the failure, and ends the save."""
+        """If the ``with`` block raises an error, records it as the reason for the failure, and ends the save."""
         try:
             yield
         except BaseException as error:
@@ -408,10 +410,10 @@ class Save:
             self._saver.owner.check()
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes files that no checkpoint names, and the records of their saves. Does not wait for a hung storage.
+        """Removes files that no checkpoint names, and the records of their saves, as `_clean_up` does.
 
-        The removal takes 0.25 s for 2 GB. It runs on this thread, because a caller may copy the directory as soon as
-        the save is over.
+        The removal takes 0.25 s for 2 GB. It runs before this method returns, because a caller may copy the directory
+        as soon as the save is over.
         """
         self._clean_up(functools.partial(remove_with_records, self.storage, tuple(names)))
 
@@ -429,7 +431,10 @@ class Save:
         self.storage.give_up()
 
     def _in_time(self, operation: Callable[[], _T], most: float = math.inf) -> _T:
-        """Runs an operation on the storage. If the operation hangs, gives up the storage and raises `WriteError`."""
+        """Runs an operation on the storage.
+
+        On a save's own thread, if the operation hangs, gives up the storage and raises `WriteError`.
+        """
         timeout = min(most, self._saver.options.limits.timeout)
         if not (self._has_own_thread and self.storage.may_hang):
             return operation()
@@ -443,7 +448,11 @@ class Save:
             ) from None
 
     def _clean_up(self, operation: Callable[[], object]) -> None:
-        """Runs an operation whose result is not needed. Does not wait for a hung storage."""
+        """Runs an operation whose result is not needed.
+
+        Does not wait for a storage that was given up. On a save's own thread, gives up a storage that hangs for
+        `_CLEAN_UP_SECONDS`.
+        """
         if self.is_given_up:
             in_background(operation, name="clean-up", daemon=True)
             return

@@ -43,7 +43,7 @@ _CLOSED = "the writer is closed: make a new one, or close it after the last save
 
 
 class Saver:
-    """The state that the saves of one writer share. Begins the saves, one after the other, and cleans up after them.
+    """The state that the saves of one writer share. Begins the saves, and cleans up after them.
 
     Args:
         options: The writer's options.
@@ -162,7 +162,7 @@ class Saver:
         return staged
 
     def hold(self, state_dict: dict[str, Any], on_staged: Callable[[StagedStateDict], object]) -> None:
-        """Copies a state dict that no save writes. Another save may be in progress."""
+        """Copies a state dict that no save writes. A save of another state may be in progress."""
         staged = self.stager.stage(state_dict, is_kept=True)
         staged.staged_save.abandoned = True  # no save waits for this copy
         on_staged(staged)
@@ -224,7 +224,7 @@ class Saver:
             save.end()
 
     def raise_refusal(self) -> None:
-        """Raises, once and on the training thread, the error of a save refused after too many failures in a row.
+        """Raises, once and on the training thread, the error of a save that was refused after too many failed saves.
 
         If `stage` raised the error, the save would not begin, and the other ranks would wait for this rank.
         """
@@ -262,11 +262,14 @@ class Saver:
     def _ensure_process(self) -> None:
         self.engine.open(self)
         self._flushes = self.flushing is not None
-        with suppress(WriterProcessDied):  # the save reports the error, if the process still cannot be started
+        with suppress(WriterProcessDied):  # if no process can be started during the save either, the trainer writes
             self.engine.client.ensure_process()
 
     def _wait_for_flush(self, flushing: Flushing) -> StagingError | None:
-        """Waits while too many checkpoints are only in the local folder. If it gives up, returns the reason."""
+        """Waits while too many checkpoints are only in the local folder.
+
+        If nothing arrives on the remote within the timeout, or if the writer is closed, returns the error.
+        """
         most = self.options.max_unflushed
         flushing.resume()
         logger.info("%s: training waits for the flush of %d checkpoints", flushing.target.name, most)

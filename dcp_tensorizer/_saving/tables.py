@@ -26,9 +26,9 @@ _MAX_BYTES = 256 << 20  # 34 bytes per item: 7 million items of all ranks
 
 
 class Offer(NamedTuple):
-    """A rank's message in ``SavePlan.storage_data``: the id of its save, and digests of tables.
+    """A rank's message in ``SavePlan.storage_data``: the id of the rank's save, and digests of tables.
 
-    The coordinator's answer also has ``save``, the id of the coordinator's save.
+    The coordinator's answer has the same id, and in ``save`` the id of the coordinator's save.
     """
 
     save_id: str

@@ -34,8 +34,8 @@ logger = logging.getLogger("dcp_tensorizer")
 
 _POLL_SECONDS = 0.5
 _MAX_FILE_BYTES = 1 << 30
-"""The largest file to flush. Other nodes see a file only when all of it has arrived, and give up after a timeout in
-which no file arrives."""
+"""The size limit of files to flush, except for a file of one larger tensor. Other nodes see a file only when all of it
+has arrived, and give up after a timeout in which no file arrives."""
 
 
 class TieredSave(Save):
@@ -71,7 +71,7 @@ class TieredSave(Save):
         return storage
 
     def open(self) -> None:
-        """If an existing checkpoint would be an error, checks that there is none. Else does not access the remote."""
+        """If an existing checkpoint would be an error, checks that there is none. Otherwise does nothing."""
         if self.commits and not (self._saver.options.overwrite and self.metadata_rank is None):
             self._check_free(self._remote())
             name = metadata_file_name(self.metadata_rank)
@@ -125,7 +125,8 @@ class TieredSave(Save):
         for name, nbytes in self._local_files.items():  # other nodes cannot check them
             found = self.storage.head(name)
             if found != nbytes:
-                raise WriteError(f"{self.storage.path}/{name} has {found} bytes after the write, expected {nbytes:,}")
+                size = "no file" if found is None else f"{found:,} bytes"
+                raise WriteError(f"{self.storage.path}/{name}: found {size} after the write, expected {nbytes:,} bytes")
         return written
 
     def wrote(self, written: WriteDone) -> None:
@@ -201,7 +202,7 @@ class TieredSave(Save):
             nonlocal missing, ahead
             missing = missing_files(self.storage, missing, commit.files)
             left = self._flushing.open_records()
-            # If the local disk cannot be written, only the writer process knows what has arrived.
+            # If the local disk cannot be written to, only the writer process knows what has arrived.
             left = [] if self._flushing.unknown else left
             ahead = [(e, r) for e, r in left if e.id != self.id and r.commit is not None]
             self._check_wanted()  # the requests above may have taken long
@@ -216,7 +217,7 @@ class TieredSave(Save):
             return
         if missing:
             ranks = sorted({data_file_rank(name) for name in missing})
-            what, trouble = f"data of rank {listed_ranks(ranks)} ({min(missing)})", None
+            what, trouble = f"data of rank(s) {listed_ranks(ranks)} ({min(missing)})", None
         else:
             entry, record = ahead[0]
             what = f"the earlier checkpoint in {self._flushing.target.folder(record.subpath)}"

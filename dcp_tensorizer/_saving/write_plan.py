@@ -97,9 +97,9 @@ def resolve(
 ) -> list[Item]:
     """Returns the items of a plan, in its order; raises `CheckpointError`, naming the key, if one cannot be saved.
 
-    All items are written at once. A custom planner may make each item in the memory of the previous one, so its tensors
-    are copied unless they are in the buffer of the staged state. ``omitted`` are keys that were not staged, because
-    other ranks were to write them.
+    All items are written at once. A custom planner may make each tensor in the memory of the previous tensor, so its
+    tensors are copied, unless they are in the buffer of the staged state. ``omitted`` are keys that were not staged,
+    because other ranks were to write them.
     """
     makes_items = not _is_as_known(planner, ("resolve_data", "lookup_object", "transform_object"))
     resolve_plan = None if makes_items else getattr(_known(planner), "resolve_plan", None)
@@ -141,8 +141,8 @@ def in_files(items: Sequence[Item], *, is_encrypted: bool) -> list[Item]:
     """Returns the items to write to a rank's data files: those with bytes, and tensors without elements.
 
     Other readers of tensorizer files look up tensors without elements in the files. As with tensorizer, encrypted files
-    omit such tensors, and all files omit such tensors of dtypes that would make a file unreadable. If no item has
-    bytes, no file is made.
+    omit these tensors. Other files omit those whose dtype would make the file unreadable. If no item has bytes, no file
+    is made.
     """
     written = [item for item in items if item.has_bytes]
     if is_encrypted or not written or len(written) == len(items):
@@ -253,7 +253,7 @@ def warn_about_untrusted(items: Sequence[Item], known: set[str]) -> None:
 def _resolve(
     item: WriteItem, planner: SavePlanner, is_stable: Callable[[torch.Tensor], bool]
 ) -> tuple[str, torch.Tensor]:
-    """Returns an item's kind, and its tensor or bytes. Copies a tensor that is not stable until the write."""
+    """Returns an item's kind, and its tensor or bytes. Copies a tensor whose memory the planner may reuse."""
     key = item.index.fqn
     try:
         data = planner.resolve_data(item)
@@ -309,7 +309,7 @@ _JSON_PATH = "\x1e"  # tensorizer reads a name that begins with it as a JSON pat
 
 
 def stored_names(keys: Sequence[Any]) -> list[str]:
-    """Returns names for tensors in tensorizer files: the keys themselves, if unique strings that can be stored."""
+    """Returns names for tensors in tensorizer files: a key itself, if it is a unique string that can be stored."""
     used: set[str] = set()
     names = []
     for number, key in enumerate(keys):

@@ -93,7 +93,7 @@ class WriterClient:
 
         Otherwise this process writes them: if nothing was staged, if the storage is this process's memory, or if the
         writer process cannot be started. If the writer process dies, a fresh one writes everything again from the
-        staged buffer, unless ``is_closed`` returns true. ``progress`` is called with the bytes written so far, about
+        staging buffer, unless ``is_closed`` returns true. ``progress`` is called with the bytes written so far, about
         once a second.
 
         On failure, removes the files, except shared ones, and raises `WriteError`.
@@ -192,7 +192,7 @@ class WriterClient:
         return self._process is not None and self._process.alive
 
     def end_process(self, deadline: Deadline = NEVER) -> None:
-        """Ends the writer process, after its current work or at the deadline.
+        """Ends the writer process after its current request, but at the latest at the deadline or after `END_SECONDS`.
 
         Later work, for a writer that is still open, starts a fresh process.
         """
@@ -228,7 +228,7 @@ class WriterClient:
     def _locate(
         self, items: Sequence[Item], buffer: SharedBuffer, shared: SharedTensors | None
     ) -> tuple[list[TensorSource], SharedBuffer | None]:
-        """Finds each item's bytes in shared memory. Copies tensors that the planner has made to an extra buffer."""
+        """Finds each item's bytes in shared memory. If the planner has made a tensor, copies it to an extra buffer."""
         sources: list[TensorSource] = []
         made: dict[int, Item] = {}  # by the numbers of their sources
         for item in items:

@@ -31,7 +31,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of this process
 
 PIN_BYTES = 1 << 30
 """Bytes of one registration. Current drivers fail on hundreds of GiB in one call, and Linux 6.11 to 6.13 refuse 2 GiB
-and more. The driver also holds locks during a call, on which calls of other processes block."""
+or more. The driver also holds locks during a call, on which calls of other processes block."""
 
 PIECE_BYTES = 32 << 20
 """Bytes of one copy over the bus. Training's own transfers, such as those of ``.item()``, wait for one piece, not for a
@@ -60,7 +60,7 @@ class Event:
 
 
 class SideStream(abc.ABC):
-    """A queue of copies on one device, beside the queues of training.
+    """A stream for copies on one device, beside the streams of training.
 
     Attributes:
         has_batches: Whether `copy_batch` may be called.
@@ -73,7 +73,7 @@ class SideStream(abc.ABC):
 
     @abc.abstractmethod
     def follow(self) -> None:
-        """Orders copies queued from now on after everything in the calling thread's current stream."""
+        """Orders copies that are queued from now on after everything on the calling thread's current stream."""
 
     @abc.abstractmethod
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -93,8 +93,9 @@ class SideStream(abc.ABC):
 
     @abc.abstractmethod
     def copy_batch(self, batch: Batch) -> bool:
-        """Queues the copies of a batch, in any order. If the driver refuses one, returns False and clears
-        `has_batches`.
+        """Queues the copies of a batch, in any order.
+
+        If the driver refuses a copy, returns False and clears `has_batches`.
         """
 
     @contextmanager
@@ -130,7 +131,7 @@ class SideStream(abc.ABC):
 
     @abc.abstractmethod
     def current(self) -> AbstractContextManager[None]:
-        """Makes this the calling thread's current stream on its device."""
+        """Returns a context in which this is the calling thread's current stream on the stream's device."""
 
 
 class SideStreams(dict[int, SideStream]):
@@ -144,8 +145,9 @@ class SideStreams(dict[int, SideStream]):
         return self.setdefault(index, self.device.new_stream(index))
 
     def follow(self, tensors: Iterable[torch.Tensor]) -> list[SideStream]:
-        """Orders new copies from these tensors after everything that the calling thread has queued. Returns the streams
-        of the tensors' devices.
+        """Orders new copies from these tensors after everything on the calling thread's current streams.
+
+        Returns the side streams of the tensors' devices.
         """
         indices = {self.device.index_of(tensor) for tensor in tensors}
         streams = [self[index] for index in indices if index is not None]
@@ -154,7 +156,7 @@ class SideStreams(dict[int, SideStream]):
         return streams
 
     def synchronize(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Waits for everything that the calling thread has queued on the devices of these tensors.
+        """Waits for everything on the calling thread's current streams of these tensors' devices.
 
         Afterwards other threads may read the tensors. Without this wait they could read them too early, because their
         current streams do not wait for this thread's current stream.
@@ -164,8 +166,9 @@ class SideStreams(dict[int, SideStream]):
 
 
 def pin_if_possible(device: Device, address: int, nbytes: int, index: int) -> Callable[[], None]:
-    """Registers host memory as `Device.pin` does. If the system refuses, logs a warning: copies are then slower, but
-    correct.
+    """Registers host memory as `Device.pin` does.
+
+    If the system refuses, issues a `RuntimeWarning`: copies are then slower, but correct.
     """
     try:
         return device.pin(address, nbytes, index)
@@ -178,8 +181,9 @@ class _CudaStream(SideStream):
     """CUDA streams over which `spread` distributes copies; a single one if the driver takes batches. All other copies
     are queued on the first.
 
-    The streams are not from torch's pool of 32, which NCCL, graph captures and FSDP share. Otherwise these would wait
-    for gigabytes of copies. ``borders`` returns the addresses at which registrations of host memory begin.
+    NCCL, graph captures and FSDP share torch's pool of 32 streams, and would wait for gigabytes of copies. So these
+    streams are not from the pool, unless the driver cannot make others. ``borders`` returns the addresses at which
+    registrations of host memory begin.
     """
 
     def __init__(self, index: int, borders: Callable[[], Sequence[int]]) -> None:
@@ -248,7 +252,7 @@ class _CudaStream(SideStream):
         if status:
             self.has_batches = False
             logger.warning(
-                "GPU %d: the driver refuses batches of copies (%d). Copies are slower now.", self._index, status
+                "GPU %d: the driver refuses batches of copies (error %d). Copies are slower now.", self._index, status
             )
         return not status
 
@@ -294,7 +298,7 @@ def _queue(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> 
 
 
 def _bytes(plain: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous tensor's bytes. `view` fails on the arbitrary stride of a dimension of size 1."""
+    """Returns a contiguous tensor's bytes. `view` alone fails on the arbitrary stride of a dimension of size 1."""
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
@@ -334,7 +338,7 @@ class Device:
         registered: list[int] = []
 
         def undo() -> None:
-            # After a fault on the GPU every call fails, and the kernel that faulted reports it.
+            # After a fault on the GPU every call fails. The program gets that error from its own calls.
             with suppress(RuntimeError), torch.cuda.device(index):
                 while registered:
                     start = registered.pop()
@@ -398,9 +402,10 @@ def expandable_segments() -> str | None:
 
 
 def synchronize_other_devices(tensors: Iterable[torch.Tensor]) -> None:
-    """Waits for everything that the calling thread has queued on devices without side streams, such as XPU and MPS.
+    """Waits for everything on the calling thread's current streams of devices without side streams.
 
-    torch copies their tensors like host tensors, on threads that have other current streams.
+    Examples are XPU and MPS. torch copies their tensors like host tensors, on threads that have other current
+    streams.
     """
     if not _has_other_accelerator():
         return

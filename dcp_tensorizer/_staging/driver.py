@@ -36,7 +36,7 @@ class Batch(NamedTuple):
 def batch_of(
     targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], borders: Sequence[int], most: int
 ) -> Batch:
-    """Makes a batch of copies to host memory. A call exceeds ``most`` bytes by less than one copy.
+    """Makes a batch of copies to host memory. A driver call may exceed ``most`` bytes, by less than one copy.
 
     ``borders`` are the sorted addresses at which registrations of host memory begin. No copy may cross one.
     """
@@ -91,7 +91,7 @@ def copier() -> Callable[[Batch, int], int] | None:
     if library is None or library.cuDriverGetVersion(ctypes.byref(version)) or version.value < _BATCHES_SINCE:
         return None
     try:
-        # CUDA 13 dropped the argument `failIdx` in `cuMemcpyBatchAsync_v2`. Newer drivers still export this symbol.
+        # In CUDA 13, `cuMemcpyBatchAsync_v2` has no argument `failIdx`. Newer drivers still export the older symbol.
         call = library.cuMemcpyBatchAsync
     except AttributeError:
         return None
@@ -113,7 +113,7 @@ def copier() -> Callable[[Batch, int], int] | None:
 
 
 def new_stream() -> int | None:
-    """Returns the handle of a new stream of the lowest priority on the current context's device; None without a driver.
+    """Returns the handle of a new stream of the lowest priority on the current context's device; None on failure.
 
     Nothing destroys the stream before the process ends.
     """

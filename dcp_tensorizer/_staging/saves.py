@@ -1,4 +1,4 @@
-"""The staged saves of a process, in order, and their buffers. All writers of a process share them.
+"""Staged saves in the order of their staging, and their buffers, which all writers of an engine share.
 
 When a save is over, its buffer is retained for a later save of any writer.
 """
@@ -18,11 +18,11 @@ from .device import Device
 from .shared_memory import SharedBuffer
 from .staged_save import StagedSave, name_of_group
 
-# Timeout for a save to take its staged state dict. Its thread starts when `async_save` returns, and takes the dict
-# within a millisecond. One second is ample, and limits the cost of a state that is staged but never saved.
+# Timeout for a save to take its staged state dict. The save's thread starts when `async_save` returns, and takes the
+# dict within a millisecond. One second is ample, and limits the cost of a state that is staged but never saved.
 _TAKE_SECONDS = 1.0
-# The same timeout in PROCESS mode, where torch may still be starting its process. Only the thread of the next save
-# waits this long, and only once.
+# The same timeout on the thread of the next save, which waits this long only once: in PROCESS mode torch may still be
+# starting its process.
 _START_SECONDS = 60.0
 
 
@@ -30,8 +30,8 @@ class StagedSaves:
     """Staged saves in the order of their staging, and their buffers.
 
     Saves that one stager or one thread has staged run one at a time, in that order, which is the same on every rank.
-    Other saves, and those of different process groups, run concurrently. Ranks may have staged them in different
-    orders, so waiting for each other could deadlock.
+    Other saves, and saves of different process groups, run concurrently. Ranks may have staged these in different
+    orders: if the saves waited for each other, the job could deadlock.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class StagedSaves:
         self._lock = free_in_child(threading.RLock())
 
     def of(self, owner: object) -> list[StagedSave]:
-        """Returns the saves that a stager has staged, and those of its writer."""
+        """Returns the saves that a stager has staged, or that the stager's writer writes."""
         return [staged_save for staged_save in list(self._saves) if owner in staged_save.owners]
 
     def add(self, staged_save: StagedSave) -> None:
@@ -61,9 +61,9 @@ class StagedSaves:
             self._saves.remove(staged_save)
 
     def begin(self, owner: object) -> StagedSave | None:
-        """Returns the calling thread's staged save that has not begun, and adds ``owner`` to its owners.
+        """Returns the calling thread's first staged save that has not begun, and adds ``owner`` to its owners.
 
-        If all saves have begun, returns None.
+        If there is none, returns None.
         """
         for staged_save in list(self._saves):
             if staged_save.thread is threading.current_thread() and not staged_save.begun:
@@ -74,9 +74,10 @@ class StagedSaves:
         return None
 
     def wait_turn(self, owner: object, before: StagedSave | None = None) -> None:
-        """Waits until all earlier saves, or all saves before ``before``, are over.
+        """Waits until the earlier saves with which the next save must not run concurrently are over.
 
-        A staged state dict that no save takes does not delay the next save, which gets a new buffer.
+        The next save is ``before``, or, if that is None, the one that the calling thread is about to stage or begin. If
+        no save takes an earlier staged state dict, the next save waits only for a timeout, and gets another buffer.
         """
         earlier = list(self._saves)
         if before is not None:  # if it is missing, a wait for it has timed out, and all remaining saves came later
@@ -137,7 +138,7 @@ class StagedSaves:
         self._prewarming = in_background(lambda: make(nbytes), name="prewarm", daemon=True)
 
     def wait_prewarmed(self, deadline: Deadline = NEVER) -> None:
-        """Waits until the deadline for the buffer that `prewarm` is making."""
+        """Waits for the buffer that `prewarm` is making, at most until the deadline."""
         with self._lock:
             prewarming, self._prewarming = self._prewarming, None
         if prewarming is not None:

@@ -1,7 +1,7 @@
-"""Memory that another process maps: the trainer's buffers, and the files that back its tensors.
+"""The files that back tensors in shared memory: the trainer finds them, and its writer process maps them.
 
-The files come from /proc/self/maps. torch's own sharing is not used, because it moves a tensor's memory if that was
-shared in another way. Unnamed files are opened through their owner's descriptor.
+The trainer finds the files in /proc/self/maps. torch's own sharing is not used, because it moves a tensor's memory if
+that was shared in another way. The writer process opens an unnamed file through a descriptor of the trainer.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class SharedTensors:
         self._ranges = _joined(sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in self._tensors))
 
     def locate(self, tensor: torch.Tensor) -> tuple[MappedFile, int] | None:
-        """Locates one of these tensors or a part of one, as `SharedMappings.locate`; returns None for other tensors."""
+        """Locates one of these tensors, or a part of one, as `SharedMappings.locate` does; None for other tensors."""
         if tensor.device.type != "cpu" or not tensor.numel():
             return None
         address = tensor.data_ptr()

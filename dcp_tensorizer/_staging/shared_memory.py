@@ -214,7 +214,7 @@ class _Registering:
     """A thread that registers the parts of a buffer while further parts are allocated.
 
     ``undo`` gets a function for each part. When the block ends, all allocated memory is registered. If the system
-    refuses a part, logs a warning, as `pin_if_possible` does, and registers nothing.
+    refuses a part, issues a warning, as `pin_if_possible` does, and registers nothing.
     """
 
     def __init__(self, address: int, pin_for: tuple[Device, int] | None, undo: list[Callable[[], None]]) -> None:

@@ -24,7 +24,7 @@ from .shared_memory import SharedBuffer
 from .tensor_copy import Copies
 
 _STEP_SECONDS = 0.02  # between two checks of a save
-_END_SECONDS = 0.005  # between two checks of its thread, which does not notify on exit
+_END_SECONDS = 0.005  # between two checks of a save's thread, which does not notify on exit
 
 
 class StagingState(enum.IntEnum):
@@ -35,7 +35,7 @@ class StagingState(enum.IntEnum):
     BUILT = 1
     """The staged state dict exists. Its tensors may not have their values yet."""
     QUEUED = 2
-    """Host memory is copied. Copies may be left in the devices' queues."""
+    """Host memory is copied. Copies from devices may still be pending on the side streams."""
     COPIED = 3
     """The staged tensors have their values: the save may read them."""
     RELEASED = 4
@@ -50,7 +50,7 @@ class StagedSave:
     tensors.
 
     Attributes:
-        owners: The stager that staged it, and the stager of the writer that saves it.
+        owners: The stager that staged the state dict, and the stager of the writer that saves the state dict.
         group: The name of the process group of its save; None if unknown.
         buffer: Holds the staged tensors. None before it is allocated, and after the stager has taken it back.
         copies: The copies in progress.
@@ -59,12 +59,12 @@ class StagedSave:
             copied: then the state is released when the copies end.
         thread: The save's thread, once it has taken the staged state dict.
         begun: Whether DCP has called the save's first hook.
-        abandoned: Whether a later save has timed out waiting for this one to be taken. Other saves then no longer wait
-            for it.
-        distributed: Whether one of several ranks staged it.
+        abandoned: Whether other saves no longer wait for this one: either the wait for its start has timed out, or no
+            save is to take the state.
+        distributed: Whether the job had several ranks when staging began.
         stager: The thread that copies.
-        context: The process context when staging began. Relative paths of the save are relative to its working
-            directory.
+        context: The process context when staging began. Relative paths of the save are relative to the working
+            directory of this context.
         description: The `SaveDescription` for the layers above.
         ties: For saves of models: by the name of each tied tensor, the name of the tensor that it equals.
         described: The keys of tensors that describe their parts (`describes_part`).
@@ -180,7 +180,10 @@ class StagedSave:
     # --- training may change the state --------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Releases training's own memory, once running copies have ended: training may change the state. Idempotent."""
+        """Releases training's own memory: training may change the state. Idempotent.
+
+        While copies are running, does not release it: `finish` does so when they have ended.
+        """
         with self._changed:
             self.shared = None
             if self._progress != StagingState.COPIED:
@@ -209,7 +212,7 @@ class StagedSave:
     def hold_training(self) -> None:
         """Prevents later work of the calling thread from changing the state too early.
 
-        If only copies from a GPU are left, the thread's CUDA streams wait for them instead of the thread.
+        If only copies from a GPU are left, the thread's current CUDA streams wait for them, and the thread does not.
         """
         self._wait_for(StagingState.QUEUED)
         copies = self.copies
@@ -365,8 +368,9 @@ class StagingFuture(concurrent.futures.Future[dict[str, Any]]):
         staged.staged_save.watch(self)
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
-        """Returns the staged state dict, until a save takes it. Its tensors are complete when `StagedSave.wait_copied`
-        returns.
+        """Returns the staged state dict; once a save has taken it, an empty dict.
+
+        The tensors are complete when `StagedSave.wait_copied` returns.
         """
         staged = self._staged
         if staged is None:

@@ -1,8 +1,8 @@
 """Staging: copies a rank's state dict to shared memory, where training does not change it.
 
-`Stager.stage` copies the state dict's structure, and records events in the devices' queues. With overlapping staging,
-training waits only for these two. Then the tensors are copied to a shared buffer, which is reused when its save is over
-(`StagedSave`).
+`Stager.stage` copies the state dict's structure, and records events on the devices' current streams, for which the side
+streams wait. With overlapping staging, training waits only for these two. Then the tensors are copied to a shared
+buffer, which is reused when the save is over (`StagedSave`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Stager:
     """Copier of state dicts to shared memory, which is retained between saves.
 
     Args:
-        saves: The staged saves and buffers, which stagers may share. None: this stager's own.
+        saves: The staged saves and buffers, which stagers may share. If None, the stager makes its own.
         cache_staged_state_dict: Retain the buffer after a save. Otherwise each save allocates and frees its memory.
         thread_count: The number of threads that copy on the host if torch itself has only one (as ``torchrun`` sets
             it).
@@ -140,7 +140,7 @@ class Stager:
         """
         if self._overlap_staging and self._device.is_capturing:
             raise StagingError(
-                "a CUDA graph is being captured, and its replays would not wait for the copies of a save. Take "
+                "a CUDA graph is being captured, and its replays would not wait for the copies of a save. Enter "
                 "writer.lock() around graph.replay(), not inside the capture."
             )
         for staged_save in self.saves.of(self):
@@ -155,13 +155,13 @@ class Stager:
     def _copy(self, tensors: TensorList, copies: Copies, staged: StagedStateDict, is_kept: bool) -> None:
         """Copies the tensors and builds the staged state dict. Records an error in the staged save.
 
-        Builds the dict while devices copy, before any other wait, and outside inference mode: other threads, and the
-        next save, could not write to tensors made in inference mode.
+        Builds the dict before it waits for any copy, so that copies that have begun run meanwhile. Builds it outside
+        inference mode: other threads, and the next save, could not write to tensors made in inference mode.
         """
         staged_save = staged.staged_save
         if self._overlap_staging:
-            # Copying would take the GIL from ``async_save``. So it starts when the save's thread, the last thing that
-            # ``async_save`` starts, waits for it.
+            # Copying would take the GIL from ``async_save``. So copying starts when the save's thread, which
+            # ``async_save`` starts last, waits for the copy.
             staged_save.wait_for_consumer(_RETURN_SECONDS)
         try:
             buffer = staged_save.buffer = self.saves.take_buffer(copies.nbytes, self._pin_for(copies))

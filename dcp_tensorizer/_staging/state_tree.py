@@ -49,7 +49,7 @@ _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch
 
 
 class TensorList(list[torch.Tensor]):
-    """The plain tensors in a state dict, except those of ``omitted`` keys, which are not staged.
+    """The plain tensors in a state dict. Those of ``omitted`` keys are not staged.
 
     A ShardedTensor is always staged, because it cannot be built from shards without memory. Two tensors of one key are
     both staged: one of them is in an object, which this rank may write.
@@ -96,12 +96,12 @@ class TensorList(list[torch.Tensor]):
 
     @property
     def inner(self) -> set[int]:
-        """The numbers of tensors inside wrapper subclasses, which depend on their dtypes."""
+        """The numbers of the tensors inside wrapper subclasses. A wrapper depends on the dtypes of these tensors."""
         return {number for numbers in self._inner for number in numbers}
 
     @collector_paused()
     def fill(self, copied: Iterable[torch.Tensor], dtype_of: DtypeOf | None) -> dict[str, Any]:
-        """Returns the staged state dict, given the copies. Call it once."""
+        """Returns the staged state dict, given the copies. May be called only once."""
         omitted = self.omitted
         others = iter(copied)
         staged = (
@@ -170,11 +170,11 @@ class _Described:
     """A tensor that describes its part, with what it returned at the time of staging.
 
     DCP writes the shards of such a tensor. So the shards are staged, and the staged tensor returns the same write items
-    as the live one, and the staged shards. The live tensor is not called again: training may have changed it, and it
-    often returns views of its own memory.
+    as the live one, and the staged shards. The live tensor is not called again: training may have changed it, and
+    such a tensor often returns views of its own memory.
 
-    The staged tensor has values only if one shard is the whole tensor. It cannot be pickled or copied, because its
-    shards are in the memory of one save.
+    The staged tensor has values only if one shard is the whole local tensor. The staged tensor cannot be pickled or
+    copied, because its shards are in the memory of one save.
     """
 
     def __init__(self, key: str, tensor: torch.Tensor) -> None:
@@ -186,7 +186,7 @@ class _Described:
         self.fields = {name: copy.deepcopy(value) for name, value in fields.items() if not callable(value)}
 
     def filled(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the staged tensor, given the staged shards. Call it once."""
+        """Returns the staged tensor, given the staged shards. May be called only once."""
         tensor, live = self.tensor, self.shards
         local = local_of(tensor)
         whole = next((s.detach() for s, shard in zip(shards, live, strict=True) if _is_same(shard, local)), None)
@@ -232,10 +232,10 @@ def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _copy_container(value: Any, members: list[Any], key: str) -> Any:
-    """Returns a container of the same class with other members and with copies of its attributes.
+    """Returns a container of the same class with other members, and with copies of the original's attributes.
 
-    Does not call the constructor, which may not take members. Raises `StagingError`, naming the key, if members of the
-    class cannot be set.
+    Does not call the constructor, which may not take members. Raises `StagingError`, naming the key, if the container
+    cannot be copied, or its members cannot be set.
     """
     try:
         copied: Any = tuple.__new__(type(value), members) if isinstance(value, tuple) else copy.copy(value)

@@ -71,8 +71,9 @@ first item is a key of everything that determines the source and target addresse
 class Copies:
     """Copies of tensors to their staged tensors. One thread begins them, and any thread may wait for them.
 
-    If torch itself has only one thread, ``threads`` threads copy host memory, about the same number of bytes each; all
-    but one begin at once. Copies from devices are queued on ``streams``, after `SideStreams.follow`.
+    If torch itself has only one thread, ``threads`` threads copy host memory, about the same number of bytes each. All
+    begin at once, except the thread that calls `copy_from_host`, which copies its share then. Copies from devices are
+    queued on ``streams``. Call `SideStreams.follow` first.
 
     Attributes:
         sources: The tensors to copy.
@@ -163,7 +164,7 @@ class Copies:
         return staged
 
     def add(self, staged: Sequence[torch.Tensor]) -> None:
-        """Prepares the copies to existing staged tensors, and begins those of host memory. Call it once."""
+        """Prepares the copies to existing staged tensors, and begins those of host memory. May be called only once."""
         sources = self.sources
         if not UNCOPYABLE.isdisjoint(map(attrgetter("dtype"), sources)):
             staged, sources = list(map(copyable, staged)), list(map(copyable, sources))
@@ -227,7 +228,7 @@ class Copies:
         return [pair for pair in pairs if pair[0] not in numbers]
 
     def copy_from_host(self) -> None:
-        """Makes this thread's copies from host memory, with gradients off, and waits for those of the other threads."""
+        """Makes this thread's copies from host memory, and waits for those of other threads. Gradients must be off."""
         share, self._share = self._share, ([], [])
         try:
             if share[0]:
@@ -270,8 +271,9 @@ def allocation_order(
 def queue_on_device(pairs: Sequence[Pair], stream: SideStream, limits: GatherLimits = DEFAULT_LIMITS) -> None:
     """Queues the copies of one device's tensors, in few calls.
 
-    Staged tensors are C-contiguous and on the host. One copy over the bus fills adjacent staged tensors of small
-    tensors with one element size. The device casts tensors whose staged tensors have another dtype.
+    Staged tensors are C-contiguous and on the host. One copy over the bus fills the staged tensors of several small
+    tensors, if they are adjacent and have one element size. The device casts tensors whose staged tensors have another
+    dtype.
     """
     small: list[_Small] = []
     plain: list[Pair] = []
@@ -353,8 +355,9 @@ def unit_of(dtype: torch.dtype) -> torch.dtype:
 
 
 def _flat(plain: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous tensor's elements. `view` as another dtype fails on the arbitrary stride of a dimension of
-    size 1.
+    """Returns a contiguous tensor's elements in one dimension.
+
+    `view` alone, as another dtype, fails on the arbitrary stride of a dimension of size 1.
     """
     return plain.as_strided((plain.numel(),), (1,))
 

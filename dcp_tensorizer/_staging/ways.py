@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class BufferWay:
-    """``staging="buffer"``: this process copies everything. The other ways differ from it by what they override.
+    """The way of ``staging="buffer"``: this process copies everything. The other ways override methods of this one.
 
     Attributes:
         copies_from_devices: Whether this process copies from devices. If it does, it pins the buffer, and may cast.
@@ -28,12 +28,16 @@ class BufferWay:
     holds_training = False
 
     def shared(self, tensors: Sequence[torch.Tensor], omitted: set[int]) -> tuple[set[int], SharedTensors | None]:
-        """Returns the numbers of the tensors that are not copied, except ``omitted`` ones, and their locations."""
+        """Returns the numbers of the tensors that are written without a copy, and an object that locates these tensors.
+
+        Leaves out the tensors whose numbers are in ``omitted``.
+        """
         return set(), None
 
     def copy_elsewhere(self, buffer: SharedBuffer, copies: Copies) -> bool:
-        """Makes the copies from devices in another process. Returns whether it succeeded. Not called if
-        `copies_from_devices`.
+        """Makes the copies from devices in another process. Returns whether that succeeded.
+
+        Not called if `copies_from_devices` is true.
         """
         raise NotImplementedError
 

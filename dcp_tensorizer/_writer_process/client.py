@@ -25,10 +25,10 @@ _DETACH_SECONDS = 5.0  # an idle process takes 1 ms
 
 
 class WriterProcessHung(WriterProcessDied):
-    """The process made no progress for too long, and was killed. Its destination may also hang for other processes."""
+    """The process made no progress for too long, and was killed. The storage may also hang for other processes."""
 
     cleaning: Future[None] | None = None
-    """Done when the process has ended, which may take long, and its files are removed."""
+    """Done when the process has ended, which may take long, and the files of the save are removed."""
 
 
 class Unsendable(WriteError):

@@ -1,7 +1,7 @@
-"""Tensors on a GPU for another process: handles to their memory, and the copies that the process makes.
+"""Tensors on a GPU for another process: handles to their memory, and the copies that the other process makes.
 
-Handles are torch's own, which count the receivers of each storage. torch changes a storage when it exports it, so this
-module exports an alias of the storage, which lives until the copies are made.
+Handles are torch's own, which count the receivers of each storage. Exporting a storage changes the storage, so this
+module exports an alias, which lives until the copies are made.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def export(
     """
     for stream in streams.values():
         stream.mark().synchronize()  # so that storages need no events, of which torch holds only 1000
-    # by address and size, because storages of other sizes may begin at the same address
+    # by address and size, because storages of different sizes may begin at the same address
     numbers: dict[tuple[int, int], int] = {}
     aliases: list[torch.Tensor] = []
     storages: list[tuple[Any, ...]] = []
@@ -125,7 +125,7 @@ def withdraw(storages: Sequence[tuple[Any, ...]]) -> None:
 
 
 class Snapshots:
-    """The copies of tensors on GPUs, or on a simulated device, in the writer process."""
+    """Copier of tensors on GPUs, or on a simulated device, in the writer process."""
 
     def __init__(self, device: Device = CUDA) -> None:
         self._streams = device.side_streams
@@ -155,7 +155,7 @@ class Snapshots:
                 copies.wait()  # no copy may run after the trainer has resumed
 
     def retain(self, buffers: Set[int]) -> None:
-        """Unregisters all other buffers, which are about to be unmapped."""
+        """Unregisters the buffers that are about to be unmapped: all except ``buffers``."""
         for number in self._unpin.keys() - buffers:
             self._unpin.pop(number)()
 

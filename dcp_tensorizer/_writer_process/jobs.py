@@ -112,7 +112,7 @@ class FileJob:
             message = f"cannot write {self._storage.path}/{name}: {describe(error)}"
             raise WriteError(self._storage.scrub(message)) from self._storage.cause(error)
         finally:
-            self._memory.clear()  # its error or a progress report may keep the job alive for a while
+            self._memory.clear()  # now, because an error or a progress report may keep the job alive for a while
 
     def remove(self) -> None:
         """Removes this job's files."""
@@ -123,7 +123,7 @@ class FileJob:
     def _adopt(self, file: FileRequest) -> FileResult | None:
         """Adopts an earlier file of the same bytes. Returns None if that is impossible or takes too long.
 
-        A server may take longer for a copy than the job may take without progress, and trying each location would take
+        A server may take longer for a copy than the timeout without progress, and trying each location would take
         several times as long.
         """
         for earlier in file.earlier:
@@ -189,7 +189,7 @@ def _protocol(location: str) -> str:
 
 # --- digests of tensors -----------------------------------------------------------------------------------------------
 #
-# Computing digests takes a tenth of the time of a write, and happens in the writer process.
+# Computing digests takes a tenth of the time of a write, and happens in the process that writes.
 
 _PIECE = 16 << 20  # bytes between two reports of progress
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Staging = Literal["buffer", "shared", "device"]
 
 MAX_UNFLUSHED = 3
-"""Training waits for the remote when this many checkpoints are only in the local folder."""
+"""The default of ``max_unflushed``: training waits when this many checkpoints are only in the local folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class SaveLimits:
             in their numbers, the next save fails on all ranks, and ``async_save`` raises on the coordinator (with
             ``overlap_staging``, the next ``lock`` raises). So a job that ignores its futures does not continue to train
             without checkpoints. If None, there is no limit.
-        max_reuses: With ``reuse_unchanged``: number of saves in a row that may share a file. The next save writes the
-            file's tensors again, so that a damaged file does not spoil every later checkpoint.
+        max_reuses: With ``reuse_unchanged``: number of later saves that may reuse a file. The save after these writes
+            the file's tensors again, so that a damaged file does not spoil every later checkpoint.
 
     Raises:
-        TypeError: a limit is not a number.
-        ValueError: a limit is not positive, or the timeout is not finite.
+        TypeError: the timeout is not a number, or another limit is not an int.
+        ValueError: a limit is not positive, or the timeout is longer than the system can wait.
     """
 
     timeout: float = TIMEOUT
@@ -70,7 +70,7 @@ class SaveOptions:
     """The options of a writer under the names of its arguments: see `TensorizerStorageWriter`.
 
     ``cipher`` is made from the key, and ``target`` from the path and the local folder. Raises `TypeError` or
-    `ValueError`.
+    `ValueError` if an option is invalid, or if two options cannot be combined.
     """
 
     cache_staged_state_dict: bool = True

@@ -105,7 +105,7 @@ class WriteRequest:
 class SharedWriteRequest:
     """A request to write pieces of tensors into files below ``path`` that several processes write.
 
-    The process makes the pieces durable. The answer is a `WriteDone` with parts.
+    The writer process makes the pieces durable. The answer is a `WriteDone` with parts.
     """
 
     path: str
@@ -136,7 +136,7 @@ class Call:
     request: Request | None  # None: only release buffers
     retained: tuple[int, ...]  # the numbers of shared buffers that the process retains; it releases all others
     new: tuple[tuple[int, int], ...] = ()  # the number and size of each new buffer
-    context: ProcessContext | None = None  # the process context of the save; None: the process's current one
+    context: ProcessContext | None = None  # the process context to apply; if None, the current one stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class WriteDone:
     spans: tuple[Span, ...] = ()
     """The spans of the request and of its files."""
     attempts: int = 1
-    """2 if the writer process died, and a fresh one wrote everything again; otherwise 1."""
+    """2 if the writer process died, and everything was written again; otherwise 1."""
     nbytes: int = 0
     """For shared files: the bytes that this rank has written."""
     parts: Mapping[int, Mapping[int, Mapping[str, str]]] = field(default_factory=dict)

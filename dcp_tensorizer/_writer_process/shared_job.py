@@ -57,7 +57,7 @@ class Pieces:
         return cls(*(np.concatenate(column) for column in zip(none, *columns, strict=True)))
 
     def cut(self, sizes: Integers) -> Pieces:
-        """Cuts each piece at the offsets that are multiples of its element of ``sizes``."""
+        """Cuts each piece at the offsets in its file that are multiples of the piece's element of ``sizes``."""
         first, last = self.offset // sizes, (self.offset + self.nbytes - 1) // sizes
         counts = np.maximum(0, last - first + 1)
         rows = np.repeat(np.arange(len(self)), counts)
@@ -106,7 +106,7 @@ class SharedWriteJob:
         return sum(sink.bytes_written for sink in list(self._sinks.values()))
 
     def run(self) -> WriteDone:
-        """Writes all pieces. On failure, raises `WriteError`, naming file and cause. The files stay."""
+        """Writes all pieces. On failure, raises `WriteError`, naming path and cause. The files stay."""
         started = time.perf_counter()
         try:
             sizes = np.array([part.granule if part.granule > 1 else _PART for part in self._files], dtype=np.int64)
@@ -158,7 +158,10 @@ class SharedWriteJob:
                 sink.abort()  # closes the file of an incomplete part
 
     def _threads(self, sizes: Integers, pieces: Pieces) -> int:
-        """Returns the number of threads that copy and write: the storage's concurrency, limited by the memory."""
+        """Returns the number of threads that copy and write.
+
+        This is the storage's concurrency or ``thread_count``, whichever is larger, within the limit of the memory.
+        """
         if not len(pieces):
             return 1
         wanted = max(self._sink(int(number)).concurrency for number in np.unique(pieces.file)[:1])

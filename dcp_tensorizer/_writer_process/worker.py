@@ -1,6 +1,6 @@
-"""The writer process: takes requests from its trainer and writes the files.
+"""The writer process: answers its trainer's requests, such as to write files, to flush a folder, or to publish a model.
 
-`child.interpreter` makes the command line, with the trainer's modules after the standard library on the path.
+`_runtime.child.interpreter` makes the command line, with the trainer's modules after the standard library on the path.
 
 The process shares no interpreter with the trainer, so hashing and writing never hold the trainer's GIL. It runs at low
 priority, ignores the terminal's signals (the trainer decides when to stop), and ends with its trainer.

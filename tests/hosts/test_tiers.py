@@ -89,7 +89,9 @@ def test_a_local_disk_that_turns_read_only(tmp_path: Path, small_disk: Callable[
     for run in done:
         errors = [line for line in run.stderr.splitlines() if line.startswith("ERROR")]
         assert run.stderr.count("saving to") == 2
-        assert errors and all("cannot be written, so it is unknown which of its checkpoints" in line for line in errors)
+        assert errors and all(
+            "cannot be written to, so it is unknown which of its checkpoints" in line for line in errors
+        )
 
 
 # Step 1 is not on the remote when the local disk answers everything with an error. Two more are saved.
@@ -125,4 +127,4 @@ def test_a_local_disk_that_breaks(tmp_path: Path, small_disk: Callable[..., Disk
     assert done.stdout.splitlines()[-1] == "there ['step-2', 'step-3']"
     assert done.stderr.count("saving to") == 2
     errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-    assert errors and all("cannot be written, so it is unknown which of its checkpoints" in line for line in errors)
+    assert errors and all("cannot be written to, so it is unknown which of its checkpoints" in line for line in errors)

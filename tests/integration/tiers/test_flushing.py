@@ -125,7 +125,7 @@ def test_the_saves_of_a_read_only_disk(
     run, told = Run(tmp_path), list[float]()
     flushing, entry = _flushing(run), _begun(run, "a" * 32)
     flushing.follow(entry, REPORT, lambda report, moment: told.append(moment))
-    words = f"{run.queue.folder} cannot be written, so it is unknown which of its checkpoints {run.remote} has"
+    words = f"{run.queue.folder} cannot be written to, so it is unknown which of its checkpoints {run.remote} has"
     with monkeypatch.context() as patch:
         read_only(patch, run.local)
         assert [flushing.unflushed() for _ in range(2)] == [0, 0]
@@ -137,6 +137,6 @@ def test_the_saves_of_a_read_only_disk(
     assert future is not None and words in str(future.exception())
     with pytest.raises(WriteError, match=f"cannot confirm that remote/step-1 is on the remote: {words}"):
         flushing.check()
-    assert caplog.text.count(f"{words}: gave up waiting for its saves") == 1
+    assert caplog.text.count(f"{words}: gave up waiting for the saves there") == 1
     assert told == []
     assert flushing.unflushed() == 1

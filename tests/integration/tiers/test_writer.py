@@ -187,7 +187,7 @@ def test_a_local_folder_that_cannot_be_listed_is_passed_by(
         with pytest.raises(ReadError, match="Input/output error"):
             writer.wait_remote(1.0)  # nobody can tell
     assert run.load("step-1") == 1
-    words = f"cannot list {run.queue.folder}: [Errno 5] Input/output error: gave up waiting for its saves"
+    words = f"cannot list {run.queue.folder}: [Errno 5] Input/output error: gave up waiting for the saves there"
     assert said(caplog).count(words) == 1
     assert f"saving to {run.remote / 'step-1'} directly" in said(caplog)
 

@@ -228,7 +228,7 @@ def test_batches_go_through_one_stream_until_one_is_refused(
     assert [stream.copy_batch(batch) for _ in range(3)] == [True, False, False]
     assert given == [(batch, 11)] * 2
     assert [record.getMessage() for record in caplog.records] == [
-        "GPU 0: the driver refuses batches of copies (801). Copies are slower now."
+        "GPU 0: the driver refuses batches of copies (error 801). Copies are slower now."
     ]
 
 
