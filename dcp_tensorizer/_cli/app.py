@@ -1,8 +1,10 @@
 """``dcp-tensorizer``: lists, inspects, verifies, compares, converts, reports on and removes checkpoints.
 
+It also merges traces, and publishes versions of models.
+
 Each command parses its arguments, calls one public function, and shows the result. Modules that need torch are imported
-when a command runs: help, the version and completion take a tenth of the time of importing torch. No command runs code
-from a checkpoint.
+when a command runs, so help, the version and completion take a tenth of the time that importing torch takes. No command
+runs code from a checkpoint.
 """
 
 from __future__ import annotations
@@ -88,14 +90,14 @@ def failed(error: BaseException, *, as_json: bool, damaged: int = DAMAGED) -> in
 
 
 def flushed(code: int) -> int:
-    """Flushes stdout and returns ``code``. Raises `OSError` if stdout cannot be written."""
+    """Flushes stdout and returns ``code``. Raises `OSError` if stdout cannot be written to."""
     if sys.stdout is not None:  # None in a daemon that has closed stdout
         sys.stdout.flush()
     return code
 
 
 def unwritten(error: OSError) -> int:
-    """Reports that stdout could not be written, unless its pipe is closed; returns the exit code."""
+    """Reports a failure of stdout or of a local file, unless the pipe of stdout is closed; returns the exit code."""
     # Send the rest of the buffer to /dev/null: at exit, the interpreter would fail to flush it.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     with suppress(OSError, ValueError, AttributeError):  # stdout was replaced or is None
@@ -104,7 +106,7 @@ def unwritten(error: OSError) -> int:
     if isinstance(error, BrokenPipeError):
         return CLOSED
     with suppress(OSError, AttributeError):
-        sys.stderr.write(f"error: the output cannot be written: {error}\n")
+        sys.stderr.write(f"error: reading a file or writing the output failed: {error}\n")
     return NOT_DONE
 
 
@@ -119,7 +121,7 @@ def _is_damage(error: CheckpointError) -> bool:
 _app = typer.Typer(
     rich_markup_mode=None,  # rich's help tables would show a type for each switch
     pretty_exceptions_enable=False,
-    help="List, inspect, verify, compare, convert and collect checkpoints of dcp_tensorizer.",
+    help="List, inspect, verify, compare, convert and remove checkpoints of dcp_tensorizer.",
     epilog="Exit codes: 0 success, 1 damaged or different, 2 failed, 3 unreadable by this version, 130 interrupted, "
     "129 and 143 ended by a signal, 141 pipe closed.",
 )
@@ -191,7 +193,7 @@ def ls(
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
-    """List the checkpoints below a path, the highest step first."""
+    """List the checkpoints in and below a path, the highest step first."""
     from .. import tools
     from .views import show_listing
 
@@ -312,7 +314,7 @@ def convert(
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
-    """Convert a checkpoint to another format. This needs the memory of the largest tensor."""
+    """Convert a checkpoint to another format. This may need memory for the largest tensor."""
     from .. import tools
     from ..tools._atomic_output import shown_path
     from .terminal import fields, progress
@@ -394,7 +396,7 @@ def gc(
         str, typer.Argument(metavar="PATH", help="A directory with checkpoints below it: local path or URL.")
     ],
     keep_latest: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Remove all committed checkpoints but the N newest.")
+        int | None, typer.Option(min=1, metavar="N", help="Remove old committed checkpoints, but not the N newest.")
     ] = None,
     older_than: Annotated[
         str | None, typer.Option(metavar="AGE", help="Remove only what is older: 90s, 30m, 12h, 7d, 2w.")
@@ -443,7 +445,9 @@ def publish_add(
     ] = 20,
     keep_latest: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Remove all versions but the N newest and those that these need."),
+        typer.Option(
+            min=1, metavar="N", help="Remove all versions except the N newest and the versions that these need."
+        ),
     ] = None,
     storage_option: StorageOptions = None,
     as_json: Json = False,
@@ -530,7 +534,7 @@ def publish_verify(
 def publish_gc(
     published: Published,
     keep_latest: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Retain the N newest versions and those that these need.")
+        int, typer.Option(min=1, metavar="N", help="Retain the N newest versions and the versions that these need.")
     ],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be removed.")] = False,
     storage_option: StorageOptions = None,

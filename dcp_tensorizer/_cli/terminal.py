@@ -1,4 +1,7 @@
-"""The command line's output: tables, lines and one JSON document on stdout; progress and errors on stderr."""
+"""The command line's output: tables and lines on stdout, progress and errors on stderr.
+
+With ``--json``, the result or the error is one JSON document on stdout.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-_PIPE_COLUMNS = 1 << 16  # so that lines read by a program are never wrapped
+_PIPE_COLUMNS = 1 << 16  # so that lines that another program reads are never wrapped
 _MAX_NAMED_RANKS = 4
 
 
@@ -145,7 +148,7 @@ def _folded(text: str, console: Console) -> str:
 
 
 def _cell(value: object) -> str:
-    """Formats a cell: ints in full, floats with three digits."""
+    """Formats a cell: ints in full, floats with three significant digits."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if isinstance(value, float) else str(value)
@@ -172,10 +175,10 @@ def _plain(value: Any) -> Any:
 
 # --- tables that fit a terminal ---------------------------------------------------------------------------------------
 #
-# Names are never wrapped. Other cells wrap after a dot, a slash or a space.
+# Names and numbers are never wrapped. Other cells wrap after a dot, a slash or a space.
 
 _GAP = "  "
-_NAME = 12  # columns for the names in a table that is too wide
+_NAME = 12  # the minimum width of the names in a table that is too wide
 _WORD = re.compile(r"\S*\s*")
 _PIECE = re.compile(r"[^\s./]*[\s./]*")  # a piece of a key or a path
 

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from ..tools._verify import Verified
 
 
-_TORCHS = "torch: written by torch's own FileSystemWriter; convert, diff and report read it, and gc does not change it"
+_TORCHS = (
+    "torch: written by torch's own FileSystemWriter; inspect, verify, diff, convert and report read it, and gc does "
+    "not change it"
+)
+_NO_DIGESTS = "Without digests in the format, only sizes were checked, and that all values can be read"
 
 
 def show_listing(checkpoints: Sequence[CheckpointInfo], path: str) -> None:
@@ -45,7 +49,7 @@ def show_listing(checkpoints: Sequence[CheckpointInfo], path: str) -> None:
     metrics = ["metrics"] if some_measured else []
     print_table(["checkpoint", "state", "saved", ">size", *shared, ">ranks", ">tensors", *metrics], rows)
     if not checkpoints:
-        print_line(f"no checkpoints below {redact(path)}")
+        print_line(f"no checkpoints in or below {redact(path)}")
     states = {c.state for c in checkpoints}
     if "torch" in states:
         print_line(_TORCHS, "dim")
@@ -124,7 +128,7 @@ def show_verified(verified: Verified) -> None:
         + f"{count(verified.files, 'file')}, {count(verified.items, 'item')}, "
         f"{size(verified.nbytes)} in {verified.seconds:.1f} s ({rate:.2f} GB/s)"
         + (f", {count(len(verified.damages), 'problem')}" if verified.damages else "")
-        + ("" if verified.digests else ". The format has no digests: all bytes could be read, and all sizes match"),
+        + ("" if verified.digests else f". {_NO_DIGESTS}"),
         "bold red" if verified.damages else "bold green",
     )
 

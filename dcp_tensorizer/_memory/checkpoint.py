@@ -1,6 +1,6 @@
 """A state in memory as a checkpoint: an index, and files that are in memory.
 
-So a state is planned, read and verified like a checkpoint on storage: for any number of ranks, and any sharding.
+So a state is loaded and verified like a checkpoint on storage: by any number of ranks, with any sharding.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _STREAMS = 4  # the minimum number of parallel reads from other hosts, even with
 
 
 class StateCheckpoint(Storage):
-    """States of ranks in memory, as the read-only directory of a checkpoint.
+    """Ranks' parts of a state in memory, as the read-only directory of a checkpoint.
 
     Args:
         path: The checkpoint's name in messages.
@@ -191,8 +191,8 @@ def _names(head: StateHead) -> list[str]:
 
 # --- the description of a state ---------------------------------------------------------------------------------------
 #
-# The description is an index of one rank's part; a checkpoint's index describes all parts. Keepers pass it on without
-# decoding it. Its digests are zeros: keepers compute the real ones later, and send them separately.
+# The description is an index of one rank's part; a checkpoint's index describes all parts. Keepers pass the description
+# on without decoding it. Its digests are zeros. The real digests are known later, and keepers send them separately.
 
 
 @collector_paused()

@@ -39,7 +39,7 @@ _DIGEST_SECONDS = 660.0  # slightly longer than the keeper itself waits for dige
 
 
 class KeeperProcess(ChildProcess):
-    """Keeper process, and the staging buffers whose states it holds. The process outlives this one.
+    """Keeper process, and the staging buffers of the states that it holds. The keeper outlives this process.
 
     A keeper that does not answer is killed, because its buffers are about to be overwritten. This frees the buffers.
 
@@ -83,10 +83,10 @@ class KeeperProcess(ChildProcess):
             self.written(state_id, written.known)
 
     def written(self, state_id: str, known: Mapping[tuple[int, int], bytes]) -> None:
-        """Sends the digests of a state that a save has written, perhaps twice. Call it before or after `hold`.
+        """Sends the digests of a state that a save has written, or makes a later `hold` send them.
 
-        Returns immediately, because a stopped keeper must not delay a commit. Raises no error: if sending fails, the
-        keeper computes the digests.
+        Returns immediately, because a stopped keeper must not delay a commit. Raises no error: a keeper that does not
+        receive the digests computes them.
         """
         self._written = written = WrittenDigests(state_id, known)
         if state_id in self.held:
@@ -154,7 +154,7 @@ class KeeperProcess(ChildProcess):
     def ask(self, request: Request, kind: type[_T], fds: Sequence[int] = ()) -> _T:
         """Sends a request. Returns the answer, an instance of ``kind``.
 
-        Raises `WriteError` if the keeper refuses or has ended.
+        Raises `WriteError` if the keeper refuses, does not answer, or has ended.
         """
         timeout = min(self.timeout, _ANSWER_SECONDS)
         if not self._lock.acquire(timeout=timeout):  # a signal handler may have interrupted the lock's holder
@@ -210,11 +210,11 @@ class KeeperConnection:
             self._ask(Forget(tuple(head.id for head in self.found.heads if head.id != state_id)))
 
     def part(self, state_id: str, rank: int) -> tuple[StatePart, Descriptor]:
-        """Returns a rank's part of a state, and its buffer. Raises `ReadError` if the keeper no longer holds it."""
+        """Returns a rank's part of a state, and its buffer. Raises `ReadError` if the keeper does not send it."""
         answer, fds = self._ask(GetPart(state_id, rank), _DIGEST_SECONDS)
         if not isinstance(answer, StatePart):
             why = answer.message if isinstance(answer, Failed) else "it sent an unexpected answer"
-            raise ReadError(f"a keeper (of the trainer {self.found.trainer}) does not have the state: {why}")
+            raise ReadError(f"a keeper (of the trainer {self.found.trainer}) did not send the state: {why}")
         return answer, Descriptor(fds[0])
 
     def end(self) -> None:
@@ -239,7 +239,7 @@ def connect_to_keepers(job: str, timeout: float) -> tuple[list[KeeperConnection]
 
     ``timeout`` is for all answers together.
 
-    Returns the connections, and the sockets of the keepers that do not answer because they are stopped.
+    Returns the connections, and the sockets of the keepers that do not answer, for example because they are stopped.
     """
     asked, found, silent = dict[Path, KeeperConnection](), list[KeeperConnection](), list[Path]()
     paths = list[Path]()

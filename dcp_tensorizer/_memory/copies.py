@@ -1,7 +1,8 @@
 """Copies of states on other hosts, from which a job resumes after the loss of a host.
 
 The keepers make the copies. The trainers decide together, in the all-reduce at the beginning of each step: if no copy
-is in progress, all ranks copy the newest state. A state counts as copied once the parts of all ranks are copied.
+is in progress, the state that all ranks stage next is copied. A state counts as copied once the parts of all ranks are
+copied.
 
 Each rank sends its host and the address of its keeper to all others. Every rank computes the partners from these values
 alone, so that the results are the same on all ranks.
@@ -64,7 +65,7 @@ class CopyOptions:
             coordinator.
 
     Raises:
-        TypeError: an option is of a wrong type.
+        TypeError: an option is of a wrong type, or an empty string.
         ValueError: the rate is too low.
     """
 
@@ -80,7 +81,7 @@ class CopyOptions:
             raise ValueError(f"rate must be None, or at least {LEAST_RATE:g} bytes a second, got {rate!r}.")
         for name, value in (("failure_domain", self.failure_domain), ("interface", self.interface)):
             if value is not None and (not isinstance(value, str) or not value):
-                raise TypeError(f"{name} must be a string, or None, got {value!r}.")
+                raise TypeError(f"{name} must be a string that is not empty, or None, got {value!r}.")
 
 
 def check_copies(copies: object, options: object, seconds: object) -> None:
@@ -117,10 +118,11 @@ class PeerCopies:
     """Copies of a rank's states on another host. With ``copies=1`` it does nothing.
 
     Attributes:
-        is_on: States are copied; the same on all ranks.
+        is_on: Whether states are copied. The same on all ranks.
         confirmed: The id of the newest state that is copied from all ranks; empty before the first.
-        ordered: The id of the state that is being copied; empty if no copy is in progress. The same on all ranks.
-        is_ready: States can be copied: all ranks have partners, and all hosts have memory for the replicas.
+        ordered: The id of the state that is to be copied, or is being copied; empty without such a state. The same on
+            all ranks.
+        is_ready: Whether a copy can be ordered: all ranks have partners, and all hosts have memory for the replicas.
         problem: Why this rank's states are no longer copied; empty if they are. If set, the other ranks learn of it at
             the next step.
     """
@@ -156,7 +158,7 @@ class PeerCopies:
         self._peers, self._partner_of = peers, partners(peers)
         if not self._partner_of:
             what = "on one host" if options.failure_domain is None else "in one failure domain"
-            self._end(f"all ranks are {what}, and replicas need another")
+            self._end(f"all ranks are {what}, and replicas need another one")
             return
         if problem := next((f"rank {n}: {peer.problem}" for n, peer in enumerate(peers) if peer.keeper is None), ""):
             self._end(problem)
@@ -206,7 +208,7 @@ class PeerCopies:
     # --- this rank --------------------------------------------------------------------------------------------------
 
     def start(self, keeper: KeeperProcess) -> None:
-        """Begins the ordered copy, of a state that the keeper holds. The others learn of a failure at the next step."""
+        """Begins the ordered copy of a state that the keeper holds. Other ranks learn of a failure at the next step."""
         assert self._partner is not None
         try:
             keeper.ask(Copy(self.ordered, self._partner, self._rate, self.confirmed), Done)
@@ -216,7 +218,7 @@ class PeerCopies:
             self._begun = self.ordered
 
     def forget(self, keeper: KeeperProcess | None) -> None:
-        """Removes all copies. Call it if the job has restored another state, or makes no further copies."""
+        """Removes the copies of this rank's states. Call it after restoring another state, or when copies end."""
         self.confirmed = ""
         if self._begun and keeper is not None and keeper.is_ours:
             try:
@@ -269,7 +271,11 @@ class Peer(NamedTuple):
 
 
 def introduce(options: CopyOptions, keeper: KeeperProcess | None, towards: str = "") -> Peer:
-    """Opens this rank's keeper to other hosts, on the interface that leads to ``towards``. Idempotent."""
+    """Opens this rank's keeper to other hosts, and returns its `Peer`. Idempotent.
+
+    Without the option ``interface``, the keeper listens on the interface towards the host ``towards``, by default the
+    coordinator's.
+    """
     host = this_host()
     domain = host if options.failure_domain is None else f"domain {options.failure_domain}"
     peer = Peer(host, domain, "")
@@ -286,7 +292,7 @@ def introduce(options: CopyOptions, keeper: KeeperProcess | None, towards: str =
         if is_local(address):
             raise OSError(f"{address} is a loopback address. Pass interface=")
     except OSError as error:
-        return peer._replace(problem=f"it has no address that others can reach: {error}")
+        return peer._replace(problem=f"it has no address that other hosts can reach: {error}")
     if keeper is None:
         return peer._replace(problem="it has no keeper")
     try:
@@ -297,7 +303,7 @@ def introduce(options: CopyOptions, keeper: KeeperProcess | None, towards: str =
 
 
 def routes_to_others(peers: Sequence[Peer]) -> list[str]:
-    """Returns, for each rank with a loopback address, the address of another host, and otherwise an empty string.
+    """Returns the address of another host for each rank with a loopback address, and "" for each other rank.
 
     On the coordinator's host, its own name may resolve to a loopback address. Then the route to another host gives the
     interface.

@@ -1,4 +1,4 @@
-"""Authenticated encryption of the frames of a connection between two keepers."""
+"""Authenticated encryption of the frames of a connection to a keeper on another host."""
 
 from __future__ import annotations
 

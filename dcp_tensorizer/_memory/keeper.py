@@ -1,16 +1,16 @@
 """The keeper: a process beside each trainer, which outlives the trainer and holds its newest states in memory.
 
-The keeper holds the descriptors of the staging buffers, not copies. When the trainer is gone, the keeper waits some
-seconds for a successor, and then ends. It neither reads nor writes storage.
+The keeper holds the descriptors of the staging buffers, not copies. When the trainer is gone, the keeper waits
+``survive`` seconds for a successor, and then ends. It neither reads nor writes storage.
 
 The keeper also holds the digests of the states, with which a successor verifies the loaded bytes. If a save writes a
 state, the writer process computes the digests. The keeper computes the digests of all other states, and of states that
-were not written yet when the trainer died.
+are not written yet when it copies them or the trainer dies.
 
 While the trainer lives, no process waits for digests or copies. So the threads that make them have low priorities, and
-so does the session of a keeper that copies: if training needs the same core, it gets ten times as much of it. A
-successor does wait, so the keeper has the usual priority once its trainer is gone. A keeper that serves replicas of
-torchft always has the usual priority.
+so does the session of a keeper that copies: of a core that both need, training gets ten times as much. A successor does
+wait, so the session has the usual priority once the trainer is gone. A keeper that serves replicas of torchft always
+has the usual priority.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from .replicas import NICENESS_OF_COPIES, NotCopied, ReplicaServer, Throttle, co
 from .runtime_directory import is_own_peer, listen, remove, touch
 from .wire import Address
 
-_NICENESS = 10  # below the writer process: the thread that computes digests, and the session of a keeper that copies
+_NICENESS = 10  # of the thread for digests, and of a copying keeper's session: they yield to the writer process
 _SLICE = 1 << 20  # small enough to be hashed while it is in the processor's cache
 _TOUCH_SECONDS = 6 * 3600.0  # systemd removes files from /tmp after 10 days; a connection does not update their times
 _NEEDED = "its memory was needed"
@@ -110,8 +110,8 @@ class _HeldPart:
 class Keeper:
     """Holder of states, which answers the trainer, its successors, and the keepers of other hosts.
 
-    It waits for a successor for ``seconds``. ``set_priority`` sets the niceness of its session, which is higher while
-    it copies beside its trainer.
+    It waits ``seconds`` for a successor. ``set_priority`` sets the niceness of its session: unless ``seconds`` is 0,
+    10 when the keeper is opened to other hosts, and 0 again when the trainer is gone.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Keeper:
                     self._digest(held)
 
     def wait_for_end(self, path: Path) -> None:
-        """Waits for a message that ends the keeper, or for the timeout for successors. Updates the socket's times."""
+        """Waits until a message ends the keeper, or no successor has come in time. Updates the socket's times."""
         with self._changed:
             while not self._is_over:
                 left = _TOUCH_SECONDS if self._deadline is None else self._deadline - time.monotonic()
@@ -236,8 +236,8 @@ class Keeper:
     def _forget(self, ids: Sequence[str], *, is_trainer: bool, but_copied: bool) -> tuple[str, ...]:
         """Forgets states: for a trainer only its own parts, for a successor all parts. Returns their ids.
 
-        With ``but_copied``, the state that was copied last stays: if another host is lost, this rank may need its own
-        part of that state.
+        With ``but_copied``, the state whose copy is in progress, or was made last, stays: if another host is lost, this
+        rank may need its own part of that state.
         """
         with self._changed:
             copied = "" if self._copy.problem else self._copy.id
@@ -255,7 +255,7 @@ class Keeper:
     def _claim(self, job: str, channel: Channel) -> Answer:
         with self._changed:
             if not self.is_orphaned or any(other != job for other in self._claims.values()):
-                return Failed("its trainer lives, or another job has claimed it")
+                return Failed("its trainer lives, or another run has claimed it")
             self._claims[channel] = self._claimed_by = job
             self._restart_timeout()
             return Done()
@@ -282,7 +282,7 @@ class Keeper:
         try:
             self._server = self._server or ReplicaServer(self, request.host, request.secret)
         except (OSError, WriteError) as error:
-            return Failed(f"it cannot be reached from other hosts at {request.host}: {error}")
+            return Failed(f"it cannot be opened to other hosts at {request.host}: {error}")
         return self._server.address
 
     def _begin_copy(self, request: Copy) -> Answer:
@@ -303,7 +303,7 @@ class Keeper:
             try:
                 drop_copies(*copied)
             except OSError as error:
-                return Failed(f"the keeper at {copied[0]!r} cannot be reached: {error}")
+                return Failed(f"the keeper at {copied[0]!r} has not removed them: {error}")
         return Done()
 
     def _run_copy(self, request: Copy, held: _HeldPart, fd: int) -> None:

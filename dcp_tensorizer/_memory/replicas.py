@@ -58,7 +58,7 @@ _MAX_RECORD = 1 << 30
 _MAX_CONNECTIONS = 256
 _WAIT_SECONDS = 20.0  # until an answer with `takes_longer`; the other end gives up after 60
 _DROP_SECONDS = 10.0  # to drop copies; with the 20 s to connect, less than the trainer waits for its keeper
-_ASK_SECONDS = 0.02  # the pause between two requests for a part that is not offered yet
+_ASK_SECONDS = 0.02  # the pause between two requests for a part that is not held yet
 
 _Count = Annotated[int, Meta(ge=0, le=2**50)]
 _Id = Annotated[str, Meta(max_length=64)]
@@ -71,15 +71,16 @@ def lower_priority(niceness: int) -> None:
 
 
 class ReplicaOffer(Struct, tag="offer", array_like=True):
-    """Offer of a replica of a part of a state. The partner forgets the other replicas of that rank and run.
+    """Offer of a replica of a part of a state. The partner forgets its replicas of that rank and run.
 
-    An offer with a ``record_nbytes`` of 0 only makes the partner forget these replicas.
+    Only the replica of the ``confirmed`` state stays. If ``record_nbytes`` is 0, the partner forgets replicas, and
+    receives none.
     """
 
     head: StateHead
     nbytes: _Count = 0  # the size of the buffer
     record_nbytes: Annotated[int, Meta(ge=0, le=_MAX_RECORD)] = 0
-    confirmed: _Id = ""  # the newest state that all hosts have confirmed, which stays; empty before the first
+    confirmed: _Id = ""  # the newest state that is copied from all ranks; empty before the first
     copy: _Id = ""  # the accepted copy whose blocks this connection also carries; empty for a new offer
 
 
@@ -108,7 +109,7 @@ class Read(Struct, tag="read", array_like=True):
 
 
 class ReplicaAnswer(Struct, tag="answer", array_like=True):
-    """Answer to each of the other messages. Interim answers with ``takes_longer`` may precede it."""
+    """Answer to an offer, a connection's last block, a record or a `Read`. ``takes_longer``: another answer follows."""
 
     nbytes: _Count = 0  # the bytes that follow
     copy: _Id = ""  # the name of an accepted copy
@@ -138,7 +139,7 @@ def decoded(record: bytes | memoryview) -> StatePart:
         for extent, end in zip(part.extents, ends, strict=True)
     )
     if not is_inside or len(part.digests) != len(part.extents) or part.nbytes < 0:
-        raise WireError("the record describes more bytes than there are")
+        raise WireError("the extents, digests and sizes in the record do not match")
     return part
 
 
@@ -183,7 +184,7 @@ class _Incoming:
         """Ends the copy, and returns the buffer. Raises `WireError` if a block is missing."""
         with self._lock:
             if self.is_over or self._writers or any(self._missing):
-                raise WireError("blocks are missing")
+                raise WireError("blocks are missing, or the copy is over")
             self.is_over = True
             return self.fd
 
@@ -315,7 +316,7 @@ class ReplicaServer:
 
     def _recorded(self, wire: Wire, own: list[_Incoming], digest: bytes) -> ReplicaAnswer:
         if len(own) != 1:
-            raise WireError("a record was sent without an offer")
+            raise WireError("a record was sent without an offer, or after several offers")
         (copy,) = own
         record = memoryview(bytearray(copy.offer.record_nbytes))
         wire.receive_bytes(record)
@@ -495,7 +496,7 @@ def copy_part(
             wire.send_bytes(memoryview(record))
             _answer(wire)
     except (OSError, EOFError) as error:
-        raise NotCopied(f"the keeper at {address!r} cannot be reached, or has ended: {describe(error)}") from error
+        raise NotCopied(f"the copy to the keeper at {address!r} has failed: {describe(error)}") from error
 
 
 def _answer(wire: Wire) -> ReplicaAnswer:
@@ -529,7 +530,7 @@ class RemotePart(RangeReader):
         self.nbytes = 0
 
     def record(self, seconds: float = 0.0) -> StatePart:
-        """Reads the record of the part. Raises `ReadError` if the part is not offered within ``seconds``."""
+        """Reads the record of the part. Raises `ReadError` if the part does not come within ``seconds``."""
         deadline = time.monotonic() + seconds
         try:
             wire = self._idle_wire() or self._address.connect()

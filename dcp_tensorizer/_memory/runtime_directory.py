@@ -1,7 +1,7 @@
 """The sockets of the keepers of a job, in a directory that belongs only to the user.
 
-Their names contain a hash of the job's folder and a random part, but no rank, because a launcher renumbers ranks. The
-kernel reports the user at the other end of a socket. Both ends check that user before they read any data.
+The name of a socket has a hash of the job's folder and a random part, but no rank, because a launcher renumbers ranks.
+The kernel reports the user at the other end of a socket. Both ends check that user before they read any data.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def runtime_directory() -> Path:
 
 
 def job_name(location: str) -> str:
-    """Returns the name of a job in the names of its sockets. ``location`` is its folder: an absolute path or a URL."""
+    """Returns the name of a job in the names of its sockets. ``location`` identifies the job, like its folder."""
     # The name includes the boot's id: machines may share the directory's disk, but a socket works only on one machine.
     boot = socket.gethostname()
     with suppress(OSError):
@@ -113,7 +113,7 @@ def sockets_of(directory: Path, job: str) -> list[Path]:
 def connect(path: Path) -> socket.socket | None:
     """Connects to a keeper. Returns None if its process is gone, or belongs to another user.
 
-    Raises `TimeoutError` if the keeper accepts no more connections, because it is stopped.
+    Raises `TimeoutError` if the keeper accepts no connection, for example because it is stopped.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -170,5 +170,5 @@ def _check(directory: Path) -> None:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise WriteError(
             f"{directory} is not a directory that belongs to this user alone (mode 0700): remove it, or set "
-            f"XDG_RUNTIME_DIR to one that does"
+            f"XDG_RUNTIME_DIR to another directory"
         )

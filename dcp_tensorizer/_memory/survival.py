@@ -1,8 +1,7 @@
-"""Restarts from memory: keeper processes outlive the job and hold its newest states, and a later run loads them.
+"""Restarts from memory: keeper processes outlive the trainers and hold their newest states. A later run loads them.
 
 A state is forgotten only when each rank has the next one. So whenever a rank dies, all ranks have at least one state in
-common.
-All ranks decide together which state to load, if any.
+common. After a restart, all ranks decide together which state to load, if any.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_MARGIN = 1.05  # free memory needed for a buffer, as a multiple of its size, with the allocations around it
-_DEATH_SECONDS = 5.0  # the time in which a keeper notices that its trainer is gone
+_MARGIN = 1.05  # free memory needed for a buffer and the allocations around it, as a multiple of the buffer's size
+_DEATH_SECONDS = 5.0  # a keeper notices within this time that its trainer is gone
 _CLAIM_SECONDS = 0.05  # the pause between two claims
 _ANSWER_SECONDS = 30.0  # after it, the run of a keeper that does not answer counts as alive, and this run is refused
 
@@ -81,7 +80,7 @@ class Survival:
         run: The id of this run of the job, the same on all ranks; empty without ``survive``.
         holds: Whether states that no save writes may be held.
         has_left: Whether the states have been left to a later run.
-        copies: Copies states to other hosts.
+        copies: The copies of states on other hosts.
         predecessors: The keepers of earlier runs on this host.
     """
 
@@ -120,7 +119,7 @@ class Survival:
     # --- holding states ---------------------------------------------------------------------------------------------
 
     def find_predecessors(self) -> None:
-        """Finds the keepers of earlier runs, on the first call. Collective.
+        """Finds the keepers of earlier runs on this host, and claims them, on the first call. Collective.
 
         Raises `WriteError`, on all ranks, if another run of the job is alive or a rank is gone.
         """
@@ -174,7 +173,10 @@ class Survival:
             self._saver.engine.saves.spares[self] = self._most_buffers - 1
 
     def wait_held(self) -> None:
-        """Waits until the newest state is held. If the keeper has ended, or memory is short, stops holding states."""
+        """Waits until the newest state is held, or holding it has failed.
+
+        If the keeper has ended, or memory is short, stops holding states.
+        """
         holding, self._holding = self._holding, None
         error = None if holding is None else holding.exception()
         if self._stage is _Stage.ON and self._keeper is not None and not self._keeper.is_ours:

@@ -1,4 +1,4 @@
-"""TCP connections between keepers on different hosts that share the secret of one run of a job.
+"""TCP connections to keepers on other hosts. Both ends know the secret of one run of a job.
 
     client ──▶ hello: magic, version, its ciphers, nonce
            ◀── cipher, nonce, proof      keyed BLAKE2b of all messages so far: an end without the secret learns nothing
@@ -38,12 +38,12 @@ _HEADER = struct.Struct("<BI")
 _MESSAGE, _BYTES = 1, 2
 _HANDSHAKE_SECONDS = 10.0  # for the whole handshake: the longest that a client without the secret can hold a connection
 _SECONDS = 60.0  # for each frame
-_SILENT = "the other end has not answered for too long"
+_SILENT = "the connection has made no progress for too long"
 _LOWER_EFFORT = 0x20  # DSCP CS1: other traffic goes first, where routers support it
 
 
 class WireError(OSError):
-    """Error of the other end: it does not know the secret, or sends invalid data."""
+    """Violation of the protocol. For example, the other end does not know the secret, or sends invalid data."""
 
 
 class Wire:
@@ -81,7 +81,7 @@ class Wire:
         if is_server:
             hello = self._read(len(_MAGIC) + 1 + _NONCE)
             if not hello.startswith(_MAGIC):
-                raise WireError("the peer is not a keeper, or runs an incompatible version")
+                raise WireError("the peer uses another protocol, or an incompatible version of it")
             both = ciphers & hello[len(_MAGIC)]
             if not both:
                 raise WireError("the peer has no cipher that this end has")
@@ -207,7 +207,7 @@ def _derived(secret: bytes, purpose: bytes, nonces: bytes) -> bytes:
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Address of a keeper for other hosts, and the secret of its run, which only the run's ranks and keepers know."""
+    """Address of a keeper for other hosts, and the secret of its run, which only ranks and keepers of the job know."""
 
     host: str
     port: int

@@ -60,7 +60,7 @@ class Flusher:
     def step(self) -> float | None:
         """Does all work that can be done now.
 
-        Returns the seconds until the next attempt. If all saves are on the remote, returns None.
+        Returns the seconds until the next attempt. If all saves are on the remote or given up, returns None.
         """
         if not self._is_clean:
             self._queue.clean_up()
@@ -110,7 +110,7 @@ class Flusher:
             committed = (other, earlier) if earlier.commit is not None else self._committed_here(earlier)
             if committed is not None:
                 is_expected = committed[0].state in OPEN
-            else:  # the coordinator is on another node, and this node does not learn if it gives up the save
+            else:  # the coordinator is on another node: this node does not learn whether that node gives up the save
                 is_recent = time.time() - other.changed <= self.target.timeout
                 is_expected = is_recent and self._queue.is_confirmed(other)
             if is_expected:
@@ -211,10 +211,9 @@ class Flusher:
             self._waits[entry.stem] = timeout
             if timeout.is_over():
                 ranks = sorted({data_file_rank(name) for name in missing})
-                reason = (
-                    f"data of rank {listed_ranks(ranks)} has not arrived for {self.target.timeout:g} s ({min(missing)})"
-                )
-                self._give_up(entry, record, f"{reason}: its node is lost, or no job flushes its local folder")
+                seconds = f"{self.target.timeout:g} s"
+                reason = f"data of rank(s) {listed_ranks(ranks)} has not arrived for {seconds} ({min(missing)})"
+                self._give_up(entry, record, f"{reason}: a node is lost, or no job flushes its local folder")
             return
         self._gate()
         try:
@@ -252,8 +251,8 @@ class Flusher:
             who = f"process {lease.process} on host {lease.host} took its lease at {lease.claimed_at}"
             if not self._queue.is_writable:
                 raise Refused(
-                    f"{self.target.name} now belongs to another run, and {self._queue.folder} cannot be written, so it "
-                    f"is unknown whether that run saves there: {who}"
+                    f"{self.target.name} now belongs to another run, and {self._queue.folder} cannot be written to, so "
+                    f"it is unknown whether that run saves there: {who}"
                 )
             raise Superseded(
                 f"{self.target.name} now belongs to another run, which does not save to {self.target.local}: {who}"
@@ -278,7 +277,8 @@ class Flusher:
         if committed is None:  # the coordinator is on another node
             # Find later saves before reading the metadata. Saves are committed in order: if a later save is already on
             # the remote, and the metadata read after that does not name these files, it never will.
-            # Saves of any rank count, because a job may resume with fewer ranks. A very recent save is given time.
+            # The later save may be of any rank, because a job may resume with fewer ranks. A very recent save is given
+            # time.
             is_recent = time.time() - entry.changed <= self.target.timeout / 10
             later = [r for e, r in self._queue.records({REMOTE}) if e.number > entry.number and not is_recent]
             named = named_files(self._remote(record.subpath), metadata_file_name())
@@ -438,7 +438,7 @@ def _metadata_of(record: FlushRecord) -> tuple[str, str]:
 
 
 class Superseded(WriteError):
-    """A checkpoint will never be on the remote, because a later one is there, or its metadata is lost."""
+    """A checkpoint will never be on the remote: its metadata is lost, or another checkpoint or run takes precedence."""
 
 
 def missing_files(remote: Storage, names: Iterable[str], sizes: Mapping[str, int]) -> set[str]:
@@ -451,7 +451,7 @@ def missing_files(remote: Storage, names: Iterable[str], sizes: Mapping[str, int
 def named_files(remote: Storage, name: str) -> set[str]:
     """Returns the data files that a metadata file of this package names; raises `ReadError`.
 
-    If the metadata file does not exist, or another package wrote it, returns an empty set.
+    If the metadata file does not exist, is damaged, or is of another package, returns an empty set.
     """
     there = _committed(remote, name)
     return set() if there is None else set(there.files)
@@ -487,7 +487,7 @@ def publish(
     before = remote.read(commit.name)
     try:
         there = None if before is None else IndexFile(commit.name, read_head(before, commit.name), before)
-    except MetadataError:  # another package wrote it: any save replaces it
+    except MetadataError:  # it is damaged, or of another package: any save replaces it
         there = None
     if there is not None and there.head.save_id == own.save_id:
         return None
@@ -540,7 +540,10 @@ def _is_later(there: Head, own: Head, earlier: Container[str]) -> bool:
 
 
 def _committed(remote: Storage, name: str) -> IndexFile | None:
-    """Like `committed`, but ignores an index of another package, which any save replaces; raises `ReadError`."""
+    """Reads an index as `committed` does, but ignores a damaged or foreign index, which any save replaces.
+
+    Raises `ReadError`.
+    """
     try:
         return committed(remote, name)
     except MetadataError:
@@ -549,8 +552,8 @@ def _committed(remote: Storage, name: str) -> IndexFile | None:
 
 # --- the thread that flushes while the writer process has no save -----------------------------------------------------
 #
-# It has the priority of its process. With a lower one, it would never run on a busy core, and while waiting for the
-# core it would hold the GIL, which a new save needs.
+# The thread has the priority of its process. With a lower one, it would never run on a busy core. While it waited for
+# the core, it would hold the GIL, which a new save needs.
 
 _BUSY_SECONDS = 0.05
 _TROUBLE_SECONDS = 10.0

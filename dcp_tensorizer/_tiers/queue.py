@@ -1,8 +1,8 @@
 """The queue of saves that are flushed from a local folder to the remote, with a record for each.
 
-Every rank of a node has a record for each of its saves, in one folder beside the checkpoints. The contents of a record
-never change. Its state is part of the file's name, and changes by renaming. So each step is atomic, and if a process
-dies, the next one finds the last state.
+Every rank of a node has a record for each of its saves, in one folder beside the checkpoints. The state of a save is
+part of the name of its record's file. A new state renames the file, or replaces it with a new one. So each step is
+atomic, and if a process dies, the next one finds the last state.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FlushRecord(msgspec.Struct, frozen=True, rename={"subpath": "place"}):
     remote: str  # the remote folder, without credentials
     subpath: str  # the path of the checkpoint, relative to both folders, with slashes; empty for the folders themselves
     rank: int
-    id: str  # the id of the rank's save, which is part of its file names
+    id: str  # the id of the rank's save, which is part of the names of its files
     writer: str = ""  # the id of the writer, whose saves are committed in order
     files: dict[str, int] = {}  # the files in the local folder, with their sizes
     commit: Commit | None = None  # on the coordinator, after the local commit
@@ -153,7 +153,7 @@ class Queue:
     def record(self, entry: FlushEntry) -> FlushRecord | None:
         """Reads a record, even if another process renames it.
 
-        If the record no longer exists, or this package did not write it, returns None.
+        If the record no longer exists or cannot be read, or this package did not write it, returns None.
         """
         refused = self._refused.get(entry.stem)
         if refused is not None and refused[0].state == entry.state:
@@ -281,13 +281,13 @@ class Queue:
         return not self._refused
 
     def remove(self, entry: FlushEntry) -> None:
-        """Removes a record and the files that belong to it. Remove the data files before."""
+        """Removes a record and the files that belong to it. Remove the data files first."""
         self._unlink(*(f"{entry.stem}.{suffix}" for suffix in ("index", "trouble", "committed", *_ORDER)))
 
     def drop(self, entry: FlushEntry, record: FlushRecord, *, forget: bool = True) -> bool:
-        """Unless a load is reading them, removes a rank's local files, and then their record; returns whether it did.
+        """Removes a rank's local files, and then the record, unless a load is reading the files.
 
-        With ``forget=False``, leaves the record.
+        Returns whether the files are removed. With ``forget=False``, leaves the record.
         """
         folder = self.root / record.subpath
         local = LocalStorage(folder)
@@ -354,7 +354,7 @@ class Queue:
 
     @contextmanager
     def claimed(self, entry: FlushEntry) -> Iterator[bool]:
-        """Locks a record in a ``with`` block. Yields whether that succeeded and the record is still in that state."""
+        """Locks a record in a ``with`` block. Yields whether that succeeded, with the state unchanged."""
         path = self._path(entry)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -406,7 +406,7 @@ class Queue:
                 self.drop(entry, record)
 
     def _path(self, entry: FlushEntry) -> Path:
-        """Returns the file of a record. If the disk refused the record's state, the file name has an earlier one."""
+        """Returns the file of a record. If the disk refused the record's state, the file's name has an older state."""
         states = _ORDER[: _ORDER.index(entry.state) + 1] if entry.stem in self._refused else ()
         paths = [self.folder / f"{entry.stem}.{state}" for state in reversed(states)]
         return next((path for path in paths if path.exists()), self.folder / entry.name)
@@ -480,8 +480,8 @@ class Writing:
     ) -> None:
         """Hands durable files over to the flush. With ``commit``, also commits the save locally.
 
-        If the disk refuses that, removes the local copies of older saves, and tries once more. Raises `WriteError` if
-        the record cannot be written. Then the save has not changed.
+        If the disk refuses that, removes the local copies of saves that are on the remote, and tries once more. If the
+        record cannot be written, raises `WriteError`, and the save has not changed.
         """
         queue, storage, entry = self.queue, self.queue._storage, self.entry._replace(state=UNFLUSHED)
         record = msgspec.structs.replace(self.record, files=dict(files), commit=commit)

@@ -1,7 +1,7 @@
 """A checkpoint that is read from the nearest copy: each file from the local folder if it is complete there.
 
-A save may be committed locally, but not on the remote yet. It is visible if this node's local folder has the files of
-all ranks. If each node has its own folder, the save is visible on no node, so that all ranks find the same checkpoint.
+A save that is committed locally, but not on the remote yet, is visible if this node's local folder has the files of all
+ranks. If each node has its own folder, such a save is visible on no node, so that all ranks find the same checkpoint.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class NearestStorage(Storage):
         for name, entry in whole.items():
             with suppress(MetadataError):  # the flush also gives up a save without metadata
                 index = queue.index(entry)
-                # A disk that cannot be written may not have recorded that the remote has a later checkpoint.
+                # A disk that cannot be written to may not have recorded that the remote has a later checkpoint.
                 if queue.is_writable or not is_superseded(self.remote, index, name):
                     indexes[name] = index
         return _Copies(sizes, indexes)

@@ -32,9 +32,9 @@ print(open_storage(location, options).read(".metadata").decode())
 class StorageTests:
     """Tests of the contract of a storage. Inherit from this class to run them.
 
-    The subclass defines the fixture `url`: for each test, the URL or path of a new directory, which does not exist
-    yet. If the storage takes options, it also defines `options`. The storage's package must be installed, so that its
-    entry point is found.
+    The subclass defines the fixture `url`: for each test, the URL or path of another directory, which does not exist
+    yet. If the storage takes options, the subclass also defines the fixture `options`. The storage's package must be
+    installed, so that its entry point is found.
 
     Attributes:
         creates_exclusively: If several jobs put a new file at once with ``replace=False``, exactly one succeeds.

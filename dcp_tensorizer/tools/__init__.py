@@ -1,4 +1,4 @@
-"""The commands of ``dcp-tensorizer`` as Python functions. Each returns frozen dataclasses.
+"""The commands of ``dcp-tensorizer`` as Python functions. Each returns a frozen dataclass, or a tuple of them.
 
     from dcp_tensorizer.tools import list_checkpoints, verify
 
@@ -6,7 +6,7 @@
     assert not verify(newest.path).damages
 
 A checkpoint is given as a local path, or as a URL that fsspec opens. No command runs code from a checkpoint, and none
-needs a GPU or a process group. Commands read tensors in blocks; `convert` needs the memory of the largest tensor.
+needs a GPU or a process group. Commands read tensors in blocks, but `convert` may need memory for the largest tensor.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Writes results under temporary names and renames them once complete."""
+"""Writes results. A local result has a temporary name until it is complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
 from ..errors import ConversionError, NotCommitted, WriteError
 
-_SHOWN = 50  # characters of the result's name with which its temporary name begins, for error messages
+_SHOWN = 50  # characters of the result's name in its temporary name, so that error messages show which result it is
 
 
 def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
@@ -28,7 +28,7 @@ def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
     if "://" in path or "::" in path:
         folder, _, name = path.rpartition("/")
         if not name or folder.endswith(":/"):
-            raise ConversionError(f"{redact(path)} names no file in a directory. Name one.")
+            raise ConversionError(f"{redact(path)} names no file in a directory. Add a file name.")
         return open_storage(folder, options), name
     absolute = Path(absolute_path(path))
     return LocalStorage(absolute.parent), absolute.name
@@ -41,11 +41,11 @@ def shown_path(path: str) -> str:
 
 @contextmanager
 def new_directory(target: str, options: Mapping[str, Any], files: str) -> Iterator[Storage]:
-    """Creates a directory under a temporary name and renames it once complete.
+    """Creates a directory. A local directory has a temporary name until it is complete.
 
-    On a storage without renaming, a failure removes the files that match the pattern ``files``, which must not match
-    the file that completes the result. Raises `ConversionError` if ``target`` exists and is not an empty directory, is
-    the working directory, or is a mount point, and `WriteError` if it cannot be written.
+    On other storages, a failure removes the files that match the pattern ``files``. The pattern must not match the file
+    that completes the result. Raises `ConversionError` if ``target`` is a file, a directory with anything in it, the
+    working directory or a mount point, and `WriteError` if the result cannot be written.
     """
     storage = open_storage(target, options)
     with suppress(NotCommitted):
@@ -58,18 +58,21 @@ def new_directory(target: str, options: Mapping[str, Any], files: str) -> Iterat
         with suppress(OSError):  # the target or the working directory does not exist
             is_here = real.samefile(os.curdir)
         if is_here:
-            raise ConversionError(f"{storage.path} is the working directory and would be replaced. Name another one.")
+            raise ConversionError(
+                f"{storage.path} is the working directory and would be replaced. Choose another destination."
+            )
         if real.is_mount():
             raise ConversionError(f"{storage.path} is a mount point and cannot be replaced. Name a directory in it.")
         with _renamed(real) as temporary:
             temporary.mkdir()
-            if real.exists():  # preserve the access control of the empty directory that the rename replaces
+            if real.exists():  # the rename replaces this empty directory: preserve its owner, mode and ACL
                 state = real.stat()
                 with suppress(OSError):
                     os.chown(temporary, state.st_uid, state.st_gid)
                 shutil.copystat(real, temporary)
             yield LocalStorage(temporary)
-            for path in (*temporary.iterdir(), temporary):  # torch's own writer does not fsync
+            # torch's own writer calls fsync before it flushes Python's buffers.
+            for path in (*temporary.iterdir(), temporary):
                 descriptor = os.open(path, os.O_RDONLY)
                 try:
                     os.fsync(descriptor)
@@ -105,11 +108,11 @@ def new_file(path: str, options: Mapping[str, Any]) -> Iterator[tuple[Storage, s
 
 @contextmanager
 def _renamed(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside ``path``, then renames it to ``path``; after a failure, removes it.
+    """Yields a temporary path beside ``path``. Then renames that path to ``path`` or, after a failure, removes it.
 
     Creates missing parent directories. After a failure, removes those that are still empty.
     """
-    # A file name has at most 255 bytes, and a character up to four: truncate long names.
+    # A file name has at most 255 bytes, and a character takes up to four: truncate long names.
     temporary = path.parent / f".{path.name[:_SHOWN]}.{uuid.uuid4().hex}.tmp"
     made: list[Path] = []
     try:

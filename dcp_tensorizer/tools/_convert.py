@@ -1,7 +1,7 @@
 """Converts checkpoints to other formats and back.
 
-Shards are assembled into whole tensors. Each tensor is read right before it is written, so that a conversion needs the
-memory of the largest tensor, not of the checkpoint.
+Shards are assembled into whole tensors. Each tensor is read right before it is written, so a conversion may need memory
+for the largest tensor, but not for the whole checkpoint.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Converted:
     """The result of a conversion.
 
     Attributes:
-        source_format: One of `FORMATS`.
+        source_format: The source's format, one of `FORMATS`.
         tensors: Number of converted tensors.
         objects: Number of converted objects.
-        nbytes: Bytes of the tensors in the new file or files.
+        nbytes: Bytes of the converted tensors, each counted once.
         seconds: The time taken.
     """
 
@@ -60,28 +60,28 @@ def convert(
     encryption: DecryptionParams | None = None,
     on_progress: _Progress = lambda done, total: None,
 ) -> Converted:
-    """Converts a checkpoint between any two of the `FORMATS`. A failed conversion leaves nothing at the target.
+    """Converts a checkpoint between any two of the `FORMATS`. A failed conversion leaves no result at the target.
 
     Args:
-        source: A checkpoint of this package or of torch's DCP, a tensorizer file, a safetensors file or a directory of
-            them, or a ``torch.save`` file; a local path, or any URL that fsspec opens.
-        target: A path or URL that does not exist yet, or an empty directory; links are followed. ``dcp_tensorizer``,
-            ``dcp`` and tensor-parallel tensorizer files take a directory, ``tensorizer`` and ``torch`` a file. For
-            ``safetensors``, a name that ends in ``.safetensors`` is a file, any other a directory in Hugging Face's
-            layout.
+        source: A checkpoint of this package or of torch's DCP, a tensorizer file, a safetensors file, a directory of
+            safetensors files, or a ``torch.save`` file; a local path, or any URL that fsspec opens.
+        target: A local path or URL that does not exist yet, or for a directory, an empty one; links are followed.
+            ``dcp_tensorizer``, ``dcp``, and ``tensorizer`` with ``tensor_parallel`` write a directory; ``torch``, and
+            ``tensorizer`` otherwise, a file. ``safetensors`` writes a file if the name ends in ``.safetensors``, and
+            otherwise a directory in Hugging Face's layout.
         to: The target's format.
         options: What to convert, and how.
         storage_options: Passed to the fsspec filesystems of source and target.
         encryption: The key of an encrypted source (`tensorizer.DecryptionParams`). The target is not encrypted.
-        on_progress: Called with the bytes read so far and the total, by several threads, one at a time.
+        on_progress: Called with the bytes read so far and the total. Several threads call it, one at a time.
 
     Raises:
-        ConversionError: the format cannot hold a value or does not take an option (the message names it), or
-            ``target`` exists. Nothing was written.
+        ConversionError: the conversion is not possible as requested: for example, ``target`` exists, an option is
+            invalid, or the format cannot hold a value (the message names its key).
         NotCommitted: there is no checkpoint at ``source``.
         DecryptionError: the key is missing, wrong, or given for a ``source`` that is not encrypted.
         UntrustedObject: loading an object would run code.
-        CheckpointError: ``source`` is damaged, or ``target`` cannot be written. Nothing is left at ``target``.
+        CheckpointError: ``source`` is damaged or cannot be read, or ``target`` cannot be written.
     """
     started = time.monotonic()
     options = options or ConvertOptions()
@@ -113,8 +113,8 @@ def _select(view: CheckpointView, options: ConvertOptions) -> CheckpointView:
 
     selected = [key for key in view.paths if is_in(key, options.include or "*") and not is_in(key, options.exclude)]
     if not selected:
-        excluded = f" and not {', '.join(options.exclude)}" if options.exclude else ""
-        raise ConversionError(f"{view.path} has no key that matches {', '.join(options.include) or '*'}{excluded}.")
+        excluded = f", but not {' or '.join(options.exclude)}" if options.exclude else ""
+        raise ConversionError(f"{view.path} has no key that matches {' or '.join(options.include) or '*'}{excluded}.")
     paths = new_paths({key: view.values[key].path for key in selected}, options, view.path)
     values: dict[str, StoredValue] = {}
     for key, path in paths.items():

@@ -36,13 +36,15 @@ class Change:
 
     Attributes:
         key: The key in the flattened state dict.
-        what: ``shape``, ``dtype``, ``kind`` (a tensor in one and an object in the other), or ``value``.
-        before, after: Short descriptions; empty for a tensor whose values differ.
-        elements: The number of elements.
+        what: ``shape``, ``dtype``, ``kind`` (one value is a tensor, and the other an object), or ``value``.
+        before, after: Short descriptions of the two shapes, dtypes, kinds or objects; empty for a tensor whose elements
+            differ.
+        elements: The number of elements; None, as are the following, unless elements of a tensor differ.
         differing: The number of elements that differ in at least one bit.
-        largest: The largest absolute difference between two elements with the same index; NaN if one of the two is NaN.
-            None if the dtype has no arithmetic.
-        relative: The largest difference, relative to the larger magnitude of the two elements.
+        largest: The largest absolute difference between two elements with the same index; NaN if only one element of
+            such a pair is NaN. None if the dtype has no arithmetic.
+        relative: The largest relative difference of such a pair: the absolute difference, divided by the larger
+            magnitude of the two elements.
     """
 
     key: str
@@ -64,7 +66,7 @@ class Difference:
         removed: Keys that only the first checkpoint has.
         changed: Differences of keys that both have.
         same: Number of keys with equal values.
-        nbytes: Bytes read from both checkpoints. Tensors with equal digests are not read.
+        nbytes: Bytes of tensors read from both checkpoints. Tensors with equal digests are not read.
     """
 
     added: tuple[str, ...]
@@ -99,8 +101,8 @@ def diff(
 ) -> Difference:
     """Compares two checkpoints of any formats that `convert` reads, with any sharding.
 
-    Tensors with the same chunks and the same stored digests are taken as equal, and are not read. So `diff` does not
-    find damage; `verify` does. The 64-bit digests of two different blocks are equal with a probability of 2^-64.
+    Tensors with the same chunks and the same stored digests are taken as equal, and are not read. So `diff` may miss
+    damage; `verify` finds it. The 64-bit digests of two different blocks are equal with a probability of 2^-64.
 
     Args:
         before: The first checkpoint.
@@ -110,7 +112,7 @@ def diff(
         on_progress: Called with the bytes compared so far and the total.
 
     Raises:
-        NotCommitted: there is no checkpoint.
+        NotCommitted: there is no checkpoint at one of the paths.
         DecryptionError: the key is missing, wrong, or given although neither checkpoint is encrypted.
         CheckpointError: a checkpoint is damaged or cannot be read.
     """
@@ -180,7 +182,8 @@ def _object_change(a: StoredObject, b: StoredObject) -> Change | None:
     contents = a.read(), b.read()
     if contents[0] == contents[1]:
         return None
-    with suppress(Exception):  # pickles of equal values differ if only one of them has the same string object twice
+    # Pickles of equal values differ if one value has the same string object twice, and the other has two equal ones.
+    with suppress(Exception):
         x, y = map(load_object, contents)
         if (x == y) is True and repr(x) == repr(y):  # 1 == 1.0 == True
             return None
@@ -228,7 +231,7 @@ def _compare(a: torch.Tensor, b: torch.Tensor) -> _Stats:
 
 
 def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the distance of each pair of elements (0 for two NaNs or equal infinities), and the larger magnitude."""
+    """Returns each pair's distance (0 for two NaNs or equal infinities), and the larger magnitude of its elements."""
     with np.errstate(all="ignore"):
         if a.dtype.is_floating_point or a.dtype.is_complex:
             wide = torch.complex128 if a.dtype.is_complex else torch.float64

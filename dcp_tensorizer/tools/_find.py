@@ -44,7 +44,7 @@ State = Literal["committed", "unfinished", "unflushed", "flushed", "incomplete",
 logger = logging.getLogger("dcp_tensorizer")
 
 _NUMBER = re.compile(r"\d+")
-_TRAILER = 24  # bytes at the end that distinguish this package's pickles from torch's
+_TRAILER = 24  # last bytes, which mark the pickles that this package wrote before its first release
 _MAX_NAMED, _MAX_DEPTH = 3, 2  # of a hint: checkpoints named, and levels of directories searched
 
 
@@ -61,13 +61,14 @@ class CheckpointInfo:
             folder (``local=...``), and not yet on the remote storage. ``flushed``: a local copy of a checkpoint that is
             also on the remote storage. ``incomplete``: data files that the metadata names are missing or have other
             sizes, for example while the checkpoint is being copied.
-            ``torch``: written by torch's own ``FileSystemWriter``. ``unreadable``: damaged, or of another format.
+            ``torch``: written by torch's own ``FileSystemWriter``. ``unreadable``: damaged, or of a format or version
+            that this release does not read.
         nbytes: Bytes of all files in the directory.
         shared_nbytes: Bytes of files that this checkpoint shares with others, and that take up space only once
             (``reuse_unchanged``).
-        ranks: Number of ranks that wrote the checkpoint; None unless committed.
+        ranks: Number of ranks that wrote data files of the checkpoint; None unless committed.
         tensors, objects: Number of its tensors and of its other values; None unless committed.
-        leftover_nbytes: Bytes of files that are not part of the checkpoint, as far as a listing shows.
+        leftover_nbytes: Bytes of the files of uncommitted saves, as far as their sizes are known.
         metrics: The metrics that a manager recorded.
         best: The metric of ``keep_best`` by which this is the best of its manager's checkpoints; otherwise None.
     """
@@ -93,9 +94,9 @@ class Folder:
     Attributes:
         info: The record that `list_checkpoints` returns; None for a directory without a checkpoint or leftovers.
         parts: The number of ranks that have committed, if each rank saves for itself; otherwise 0.
-        leftovers: Files of uncommitted saves, as far as a listing shows, in the order in which to remove them, without
+        leftovers: Files of uncommitted saves, as far as they are known, in the order in which to remove them, without
             files that a flush needs.
-        dead: The leftovers of dead saves; empty while a save is in progress.
+        dead: The leftovers of saves with a record. These saves are dead if the lock of the directory is free.
         unknown: Why there may be more leftovers; otherwise empty.
         keys: A hash of the keys; None unless committed.
         record: The manager's record; None without a record, or if the directory's name has another step.
@@ -121,7 +122,7 @@ class Folder:
         return None if self.info is None else self.info.step
 
     def walk(self, prefix: str = "") -> Iterator[tuple[str, Folder]]:
-        """Yields the directory and all directories below it, parents first, with the prefix of their files."""
+        """Yields the directory and all directories below it, parents first, each with a prefix for its files."""
         yield prefix, self
         for folder in self.folders:
             yield from folder.walk(f"{prefix}{folder.name}/")
@@ -237,13 +238,13 @@ def walk(storage: Storage) -> Folder:
 class _Uploads(NamedTuple):
     """Data files in incomplete uploads in and below a directory, by their paths below it.
 
-    A listing shows neither these files nor a directory without other files, for example one whose first save was
+    A listing shows neither these files nor a directory that holds nothing else, for example because its first save was
     killed.
     """
 
     files: Sequence[FileInfo]
     unknown: str = ""
-    """Why ``files`` may be incomplete; otherwise empty."""
+    """Why ``files`` may not have all of them; otherwise empty."""
 
     def here(self, storage: Storage, listed: Sequence[FileInfo]) -> list[FileInfo]:
         """Returns the uploads in the directory itself; files of a model only if a save has recorded them.
@@ -392,12 +393,12 @@ def _time(seconds: float) -> datetime | None:
 # --- the steps of one job ---------------------------------------------------------------------------------------------
 #
 # A manager records the step of each checkpoint. Without a record, the name and the keys decide whether a checkpoint is
-# a step. A number in the name is not enough: directories of ranks or models also have numbers, and often equal keys.
+# a step. A number in the name is not enough: directories of ranks or models also have one, and often equal keys.
 
 _STEP = re.compile(r"(\D*(?:step|iter|iteration|epoch|checkpoint|ckpt)[-_=. ]*)\d+", re.IGNORECASE)
 _NOT_STEPS = (
     "its checkpoints might not be steps of one job. Without a manager's records, steps must be named like step-10 and "
-    "step-20, have equal keys, and be the only names with numbers there. Delete old checkpoints by hand."
+    "step-20, and have equal keys, and no other name there may have a number. Delete old checkpoints by hand."
 )
 _IN_A_STEP = "one of its parent directories is named like a step. To collect its checkpoints, pass its own path."
 
@@ -427,7 +428,7 @@ def lines_of_steps(folder: Folder, *, in_step: bool = False) -> Iterator[tuple[F
 def _counted(folders: Sequence[Folder]) -> list[Folder]:
     """Returns the committed checkpoints with a step.
 
-    If ranks save for themselves, a checkpoint of fewer ranks than another may be incomplete, and does not count.
+    If each rank saves for itself, a checkpoint of fewer ranks than another may be incomplete, and does not count.
     """
     committed = [one for one in folders if one.info is not None and one.info.state == "committed"]
     most = max((one.parts for one in committed), default=0)

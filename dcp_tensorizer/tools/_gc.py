@@ -1,4 +1,4 @@
-"""Plans and removes old checkpoints and the leftovers of dead saves.
+"""Plans and carries out the removal of old checkpoints and of the leftovers of dead saves.
 
 A save or a copy may be in progress in any directory. A file is therefore removed as a leftover only if it provably
 belongs to a dead save (see `commit.dead_files`), or if its age exceeds the duration of any save or copy. Only the user
@@ -30,13 +30,13 @@ _RETAINED = "a rule of its manager retains it. To remove it, delete its director
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The files that `collect` removed from a directory, would remove, or retained for a reason.
+    """Files of one directory that `collect` removed (with ``dry_run``: would remove), or retained for a reason.
 
     Attributes:
         path: The directory, without credentials.
-        whole: True for a whole checkpoint; False for the leftovers of dead saves.
+        whole: True for a whole checkpoint; False for the leftovers of saves.
         files: Paths below the directory.
-        nbytes: Bytes that removing the files frees. A file that other checkpoints share does not count.
+        nbytes: Bytes that removing the files frees. A file that has hard links elsewhere does not count.
         kept: Why the files were retained; None for removed files.
         failed: True if the files were retained because they could not be listed or removed.
     """
@@ -66,15 +66,17 @@ def collect(
 
     A checkpoint is removed if it is neither among the ``keep_latest`` newest nor among the ``keep_latest`` highest
     steps of its directory, and is older than ``older_than``. With neither argument, only leftovers are removed. Always
-    retained are the newest committed checkpoint, the targets of links in the directory, and the checkpoints that its
-    last manager retains by ``keep_every`` or ``keep_best``.
+    retained are the newest committed checkpoint, the targets of links in and below ``path``, and the checkpoints that
+    the directory's last manager retains by ``keep_every`` or ``keep_best``.
 
     Args:
         path: The directory.
         keep_latest: Number of checkpoints to retain in each directory, at least 1. By default, the number that the
             directory's last manager retains.
-        older_than: Minimum age in seconds, by the recorded time of the save.
-        only_data: Retain the directory of a removed checkpoint, and the files in it that this package did not write.
+        older_than: Minimum age in seconds: of a checkpoint, by the recorded time of the save; of leftovers, by the time
+            of their last change.
+        only_data: Remove only files that this package wrote. The directory of a removed checkpoint stays if it holds
+            others.
         dry_run: Remove nothing, and return what would be removed.
         storage_options: Passed to the fsspec filesystem of a URL.
 
@@ -85,7 +87,7 @@ def collect(
     """
     if keep_latest is not None and keep_latest < 1:
         raise ValueError(
-            f"keep_latest must be at least 1, because the newest checkpoint is always retained, got {keep_latest}."
+            f"keep_latest must be at least 1, got {keep_latest}: the newest checkpoint is always retained."
         )
     removals = plan_collection(open_storage(path, storage_options), keep_latest, older_than, only_data=only_data)
     return tuple(removal[1] if dry_run else remove(removal) for removal in removals)
@@ -107,7 +109,7 @@ def plan_collection(
     removals: list[Removal] = []
     if keep is not None or older_than is not None:
         removals += _old_checkpoints(top, keep, older_than, only_data)
-    # A retained checkpoint may hold leftovers of dead saves. One whose listing failed is already in the plan.
+    # A retained checkpoint may hold leftovers of dead saves. One that is planned as failed is reported already.
     done = [folder for folder, planned in removals if planned.kept is None or planned.failed]
     whole = {part.storage.path for folder in done for part in folder.checkpoints}
     for _, folder in top.walk():
@@ -142,7 +144,7 @@ def remove(removal: Removal) -> Collected:
 
 
 def _remove(folder: Folder, planned: Collected, stack: ExitStack) -> Collected:
-    """Removes the planned files, with their directories locked by ``stack``."""
+    """Removes the planned files, while ``stack`` holds the locks of their directories."""
     for locked in folder.checkpoints:
         if not planned.whole and locked is not folder:
             break
@@ -173,7 +175,7 @@ def _remove(folder: Folder, planned: Collected, stack: ExitStack) -> Collected:
 
 
 def _file_set(top: Folder) -> set[tuple[str, FileInfo, bool]]:
-    """Returns the files in and below a directory, and which are leftovers, to detect changes.
+    """Returns the files in and below a directory, and which of them are leftovers, to detect changes.
 
     Ignores the ctime of data files. They are never rewritten, but a save that links one changes its ctime, as does the
     removal of a checkpoint that shares it.

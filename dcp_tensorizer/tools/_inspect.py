@@ -55,7 +55,7 @@ class ChunkInfo:
     """A stored chunk of a tensor.
 
     Attributes:
-        offset, shape: The region of the tensor.
+        offset, shape: The chunk's region in the tensor.
         nbytes: Stored bytes.
         rank: The rank that wrote the chunk; None for an empty chunk, or if the format has no ranks.
         file, file_offset: The location of the first byte; None for an empty chunk.
@@ -85,8 +85,9 @@ class ObjectInfo:
     """A value that is not a tensor.
 
     Attributes:
-        type: The name of the type; ``?`` if finding it would need a decryption key, or would run code.
-        text: The value in at most 80 characters.
+        type: The name of the type; ``?`` if the value was not loaded, for example because loading it would need a
+            decryption key, or would run code.
+        text: The value in at most 80 characters, or the reason why it is not shown.
         value: The value, if it is a bool, a number or a str; otherwise None.
         nbytes: Stored bytes.
         rank, file, file_offset: As in `ChunkInfo`.
@@ -126,10 +127,11 @@ class Inspection:
 
     Attributes:
         path: The path, without credentials.
-        ranks: The number of ranks that wrote the checkpoint; None if the format has no ranks.
+        ranks: The number of ranks that wrote data files; None if the format has no ranks.
         files: The data files.
-        tensors, objects: The values whose keys match, in the order of the state dict.
-        by_dtype, by_key: Totals of ``tensors``, by dtype and by the first component in which their keys differ.
+        tensors, objects: The values whose keys match the pattern, in the order of the state dict.
+        by_dtype, by_key: Totals of ``tensors``, by dtype and by the prefixes of their keys, which end with the first
+            component that differs.
         step, metrics: The step and the metrics that a manager recorded.
         best: As in `CheckpointInfo`.
     """
@@ -163,7 +165,7 @@ def inspect(
 
     Raises:
         NotCommitted: there is no checkpoint.
-        UnsupportedFormat: the checkpoint was written by a newer version.
+        UnsupportedFormat: the checkpoint has a format or version that this release does not read.
         DecryptionError: the key is wrong, or given for a checkpoint that is not encrypted.
         CheckpointError: the checkpoint is damaged or cannot be read, or no key matches.
     """

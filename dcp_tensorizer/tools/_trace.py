@@ -40,8 +40,8 @@ class Traced:
 
     Attributes:
         path: The trace file.
-        saves: Number of saves, counted by rank: a save of four ranks counts as four.
-        loads: Number of loads, counted by rank.
+        saves: Number of saves, counted on each rank: a save of four ranks counts as four.
+        loads: Number of loads, counted on each rank.
         ranks: Number of ranks.
         hosts: Number of hosts.
         spans: Number of spans.
@@ -60,15 +60,16 @@ class Traced:
 def trace(sources: Sequence[_Path], output: _Path = "trace.json") -> Traced:
     """Merges the files of `dcp_tensorizer.trace.TraceFile` into a trace for https://ui.perfetto.dev.
 
-    The processes of a host share a clock. The clocks of different hosts are aligned by their wall-clock time.
+    The processes of a host share a clock. Clocks of different hosts are aligned by the wall-clock time.
 
     Args:
         sources: Trace files, or folders of trace files.
-        output: The trace: a local path, or a URL. An older file is replaced.
+        output: The trace: a local path, or a URL. An existing file is replaced.
 
     Raises:
         ValueError: there are no sources.
-        NotCommitted: a source has no trace file, or the files hold neither a save nor a load.
+        NotCommitted: a source is neither a trace file nor a folder with one, or the files hold neither a save nor a
+            load.
         ReadError: a file cannot be read, or is not a trace file.
         WriteError: the trace cannot be written.
     """
@@ -125,12 +126,15 @@ class _Record(NamedTuple):
 def _files(source: Path) -> list[Path]:
     files = sorted(source.glob("*.spans.jsonl")) if source.is_dir() else [source]
     if not files or not files[0].exists():
-        raise NotCommitted(f"{source} has no trace file. Pass TraceFile({str(source)!r}) as on_report on each rank.")
+        raise NotCommitted(
+            f"{source} is neither a trace file nor a folder with one. Pass TraceFile(folder) as on_report on each "
+            f"rank, and trace that folder."
+        )
     return files
 
 
 def _records(file: Path) -> Iterator[_Record]:
-    """Yields the records of a file. Skips a truncated last line, which a killed process leaves."""
+    """Yields the records of a file. Skips a truncated last line, which a killed process may leave."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, UnicodeError) as error:
@@ -144,12 +148,12 @@ def _records(file: Path) -> Iterator[_Record]:
             if number == len(lines) and not line.endswith("\n"):
                 return
             raise ReadError(f"line {number} of {file} is not a report of spans: {error}") from None
-        # The flush of a save reports all spans again. Only the last one is new.
+        # The report of a flush repeats the spans of its save. Only the last span is new.
         yield record._replace(spans=spans[-1:]) if record.kind == "flush" else record
 
 
 def _events(records: Sequence[_Record], began: float) -> Iterator[dict[str, Any]]:
-    """Yields the events of the trace: a process per rank, with rows in which spans nest and never overlap."""
+    """Yields the events of the trace: a process per rank, with rows in which spans nest or follow each other."""
     free: dict[tuple[int, str], list[float]] = {}  # the time at which each row of a track becomes free
     for rank, host in sorted({(record.rank, record.host) for record in records}):
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank} on {host}"}}

@@ -1,8 +1,8 @@
 """Verifies that a checkpoint's files hold what was saved, at disk speed and in little memory.
 
-Threads read sections of files (see `file_sections`) past the page cache, and hash each piece while it is in the core's
-own cache. Verification reports every damaged block and every unreadable range. So it cannot use the code that executes
-loads, which stops at the first damage, and does not read the headers, the index and the end of a file.
+Threads read sections of files (see `file_sections`), bypassing the page cache, and hash each piece while it is in the
+core's own cache. Verification reports every damaged block and every unreadable range. It cannot use the code that
+executes loads: that code stops at the first damage, and reads neither the headers nor the index nor the end of a file.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Damage:
 
     Attributes:
         file: The data file, relative to the checkpoint's directory.
-        key: The key of the damaged tensor; None for a whole file, or for bytes outside any tensor.
+        key: The key of the damaged tensor or object; None for a whole file, for an unreadable range, or for bytes
+            outside any tensor or object.
         offset: The first damaged byte of the file, as far as known.
         what: A description of the damage.
     """
@@ -70,10 +71,10 @@ class Verified:
         items: Number of tensor chunks and objects.
         nbytes: Bytes read.
         seconds: The time taken.
-        damages: The damages, sorted by file and offset.
-        checkpoints: Number of verified checkpoints; more than 1 only for a folder.
-        digests: Whether the format has digests. Without digests, `verify` checks only the sizes, and that all bytes can
-            be read.
+        damages: The damages of each checkpoint, sorted by file and offset.
+        checkpoints: Number of verified checkpoints: 1, or in a folder those whose metadata is undamaged.
+        digests: Whether the format has digests. Without digests, `verify` checks only the sizes, and that all values
+            can be read.
     """
 
     files: int
@@ -94,19 +95,19 @@ def verify(
 ) -> Verified:
     """Compares a checkpoint's files with what was saved. An encrypted checkpoint needs no key.
 
-    Memory is a few MiB per thread, whatever the size of the tensors. Of the other formats that `convert` reads, only
-    tensorizer's has digests. Files of the others are read as a whole, and their sizes are checked.
+    Each thread needs a few MiB of memory, whatever the size of the tensors. Of the other formats that `convert` reads,
+    only tensorizer's has digests. Of the others, `verify` checks only the sizes, and that all values can be read.
 
     Args:
         checkpoint: The checkpoint, or a folder of checkpoints, such as a manager's. In a folder, all checkpoints are
             verified, and damages name files relative to the folder.
         full: Check every byte of the files, and tensorizer's own hashes, instead of only the digests of the data.
         storage_options: Passed to the fsspec filesystem of a URL.
-        on_progress: Called with the bytes read so far and the total, by several threads, one at a time.
+        on_progress: Called with the bytes read so far and the total. Several threads call it, one at a time.
 
     Raises:
         NotCommitted: there is no checkpoint.
-        UnsupportedFormat: the checkpoint was written by a newer version.
+        UnsupportedFormat: the checkpoint has a format or version that this release does not read.
         MetadataError: the metadata is damaged, so that there is nothing to compare with.
         ConversionError: a checkpoint of another format is damaged, or has values that cannot be read.
         ReadError: the checkpoint cannot be read, which does not prove damage, or it was replaced or removed during the
@@ -131,7 +132,7 @@ def _verify_each(
     storage_options: Mapping[str, Any] | None,
     on_progress: Callable[[int, int], object],
 ) -> Verified:
-    """Verifies the checkpoints of a folder. Skips those that are deleted during the verification."""
+    """Verifies the checkpoints of a folder. Skips a checkpoint that is deleted before its turn."""
     started = time.monotonic()
     results: list[Verified] = []
     damages: list[Damage] = []
@@ -206,7 +207,7 @@ def verify_files(
     for name, (nbytes, part) in sorted(files.items()):
         size = _size(storage, name)
         if isinstance(size, str):
-            damages.append(Damage(name, None, 0, f"{size}, {_lost([keyed.key for keyed in items[name]])}"))
+            damages.append(Damage(name, None, 0, f"{size}; {_lost([keyed.key for keyed in items[name]])}"))
             continue
         if size != nbytes:
             damages.append(Damage(name, None, min(size, nbytes), f"has {size:,} bytes instead of {nbytes:,}"))
@@ -227,14 +228,14 @@ def verify_files(
         except NotCommitted:
             now = {}
         if now != data_files(parts):  # each save has its own file names, and deletes the files that it replaces
-            raise ReadError(f"{storage.path} was replaced or removed while it was verified. Verify it again.")
+            raise ReadError(f"{storage.path} was replaced or removed during the verification. Verify it again.")
         damages = _with_other_names(storage, _folded(damages, cut))
     damages.sort(key=lambda damage: (damage.file, damage.key is not None, damage.offset))
     return Verified(len(files), sum(map(len, items.values())), check.done, time.monotonic() - started, tuple(damages))
 
 
 def _folded(damages: Sequence[Damage], cut: Mapping[str, int]) -> list[Damage]:
-    """Merges the damages of tensors beyond the end of a truncated file. ``cut`` maps such files to their sizes."""
+    """Merges damages beyond the end of a truncated file if they are many. ``cut`` maps such files to their sizes."""
     lost: dict[str, dict[str, None]] = defaultdict(dict)
     for damage in damages:
         if damage.key is not None and damage.offset >= cut.get(damage.file, damage.offset + 1):
@@ -242,7 +243,7 @@ def _folded(damages: Sequence[Damage], cut: Mapping[str, int]) -> list[Damage]:
     many = {file: list(keys) for file, keys in lost.items() if len(keys) > _MAX_NAMED}
     left = [d for d in damages if d.key is None or d.file not in many or d.offset < cut[d.file]]
     return [
-        replace(d, what=f"{d.what}, {_lost(many[d.file])}")
+        replace(d, what=f"{d.what}; {_lost(many[d.file])}")
         if d.key is None and d.file in many and d.offset == cut[d.file]
         else d
         for d in left
@@ -250,7 +251,7 @@ def _folded(damages: Sequence[Damage], cut: Mapping[str, int]) -> list[Damage]:
 
 
 def _with_other_names(storage: Storage, damages: Sequence[Damage]) -> list[Damage]:
-    """Adds to each damage how many other names (hard links) the file has: checkpoints that share it are damaged too."""
+    """Adds to each damage how many other names (hard links) its file has: checkpoints that share it are damaged too."""
     names: dict[str, int] = {}
     with suppress(CheckpointError):
         names = {file.name: file.shared.names for file in storage.listing()[0] if file.shared is not None}
@@ -258,7 +259,7 @@ def _with_other_names(storage: Storage, damages: Sequence[Damage]) -> list[Damag
     for damage in damages:
         if others := names.get(damage.file, 1) - 1:
             other_names = f"{others} other name{'' if others == 1 else 's'}"
-            what = f"{damage.what}; the file has {other_names} in other checkpoints, which are damaged too"
+            what = f"{damage.what}; the file has {other_names}, and checkpoints that share it are damaged too"
             damage = replace(damage, what=what)
         named.append(damage)
     return named
@@ -289,7 +290,7 @@ def _size(storage: Storage, name: str) -> int | str:
 def _lost(keys: Sequence[str]) -> str:
     """Describes the keys that are lost with a file."""
     names = ", ".join(map(repr, keys[:_MAX_NAMED])) + (", ..." if len(keys) > _MAX_NAMED else "")
-    return f"and with it {names} ({len(keys):,} in all)" if keys else "and held nothing"
+    return f"lost: {names} ({len(keys):,} in all)" if keys else "it held no data"
 
 
 class _ReadRun(NamedTuple):
@@ -383,7 +384,7 @@ Problem = tuple[str | None, int, str]
 
 
 class KeyedItem(NamedTuple):
-    """A non-empty write item, with its key and shape."""
+    """A stored item that is not empty, with its key and shape."""
 
     key: str
     item: StoredItem
@@ -431,7 +432,7 @@ def block_sections(items: Sequence[KeyedItem]) -> Iterator[CheckedRange]:
 
 
 def file_sections(items: Sequence[KeyedItem], nbytes: int, part: Metadata) -> Iterator[CheckedRange]:
-    """Yields ranges that cover every byte of a file of ``nbytes`` bytes. ``part`` is the metadata that names it."""
+    """Yields ranges that cover every byte of a file of ``nbytes`` bytes. ``part`` is its metadata."""
     record = part.storage_data.get("encryption")
     cipher = None
     if record is not None:  # the layout does not depend on the key
@@ -448,7 +449,7 @@ def file_sections(items: Sequence[KeyedItem], nbytes: int, part: Metadata) -> It
 
 
 class _Blocks:
-    """Compares blocks of an item with their digests."""
+    """Blocks of an item, which are compared with their digests."""
 
     def __init__(self, key: str, item: StoredItem, start: int, stop: int) -> None:
         self.start, self.stop = item.offset + start, item.offset + stop
@@ -491,7 +492,7 @@ class _TensorWithHeader:
         (self._hashes or self._blocks).update(piece[missing:])
 
     def _begin_hashes(self) -> TensorHashes:
-        """Begins hashes of the kinds that the header names. If it names none, uses the kinds of the first layout."""
+        """Begins the hashes that the header names. If it names those of no layout, uses those of the first layout."""
         for other in self._others:
             start, zero = other.hashes_offset, other.with_hashes(0, bytes(32))
             if self._header[start:][:4] == zero[start:][:4]:  # the number of hashes, and the kind of the first
@@ -504,7 +505,7 @@ class _TensorWithHeader:
         if damaged_blocks:
             return
         if self._nonce_and_macs:
-            what, expected = "nonce and MACs", self._entry.with_macs(self._nonce_and_macs)
+            what, expected = "the nonce and the MACs", self._entry.with_macs(self._nonce_and_macs)
         else:
             what = "the CRC-32 and SHA-256" if self._entry.has_sha256 else "the CRC-32"
             hashes = self._hashes or self._begin_hashes()

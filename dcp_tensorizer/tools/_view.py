@@ -74,7 +74,7 @@ class StoredTensor:
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    read: Callable[[Region], torch.Tensor]  # reads a region in C order to the CPU; raises `ReadError`
+    read: Callable[[Region], torch.Tensor]  # reads a region into a CPU tensor in C order; raises `ReadError`
     chunks: tuple[Piece, ...] = ()  # cover the whole tensor; empty if the stored bytes are not its elements
 
     @property
@@ -88,14 +88,14 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """A value that is not a tensor, or a tensor of a subclass that only its own class can flatten."""
+    """A value that is not a tensor, or a tensor of a subclass whose elements only the subclass itself can read."""
 
     key: str
     path: Path
     nbytes: int
     # the ``torch.save`` bytes; for a tensor in several chunks, those of all chunks joined; raises `ReadError`
     read: Callable[[], bytes]
-    item: StoredItem | None = None  # the location of the bytes, or of the first chunk; None in other formats
+    item: StoredItem | None = None  # the location of the bytes, or of the first chunk; None in any other format
     fault: str = ""  # why it cannot be converted, as the end of a sentence that begins with the key; otherwise empty
 
 
@@ -109,7 +109,7 @@ class CheckpointView:
     path: str
     format: str
     values: Mapping[str, StoredValue]  # in the checkpoint's order
-    saved: float | None = None  # seconds since the epoch, if the checkpoint records it
+    saved: float | None = None  # the time of the save in seconds since the epoch, if the checkpoint records it
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -141,7 +141,7 @@ def blocks_of(tensor: StoredTensor, nbytes: int = BLOCK) -> Iterator[Region]:
 
 
 def read_parts(storage: Storage) -> dict[int | None, Metadata]:
-    """Reads a checkpoint's metadata. The key is None, or the rank if each rank saved on its own.
+    """Reads a checkpoint's metadata: a dict with the key None, or with a key per rank if each rank saved for itself.
 
     Raises `NotCommitted` if there is no metadata, `MetadataError` if it is damaged or if the listing shows files of a
     rank without metadata, and `CheckpointError` if it cannot be read.
@@ -162,7 +162,7 @@ def read_parts(storage: Storage) -> dict[int | None, Metadata]:
         if is_further and name not in known:
             raise MetadataError(
                 f"{storage.path} has {name}, but lacks {metadata_file_name(count)}, the metadata of rank {count}: the "
-                f"save never finished, or files were lost. Load another checkpoint."
+                f"save has not finished, or files were lost. Load another checkpoint."
             )
     return parts
 
@@ -258,7 +258,7 @@ def named_paths(keys: Mapping[Any, Any]) -> dict[Any, tuple[str, Path]]:
 
 
 def recorded_path(planner_data: Any, key: str) -> Path:
-    """Returns the path that DCP's planner recorded for a key; the key itself, if the record is invalid."""
+    """Returns the path that DCP's planner recorded for a key. Without a valid record, returns the key as one part."""
     path = planner_data.get(key) if isinstance(planner_data, dict) else None
     if not isinstance(path, tuple) or any(
         type(part) is not str and not (type(part) is int and 0 <= part < 2**63) for part in path
@@ -269,7 +269,7 @@ def recorded_path(planner_data: Any, key: str) -> Path:
 
 # --- joining chunks into regions --------------------------------------------------------------------------------------
 
-_KEPT_BY_MALLOC = 1 << 20  # bytes
+_KEPT_BY_MALLOC = 1 << 20  # bytes: tensors of less are allocated by malloc
 
 
 def whole(shape: Sequence[int]) -> Region:
@@ -315,7 +315,7 @@ def read_region(
 
 
 def empty(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocates a tensor whose memory returns to the system when freed. malloc would retain some per thread."""
+    """Allocates a tensor. A large one's memory returns to the system when freed: malloc would retain some of it."""
     nbytes = math.prod(size) * dtype.itemsize
     if nbytes < _KEPT_BY_MALLOC:
         return torch.empty(size, dtype=dtype, device="cpu")
@@ -325,9 +325,9 @@ def empty(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 # --- values of this package's checkpoints -----------------------------------------------------------------------------
 #
 # With ``use_collectives=False``, no rank knows what the other ranks save. The view combines the chunks of a tensor, and
-# merges equal values. If the values of a key differ, each has a key with its rank: ``rank1.generator``.
+# merges equal values. If the values of a key differ, each gets a key with its rank: ``rank1.generator``.
 
-_OF_SUBCLASS = "is a tensor of a subclass, which only its own class can flatten"
+_OF_SUBCLASS = "is a tensor of a subclass whose elements only the subclass itself can read"
 
 
 def view_checkpoint(
@@ -335,7 +335,7 @@ def view_checkpoint(
     parts: Mapping[int | None, Metadata],
     ciphers: Mapping[str, Cipher | None] = MappingProxyType({}),
 ) -> CheckpointView:
-    """Opens a view of a checkpoint of this package, with ``parts`` of `read_parts` and ``ciphers`` of `unlock_parts`.
+    """Opens a view of a checkpoint of this package. `read_parts` returns ``parts``, and `unlock_parts` ``ciphers``.
 
     Raises `MetadataError`, naming the key, if the chunks of a tensor do not cover it exactly. Without ciphers, reading
     an encrypted value raises `DecryptionError`.
@@ -396,7 +396,7 @@ def _values_of_ranks(
         of_one_size = [value for value in own.values() if value.size == first.size]
         pieces = {}
         for value in of_one_size:
-            pieces = value.pieces | pieces  # if several ranks have a chunk, the lowest rank's
+            pieces = value.pieces | pieces  # if several ranks have a chunk, the lowest rank's counts
         together = replace(first, pieces=pieces)
         if len(of_one_size) == len(own) and all(
             _are_same(storage, str(key), pieces[offset], piece, ciphers)
@@ -408,7 +408,9 @@ def _values_of_ranks(
             apart[key] = own
         else:
             ranks = ", ".join(map(str, own))
-            differ = f"ranks {ranks} each saved a part of {key!r} (use_collectives=False), but the parts do not match."
+            differ = (
+                f"ranks {ranks} each saved all or part of {key!r} (use_collectives=False), but the data does not match."
+            )
             values[key] = replace(together, conflict=f"{differ} Leave it out.")
     for key, own in apart.items():
         for rank, value in own.items():
@@ -421,7 +423,7 @@ def _values_of_ranks(
 
 
 def _are_same(storage: Storage, key: str, a: Piece, b: Piece, ciphers: Mapping[str, Cipher | None]) -> bool:
-    """Returns whether two chunks hold the same bytes."""
+    """Returns whether two chunks hold the same bytes. Without the key of an encrypted chunk, assumes that they do."""
     if a is b:
         return True
     if a.part != b.part or (a.item.length, a.item.dtype, a.item.kind) != (b.item.length, b.item.dtype, b.item.kind):

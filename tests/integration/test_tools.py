@@ -83,7 +83,7 @@ def test_what_is_damaged(run: Path) -> None:
     gone = min((run / "step-9").glob("__1_*.tensors"))
     gone.unlink()
     (damage,) = tools.verify(run / "step-9").damages
-    assert damage == Damage(gone.name, None, 0, "is missing, and with it 'model.w' (1 in all)")
+    assert damage == Damage(gone.name, None, 0, "is missing; lost: 'model.w' (1 in all)")
 
 
 def test_what_differs(run: Path) -> None:
@@ -103,7 +103,7 @@ def test_what_is_collected(run: Path) -> None:
     assert tools.collect(run, keep_latest=2) == (planned,)
     assert {path.name for path in run.iterdir()} == {"step-10", "step-11"}
     assert tools.collect(run, keep_latest=1, older_than=3600.0) == ()
-    with pytest.raises(ValueError, match=r"keep_latest must be at least 1, .*, got 0"):
+    with pytest.raises(ValueError, match=r"keep_latest must be at least 1, got 0: "):
         tools.collect(run, keep_latest=0)
 
 

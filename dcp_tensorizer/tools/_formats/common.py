@@ -30,9 +30,9 @@ class ConvertOptions:
         shard_bytes: safetensors: the maximum size of a file. A larger tensor gets a separate file.
         tensor_parallel: tensorizer: the number of files to split into, one for each rank of an inference server.
         split: tensorizer: maps patterns of keys to the dimension along which to split. The first pattern that matches
-            counts. Other tensors are whole in each file.
-        buffers: tensorizer: patterns of the keys that are a module's buffers instead of parameters. Integer tensors are
-            always buffers.
+            counts. Tensors that no pattern matches are whole in each file.
+        buffers: tensorizer: patterns of the keys that are a module's buffers instead of parameters. Tensors that are
+            neither floating-point nor complex are always buffers.
         exclude: Patterns of the keys to leave out.
         rename: Maps patterns, in which only ``*`` is special, to new keys. The n-th ``*`` of a new key stands for the
             text that the n-th ``*`` of the pattern matched. Patterns are matched after ``strip_prefix``, and the first

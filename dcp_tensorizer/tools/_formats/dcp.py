@@ -158,7 +158,7 @@ class _ReadingPlanner(DefaultSavePlanner):
 def _tensor(
     storage: Storage, named: tuple[str, Path], entry: TensorStorageMetadata, infos: Sequence[StorageInfo]
 ) -> StoredTensor:
-    """Makes a tensor that locates its chunks in their files on its first read."""
+    """Makes a tensor that locates each chunk in its file when the chunk is first read."""
     key = named[0]
     path = f"{storage.path}/.metadata"
     shape, dtype = tuple(entry.size), entry.properties.dtype

@@ -112,7 +112,7 @@ def open_all(
 
 @dataclass(frozen=True, slots=True)
 class _Location:
-    """A checkpoint's location. ``name`` is that of a single file, ``parts`` the metadata of this package's format."""
+    """A checkpoint's location. ``name`` is that of a single file; only this package's format has metadata ``parts``."""
 
     path: str
     format: str

@@ -33,7 +33,7 @@ from .._atomic_output import new_directory, new_file
 from .._view import CheckpointView, StoredTensor, blocks_of, plain_tensor
 from .common import ConvertOptions, FileRange, check_no_objects, naming, tensors_at_once
 
-_MAX_HEADER = 1 << 20  # bytes of one tensor's header, whose name has at most 64 KiB
+_MAX_HEADER = 1 << 20  # bytes of a tensor's header; the name in it has at most 64 KiB
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

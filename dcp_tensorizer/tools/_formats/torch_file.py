@@ -2,8 +2,8 @@
 
 Such a file is a zip archive with a pickle of the state dict and a record per tensor. With fake tensors, ``torch.load``
 returns the locations of the records instead of reading them, and ``torch.save`` writes a temporary archive in which
-these records are empty. This module copies the other records to the result, and writes the result with Python's
-zipfile, which does not seek, and computes the CRC-32s.
+these records are empty. This module copies the other records from that archive, and reads the tensors in blocks. It
+writes the result with Python's zipfile, which does not seek, and computes the CRC-32s.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ from .common import ConvertOptions, FileRange, naming
 
 _ALIGNMENT = 64  # bytes, as in torch.save
 _NOT_LOCATED = "a sparse, quantized or nested tensor, or one without data"
-# The bytes before an entry's data in a zip file, without its name: the header (30), the head of the extra field with
-# the padding (4), and the extra field for 64-bit sizes (20). Readers skip extra fields with unknown tags.
+# The bytes before an entry's data in a zip file, without name and padding: the header (30), the head of the extra field
+# that pads (4), and the extra field for 64-bit sizes (20). Readers skip extra fields with unknown tags.
 _BEFORE_DATA = 30 + 4 + 20
 _PADDING_TAG = 0x4246
 
@@ -97,7 +97,7 @@ def read(storage: Storage, name: str) -> CheckpointView:
 
 
 def locate(storage: Storage, path: Path, tensor: torch.Tensor, file: str, start: int = 0) -> StoredTensor:
-    """Makes a stored tensor from one of `load_fake`, whose ``torch.save`` bytes begin at ``start`` in a file.
+    """Makes a stored tensor from one that `load_fake` loaded. Its ``torch.save`` bytes begin at ``start`` in the file.
 
     Raises `ConversionError` if the elements are not stored as plain bytes.
     """
@@ -202,8 +202,8 @@ def _records(view: CheckpointView) -> dict[str, bytes | StoredTensor]:
     # torch numbers the records of tensors in the order in which it pickles them.
     keys = {id(fake): key for key, fake in fakes.items()}
     tensors = {f"archive/data/{n}": view.tensors[keys[id(fake)]] for n, fake in enumerate(tensors_in(state))}
-    # The file is sparse: the empty tensors take no space. The archive contains its own name; "archive" is the name that
-    # torch gives to streams.
+    # The temporary archive is a sparse file, in which the empty records take no space. An archive contains its own
+    # name; "archive" is the name that torch gives to streams.
     with tempfile.TemporaryDirectory(prefix="dcp_tensorizer-") as folder:
         try:
             with torch.serialization.skip_data(materialize_fake_tensors=True):
@@ -258,7 +258,7 @@ class _Output:
 
 
 def archive_size(records: Mapping[str, bytes | StoredTensor]) -> int:
-    """Returns the size of the archive of some records, without reading tensors."""
+    """Returns the size of an archive with these records, without reading tensors."""
     output = _Output()
     _write_archive(records, output, BLOCK)
     return output.position
@@ -328,7 +328,7 @@ def _load(file: IO[bytes], records: Sequence[tuple[int, int]], *, weights_only: 
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that replaces tensors that cannot be fake, such as sparse ones, by meta tensors."""
+    """An unpickler that replaces tensors that cannot be fake, such as sparse ones, with meta tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
         return _stand_in if f"{module}.{name}" in NEVER_FAKE else super().find_class(module, name)
@@ -482,4 +482,6 @@ def check_lists(view: CheckpointView) -> None:
 
 
 def _partial_list(key: str) -> ConversionError:
-    return ConversionError(f"{key!r} belongs to a list that is only partly selected. Convert all of the list, or none.")
+    return ConversionError(
+        f"{key!r} belongs to a list of which other values are missing. Convert all of the list, or none."
+    )

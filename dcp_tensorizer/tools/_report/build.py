@@ -31,7 +31,7 @@ class Reported:
     """The result of `report`.
 
     Attributes:
-        path: The page, without credentials.
+        path: The path of the page, without credentials.
         checkpoints: The paths of the checkpoints, in the order of the page.
         tensors: Number of tensors on the page.
         nbytes: Size of the page.
@@ -59,9 +59,9 @@ def report(
     checkpoint is not read again.
 
     Args:
-        checkpoints: Checkpoints of any format that `convert` reads. If all their names have different steps, they are
-            sorted by step.
-        output: The page: a local path, or a URL. An older file is replaced.
+        checkpoints: Checkpoints of any format that `convert` reads. If each name has a step, and no two steps are
+            equal, they are sorted by step.
+        output: The page: a local path, or a URL. An existing file is replaced.
         storage_options: Passed to the fsspec filesystems of URLs.
         encryption: The key, if a checkpoint is encrypted. The page is not encrypted.
         on_progress: Called with the bytes read so far and the total.
@@ -157,7 +157,7 @@ def _tensor_row(tensor: StoredTensor, statistics: Sequence[Statistics | None]) -
 
 
 def _short(number: float | None) -> float | None:
-    """Rounds to `_DIGITS` digits. JSON has no NaN and infinity: for these, returns None."""
+    """Rounds to `_DIGITS` digits. JSON has neither NaN nor infinity: for these, returns None."""
     return float(f"{number:.{_DIGITS}g}") if number is not None and math.isfinite(number) else None
 
 

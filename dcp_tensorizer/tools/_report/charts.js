@@ -19,7 +19,7 @@ function drawLines(box, lines, field, show, log) {
   const scale = scaleOf(lines.flatMap((line) => line[field]), log);
   box.replaceChildren();
   if (scale.low === null) {
-    box.append(element("p", { class: "empty" }, "No tensor here has floating-point values in two checkpoints."));
+    box.append(element("p", { class: "empty" }, field === "norms" ? "No floating-point tensor here has a finite norm." : "No part here has a relative distance above 0."));
     return;
   }
   const x = xScale(room.left, width - room.right);

@@ -1,7 +1,8 @@
 """Computes statistics of a tensor's elements in one pass, by blocks and by pieces of blocks.
 
 The range of a histogram is known only at the end. To avoid a second pass, elements are counted in fine bins that fit
-any range: the first 14 bits of a float32 (sign, exponent, and 5 bits of the fraction), so that a bin is 3% wide.
+any range. The bin of an element is given by its first 14 bits as a float32 (sign, exponent, and 5 bits of the
+fraction), so a bin is at most about 3% wide.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Statistics:
         low, high: The range of the histogram.
         histogram: The number of finite elements in each of `BINS` equal parts of that range. Elements outside the range
             count in the first or the last part.
-        distance: The norm of the difference from the tensor in the previous checkpoint; None without a previous one.
+        distance: The norm of the finite differences from the tensor in the previous checkpoint; None if that checkpoint
+            has no such tensor of the same shape.
     """
 
     elements: int
@@ -117,7 +119,7 @@ class Running:
         self._fine += other._fine
 
     def _combine(self, count: int, mean: float, squares: float) -> None:
-        """Merges moments by Chan's formula, which does not cancel for a large mean with a small deviation."""
+        """Merges moments by Chan's formula, which avoids cancellation if the deviation is small beside the mean."""
         total = self._finite + count
         if total:
             apart = mean - self._mean

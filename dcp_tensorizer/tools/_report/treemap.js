@@ -110,5 +110,5 @@ function drawLegend(metric, scale) {
   if (!metric) return;
   const bar = element("span", { class: "ramp", role: "img", "aria-label": "from low to high" });
   bar.style.background = `linear-gradient(to right, ${ramp(0)}, ${ramp(0.5)}, ${ramp(1)})`;
-  legend.append(metric.show(scale.low), bar, metric.show(scale.high), scale.low === null ? " – none of these tensors has this value" : "");
+  legend.append(metric.show(scale.low), bar, metric.show(scale.high), scale.low === null ? " – nothing to compare here" : "");
 }

@@ -152,11 +152,9 @@ def test_values_keep_their_order(tmp_path: Path, to: str) -> None:
 
 
 def test_a_tensor_of_a_subclass_is_refused(tmp_path: Path) -> None:
-    """A tensor of a subclass, which only its own class can flatten, is refused with its path and key."""
+    """A tensor of a subclass, whose elements only the subclass itself can read, is refused with its path and key."""
     save_wrapper(tmp_path / "a", [b"one", b"two"])
-    with pytest.raises(
-        ConversionError, match=r"/a: 'w' is a tensor of a subclass, .*, and cannot be converted\. Leave"
-    ):
+    with pytest.raises(ConversionError, match=r"/a: 'w' is a tensor of a subclass .*, and cannot be converted\. Leave"):
         convert(tmp_path / "a", tmp_path / "b", "dcp")
     assert not (tmp_path / "b").exists()
 

@@ -479,7 +479,7 @@ def refused(path: Path, keep: int | None = 1, older_than: float | None = None) -
 
 NOT_STEPS = (
     "its checkpoints might not be steps of one job. Without a manager's records, steps must be named like step-10 and "
-    "step-20, have equal keys, and be the only names with numbers there. Delete old checkpoints by hand."
+    "step-20, and have equal keys, and no other name there may have a number. Delete old checkpoints by hand."
 )
 IN_A_STEP = "one of its parent directories is named like a step. To collect its checkpoints, pass its own path."
 

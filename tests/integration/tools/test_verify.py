@@ -98,7 +98,7 @@ def test_a_missing_file(checkpoint: Path) -> None:
     path = data_file(checkpoint, 1)
     path.unlink()
     found = look(checkpoint)
-    assert found.damages == (Damage(path.name, None, 0, "is missing, and with it 'b' (1 in all)"),)
+    assert found.damages == (Damage(path.name, None, 0, "is missing; lost: 'b' (1 in all)"),)
     assert found.nbytes > 0
 
 
@@ -112,7 +112,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_damaged(checkpoint: Path
     for path in old:
         if not saved_again or path.name != ".metadata":
             path.unlink()
-    with pytest.raises(ReadError, match=r"was replaced or removed while it was verified\. Verify it again\."):
+    with pytest.raises(ReadError, match=r"was replaced or removed during the verification\. Verify it again\."):
         verify_files(storage, parts)
 
 

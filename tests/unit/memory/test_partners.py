@@ -53,7 +53,7 @@ def test_partners_and_rates() -> None:
 @pytest.mark.parametrize(
     ("peers", "domain", "why"),
     [
-        (FOUR[:2], None, "all ranks are on one host, and replicas need another"),
+        (FOUR[:2], None, "all ranks are on one host, and replicas need another one"),
         ([one._replace(domain="rack") for one in FOUR], "rack", "all ranks are in one failure domain"),
         ([*FOUR[:3], Peer("y", "y", "", "it has no keeper")], None, "rank 3: it has no keeper"),
     ],

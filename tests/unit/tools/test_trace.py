@@ -105,7 +105,7 @@ def test_there_must_be_something_to_trace(tmp_path: Path) -> None:
     """No sources, no files and files without a report are errors."""
     with pytest.raises(ValueError, match="sources is empty"):
         trace([])
-    with pytest.raises(NotCommitted, match="has no trace file"):
+    with pytest.raises(NotCommitted, match="is neither a trace file nor a folder with one"):
         trace([tmp_path])
     (tmp_path / "h.spans.jsonl").touch()
     with pytest.raises(NotCommitted, match="hold no save and no load"):
