@@ -273,8 +273,8 @@ class Index(Catalog):
         return Piece(item, whole.size, whole, whole)
 
     def _missing(self, key: Any, offset: Sequence[int] | None) -> MetadataError:
-        at = None if offset is None else tuple(offset)
-        return MetadataError(f"{self.path} has no data for {key!r} at offset {at}")
+        at = "" if offset is None else f" at offset {tuple(offset)}"
+        return MetadataError(f"{self.path} has no data for {key!r}{at}")
 
     def _items(self) -> dict[ItemKey, StoredItem]:
         """Returns the location of every stored item."""

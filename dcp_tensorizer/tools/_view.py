@@ -448,7 +448,8 @@ def _pieces(path: str, metadata: Metadata, key: Any, entry: Any) -> dict[torch.S
     for offset, size in sizes.items():
         item = metadata.storage_data["items"].get(item_key(MetadataIndex(key, offset)))
         if item is None:
-            raise MetadataError(f"{path} has no data for {key!r} at offset {offset}")
+            at = "" if offset is None else f" at offset {tuple(offset)}"
+            raise MetadataError(f"{path} has no data for {key!r}{at}")
         if item.kind == "tensor":
             check_length(path, key, item, size)
         pieces[offset] = Piece(item, size, whole(size), Region(tuple(offset or ()), size))

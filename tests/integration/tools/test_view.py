@@ -156,5 +156,5 @@ def test_a_chunk_without_a_location_is_named(tmp_path: Path) -> None:
     parts = read_parts(storage)
     metadata = parts[None]
     del metadata.storage_data["items"]["x", (0,)]
-    with pytest.raises(MetadataError, match=r"has no data for 'x' at offset torch.Size\(\[0\]\)"):
+    with pytest.raises(MetadataError, match=r"has no data for 'x' at offset \(0,\)"):
         view_checkpoint(storage, parts)

@@ -136,7 +136,7 @@ def test_what_is_not_there_is_named() -> None:
     index = opened(index_of(3, without=1))
     with pytest.raises(MetadataError, match=r"m has no data for 'w0' at offset \(2, 0\)"):
         pieces_of(index, "w0", (2, 0), Region((0, 0), (2, 4)))
-    with pytest.raises(MetadataError, match=r"m has no data for 'x' at offset None"):
+    with pytest.raises(MetadataError, match=r"m has no data for 'x'$"):
         pieces_of(index, "x", None, None)
     with pytest.raises(MetadataError, match=r"m has no data for 'w0' at offset \(0, 0\)"):
         pieces_of(opened(index_of(1, without=0)), "w0", (0, 0), Region((0, 0), (2, 4)))
