@@ -50,7 +50,7 @@ def in_child(owner: _T, release: Callable[[_T], object]) -> None:
 
 
 def keep_from_children(mapping: mmap.mmap) -> None:
-    """Excludes the pages of a mapping from forked children, which have a hole there and never unmap the pages."""
+    """Excludes the pages of a mapping from forked children, which have a hole there and never unmap it."""
     # The child leaks the Python object, because freeing it would unmap what the child has mapped at that address.
     in_child(mapping, lambda mapping: ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping)))
     if hasattr(mmap, "MADV_DONTFORK"):
@@ -197,7 +197,7 @@ def anonymous_file(name: str) -> int:
 
 
 def above_standard_streams(fd: int) -> int:
-    """Moves a file to a descriptor above those of the standard streams, and returns it.
+    """Moves a file to a descriptor above those of the standard streams, and returns that descriptor.
 
     If the program has closed a standard stream, a new file gets its descriptor. Prints would then land in that file.
     """
