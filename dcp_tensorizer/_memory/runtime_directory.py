@@ -38,7 +38,7 @@ def runtime_directory() -> Path:
 
 
 def job_name(location: str) -> str:
-    """Returns the name of a job in the names of its sockets. ``location`` identifies the job, like its folder."""
+    """Returns the name of a job in the names of its sockets. ``location`` identifies the job, as its folder does."""
     # The name includes the boot's id: machines may share the directory's disk, but a socket works only on one machine.
     boot = socket.gethostname()
     with suppress(OSError):

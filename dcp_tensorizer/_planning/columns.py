@@ -208,7 +208,7 @@ _decode = msgspec.msgpack.Decoder(tuple[str | int, ...]).decode
 
 
 class PackedPaths(NamedTuple):
-    """Paths of flattened keys, each as bytes, because so many tuples would slow down the garbage collector."""
+    """Paths of flattened keys, each as bytes, because a tuple for each would slow down the garbage collector."""
 
     keys: list[str] | None  # None: those of the plan's items
     paths: list[bytes]  # of each key

@@ -6,8 +6,9 @@ not exist in the child. So each such object registers in its constructor what ha
 
 - a lock becomes free (`free_in_child`);
 - a finalizer does nothing (`Finalizer`);
-- any other object registers a function (`in_child`), which closes a descriptor, for example;
-- an object can check whether it is in the process that made it (`Home`).
+- any other object registers a function (`in_child`), which closes a descriptor, for example.
+
+An object can also check whether it is in the process that made it (`Home`).
 """
 
 from __future__ import annotations

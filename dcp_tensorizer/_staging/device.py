@@ -43,7 +43,7 @@ operations are pending on a stream."""
 
 
 class Event:
-    """A moment in a stream."""
+    """An event that was recorded on a stream of a device."""
 
     def __init__(self, event: torch.cuda.Event, index: int) -> None:
         self._event = event
@@ -138,7 +138,7 @@ class SideStream(abc.ABC):
 class SideStreams(dict[int, SideStream]):
     """One stream per device, made on first use and never freed.
 
-    torch reuses memory that was allocated for a stream only for the same stream. Without the stream, it would stay unused.
+    torch gives memory that was allocated for a stream only to that stream again, even after the stream was freed.
     """
 
     def __init__(self, device: Device) -> None:
@@ -406,7 +406,7 @@ def expandable_segments() -> str | None:
 
 
 def synchronize_other_devices(tensors: Iterable[torch.Tensor]) -> None:
-    """Waits for everything on the calling thread's current streams of devices without side streams.
+    """Waits for everything on the calling thread's current streams of these tensors' devices without side streams.
 
     Such devices are XPU and MPS, for example. Their tensors are copied like host tensors, on threads that have other
     current streams.

@@ -51,8 +51,8 @@ _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch
 class TensorList(list[torch.Tensor]):
     """The plain tensors in a state dict. Those of ``omitted`` keys are not staged.
 
-    A ShardedTensor is always staged, because it cannot be built from shards without memory. Two tensors of one key are
-    both staged: one of them is in an object, which this rank may write.
+    A ShardedTensor is always staged, because it cannot be built from shards without memory. If two tensors
+    have one key, both are staged: one of them is part of an object, which this rank may write.
 
     Attributes:
         omitted_keys: The keys of tensors that are not staged.

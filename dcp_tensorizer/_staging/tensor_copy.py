@@ -36,7 +36,7 @@ class GatherLimits:
 
     Attributes:
         buffer_bytes: Upper limit of the memory that a staging takes on each GPU. One such buffer is retained.
-        small_bytes: Tensors of up to this size are gathered. A copy over the bus takes about 10 microseconds of this
+        small_bytes: Tensors of up to this size are gathered. A copy over the bus takes about 10 microseconds of the
             thread and 5 of the bus, which moves 128 KiB in that time. Making the views to gather takes less, and the
             gathering itself almost nothing.
         batch_bytes: If the driver takes batches, contiguous tensors of at least this size are not gathered.
