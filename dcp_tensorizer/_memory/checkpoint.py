@@ -62,7 +62,7 @@ class StateCheckpoint(Storage):
         holders: The holder of each rank's part, for messages.
 
     Raises:
-        CheckpointError: an item cannot be described; the error names its key.
+        CheckpointError: a part's description is damaged or of another version, or no index can be made of the parts.
     """
 
     def __init__(self, path: str, parts: Sequence[tuple[StatePart, Descriptor | RemotePart]]) -> None:
@@ -162,8 +162,8 @@ class _Buffer(RangeReader):
 class StateReader(TensorizerStorageReader):
     """Reader of a state in memory. Each rank plans and reads without the others.
 
-    The checkpoint may lack parts that this rank does not load and that are on other machines. Reader options that do
-    not apply to memory are ignored.
+    The checkpoint may lack parts on other machines, if this rank does not load them. Reader options that do not apply
+    to memory are ignored.
     """
 
     def __init__(self, checkpoint: StateCheckpoint, options: Mapping[str, Any]) -> None:

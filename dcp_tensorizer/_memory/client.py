@@ -1,4 +1,4 @@
-"""Clients of a keeper: `KeeperProcess` of its trainer, and `KeeperConnection` of a successor of that trainer."""
+"""Clients of a keeper: its trainer uses `KeeperProcess`, and a successor of that trainer uses `KeeperConnection`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ class KeeperProcess(ChildProcess):
     def hold(self, part: StatePart, buffer: SharedBuffer) -> None:
         """Sends a state to the keeper. Saves do not reuse the buffer until the state is forgotten or lost.
 
-        Raises `WriteError` if the keeper refuses this state, or has ended. In the second case all its states are lost.
+        Raises `WriteError` if the keeper refuses this state, is busy, does not answer, or has ended. In the last two
+        cases all its states are lost.
         """
         state_id = part.head.id
         self.held[state_id], buffer.is_kept = buffer, True
@@ -95,8 +96,8 @@ class KeeperProcess(ChildProcess):
     def forget(self, ids: Collection[str], *, but_copied: bool = False) -> None:
         """Makes the keeper forget states, and frees their buffers, even on failure.
 
-        ``but_copied``: the state whose copy is in progress, or was made last, stays. If the keeper does not answer,
-        kills it, so that it holds nothing, and raises `WriteError`.
+        ``but_copied``: the state whose copy is in progress, or was made last, stays. On failure, kills the keeper, so
+        that it holds nothing, and raises `WriteError`.
         """
         forgotten = [state_id for state_id in ids if state_id in self.held]
         if not forgotten:
@@ -154,7 +155,7 @@ class KeeperProcess(ChildProcess):
     def ask(self, request: Request, kind: type[_T], fds: Sequence[int] = ()) -> _T:
         """Sends a request. Returns the answer, an instance of ``kind``.
 
-        Raises `WriteError` if the keeper refuses, does not answer, or has ended.
+        Raises `WriteError` if the keeper refuses, is busy, does not answer, or has ended.
         """
         timeout = min(self.timeout, _ANSWER_SECONDS)
         if not self._lock.acquire(timeout=timeout):  # a signal handler may have interrupted the lock's holder
@@ -214,7 +215,7 @@ class KeeperConnection:
         answer, fds = self._ask(GetPart(state_id, rank), _DIGEST_SECONDS)
         if not isinstance(answer, StatePart):
             why = answer.message if isinstance(answer, Failed) else "it sent an unexpected answer"
-            raise ReadError(f"a keeper (of the trainer {self.found.trainer}) did not send the state: {why}")
+            raise ReadError(f"the keeper of process {self.found.trainer} did not send the state: {why}")
         return answer, Descriptor(fds[0])
 
     def end(self) -> None:
@@ -231,7 +232,7 @@ class KeeperConnection:
         try:
             return self._channel.ask(request, timeout=timeout)
         except (EOFError, OSError) as error:
-            raise ReadError(f"a keeper (of the trainer {self.found.trainer}) has ended: {error}") from error
+            raise ReadError(f"the keeper of process {self.found.trainer} does not answer: {error}") from error
 
 
 def connect_to_keepers(job: str, timeout: float) -> tuple[list[KeeperConnection], list[Path]]:

@@ -55,7 +55,7 @@ _ANY_PORT = 9  # to look up a route; no packet is sent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOptions:
-    """Options of the copies that a manager with ``copies=2`` makes on other hosts. Each host may have other options.
+    """Options of the copies that a manager with ``copies=2`` makes on other hosts. The options of hosts may differ.
 
     Attributes:
         rate: Maximum number of bytes a second that this host sends for copies, at least 1e6; None: no limit.

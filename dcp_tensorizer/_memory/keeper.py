@@ -110,8 +110,8 @@ class _HeldPart:
 class Keeper:
     """Holder of states, which answers the trainer, its successors, and the keepers of other hosts.
 
-    It waits ``seconds`` for a successor. ``set_priority`` sets the niceness of its session: unless ``seconds`` is 0,
-    10 when the keeper is opened to other hosts, and 0 again when the trainer is gone.
+    It waits ``seconds`` for a successor. ``set_priority`` sets the niceness of its session: to 10 when the keeper is
+    opened to other hosts, unless ``seconds`` is 0, and to 0 when the trainer is gone.
     """
 
     def __init__(
@@ -344,7 +344,7 @@ class Keeper:
             self._restart_timeout()
 
     def drop_replicas(self, head: StateHead, confirmed: str) -> list[tuple[int, int]]:
-        """Forgets the replicas of a rank and run, except the ``confirmed`` replica.
+        """Forgets the replicas of a rank's states of one run, except that of the ``confirmed`` state.
 
         Returns their buffers with their sizes. The caller closes the buffers.
         """
@@ -412,8 +412,8 @@ def _set_session_priority(niceness: int, is_wanted: Callable[[], bool]) -> None:
 def main(arguments: Sequence[str]) -> None:
     """Runs a keeper.
 
-    The arguments are those of `begin`, the trainer's process id, the run of its job, the seconds, and the socket's
-    path.
+    The arguments are those of `begin`, the trainer's process id, the run of its job, the seconds to wait for a
+    successor, and the socket's path.
     """
     channel, pidfd, (trainer, run, seconds, path) = begin(arguments, 0)
 

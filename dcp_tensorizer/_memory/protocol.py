@@ -15,7 +15,7 @@ from .wire import Address
 class Extent(NamedTuple):
     """Location of the bytes of a tensor or object."""
 
-    is_inline: bool  # in the bytes of the message; otherwise in the staging buffer
+    is_inline: bool  # in `StatePart.inline`; otherwise in the staging buffer
     offset: int
     nbytes: int
 
@@ -29,7 +29,7 @@ class StateHead(NamedTuple):
         job: The run of the job that made the state. Each restart begins another run.
         rank: The rank whose state it is.
         world_size: The number of ranks of the job.
-        record: The manager's record for the index; None without a manager.
+        record: The `SaveRecord` of the manager, which an index stores; None without a manager.
         parent_step: The step of the checkpoint that the state resumes from; None without a checkpoint.
         left: If the job went back to an earlier step, the id of the newest checkpoint at that time; otherwise None.
         folder: The device and the inode of the job's folder, as ``host`` sees them. None if the folder is not local, or
@@ -63,8 +63,8 @@ class StatePart:
     """A rank's part of a state in memory.
 
     The trainer sends the part to its keeper with the descriptor of the staging buffer, and without digests. The keeper
-    sends the part with the digests: to a successor together with the buffer, and as the record of a replica without
-    the buffer.
+    sends the part with the digests: to a successor on this host together with that descriptor, and to other hosts
+    without it, as the record that `replicas` describes.
     """
 
     head: StateHead
@@ -98,7 +98,7 @@ class OpenToPeers:
 
     host: str  # the address of this host to listen on
     secret: bytes  # the secret of the run
-    anew: bool = False  # close the previous address and its connections; if False, a previous address stays
+    anew: bool = False  # stop listening at the previous address, and close its connections
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +128,17 @@ class Found:
     """States that a keeper holds, and its trainer."""
 
     job: str  # the run of the job
-    trainer: int  # its process id
+    trainer: int  # the process id of the trainer
     heads: tuple[StateHead, ...]  # the trainer's own parts of states, and replicas; the oldest first
     address: Address | None = None  # the keeper's address for other hosts; None if it is not open to them
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimRequest:
-    """Request of a successor to serve only its run while this connection is open. Refused while the trainer lives."""
+    """Request of a successor to serve only its run while this connection is open.
+
+    Refused while the trainer lives, and while another run has claimed the keeper.
+    """
 
     job: str
 

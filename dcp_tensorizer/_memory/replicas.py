@@ -4,13 +4,13 @@
     ReplicaOffer (which state, how large, what stays) ────▶ checks free memory, and allocates all of it
                                                         ◀── Answer: the name of the copy, or why it is refused
     the offer again with that name, on further connections ▶
-    Block, its bytes; on all connections ─────────────────▶ compares each block with its XXH3-128
+    Block, its bytes; on all connections ─────────────────▶ checks each block against its XXH3-128
                                                         ◀── Answer, on each connection after its last block
     Record, last; its bytes (the layout, the digests) ────▶ the replica is complete
                                                         ◀── Answer
 
 After a restart, a rank reads the record of a part of a state from any keeper that holds the part, and then ranges of
-its bytes (`Read`). Each `ReplicaAnswer` has the number of bytes that follow.
+the part's bytes (`Read`). Each `ReplicaAnswer` has the number of bytes that follow.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def lower_priority(niceness: int) -> None:
 
 
 class ReplicaOffer(Struct, tag="offer", array_like=True):
-    """Offer of a replica of a part of a state. The partner forgets its replicas of that rank and run.
+    """Offer of a replica of a part of a state.
 
-    Only the replica of the ``confirmed`` state stays. If ``record_nbytes`` is 0, the partner forgets replicas, and
-    receives none.
+    The partner then forgets the replicas that it holds of that rank and run, except that of the ``confirmed`` state. If
+    ``record_nbytes`` is 0, the partner only does that, and receives no replica.
     """
 
     head: StateHead
@@ -159,7 +159,7 @@ class _Incoming:
         self._writers = 0
 
     def put(self, block: Block, data: memoryview) -> None:
-        """Writes a block. Raises `WireError` if it is damaged, or was not offered."""
+        """Writes a block. Raises `WireError` if the block is damaged or was not offered, or the copy is over."""
         start = block.number * BLOCK
         if block.nbytes != min(BLOCK, self.offer.nbytes - start):
             raise WireError("the size of a block is not the offered one")
@@ -443,7 +443,7 @@ def copy_part(
 
     ``fd`` is the descriptor of the part's buffer. Once ``is_wanted`` returns False, the buffer may be overwritten.
     ``confirmed`` is as in a `ReplicaOffer`. ``streams`` is the number of connections; None: up to 4, one for each core.
-    Raises `NotCopied` if the copy was refused or is no longer wanted, or the other end is gone.
+    Raises `NotCopied` if the copy was refused, is no longer wanted, or has failed.
     """
     nbytes, record = part.nbytes, msgspec.msgpack.encode(part)
     count = max(1, min(streams or min(_STREAMS, cores()), -(-nbytes // BLOCK)))
@@ -530,7 +530,10 @@ class RemotePart(RangeReader):
         self.nbytes = 0
 
     def record(self, seconds: float = 0.0) -> StatePart:
-        """Reads the record of the part. Raises `ReadError` if the part does not come within ``seconds``."""
+        """Reads the record of the part. If the keeper does not hold the part yet, waits for it up to ``seconds``.
+
+        Raises `ReadError` if the record could not be read.
+        """
         deadline = time.monotonic() + seconds
         try:
             wire = self._idle_wire() or self._address.connect()

@@ -38,7 +38,7 @@ def runtime_directory() -> Path:
 
 
 def job_name(location: str) -> str:
-    """Returns the name of a job in the names of its sockets. ``location`` identifies the job, like its folder."""
+    """Returns the name of a job in the names of its sockets. ``location`` identifies the job, as its folder does."""
     # The name includes the boot's id: machines may share the directory's disk, but a socket works only on one machine.
     boot = socket.gethostname()
     with suppress(OSError):
@@ -64,8 +64,8 @@ def socket_path(directory: Path, job: str) -> Path:
 def listen(path: Path) -> socket.socket:
     """Makes a listening socket at a path.
 
-    Raises `WriteError` if the directory cannot be made or other users may write there, and `OSError` if sockets are not
-    supported.
+    Raises `WriteError` if the directory cannot be made or does not belong to this user alone, and `OSError` if the
+    socket cannot be made.
     """
     for attempt in range(_ATTEMPTS):
         _make(path.parent)
@@ -165,7 +165,7 @@ def _make(directory: Path) -> None:
 
 
 def _check(directory: Path) -> None:
-    """Raises `WriteError` if other users could put sockets there, and `OSError` if the directory does not exist."""
+    """Raises `WriteError` unless the directory belongs to this user alone, and `OSError` if it does not exist."""
     status = directory.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise WriteError(

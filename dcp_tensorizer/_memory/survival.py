@@ -1,4 +1,4 @@
-"""Restarts from memory: keeper processes outlive the trainers and hold their newest states. A later run loads them.
+"""Restarts from memory: keeper processes outlive the trainers, and hold their newest states for a later run.
 
 A state is forgotten only when each rank has the next one. So whenever a rank dies, all ranks have at least one state in
 common. After a restart, all ranks decide together which state to load, if any.
@@ -46,7 +46,7 @@ logger = logging.getLogger("dcp_tensorizer")
 _MARGIN = 1.05  # free memory needed for a buffer and the allocations around it, as a multiple of the buffer's size
 _DEATH_SECONDS = 5.0  # a keeper notices within this time that its trainer is gone
 _CLAIM_SECONDS = 0.05  # the pause between two claims
-_ANSWER_SECONDS = 30.0  # after it, the run of a keeper that does not answer counts as alive, and this run is refused
+_ANSWER_SECONDS = 30.0  # then the run of a keeper that does not answer counts as alive, and this run is refused
 
 OnStaged = Callable[[StagedStateDict], object]
 
@@ -64,13 +64,13 @@ class _Stage(enum.Enum):
 
 
 class Survival:
-    """States of a rank in memory, and those of earlier runs. Does nothing without ``survive``.
+    """A rank's states in memory, and the states that earlier runs left. Does nothing without ``survive``.
 
     Args:
         saver: Stages the states.
         folder: The job's folder.
         template: The template of the names of steps' directories.
-        agreement: Makes the decisions of all ranks.
+        agreement: Gathers values from all ranks of the job, and makes their common decisions.
         seconds: How long keepers hold states when this process is gone; 0: no states are held.
         buffers: Maximum number of staging buffers, without the extra one for copies.
         copies: Number of hosts that hold each state.
@@ -133,7 +133,7 @@ class Survival:
         if silent:
             refusal = (
                 f"a run of this job counts as alive, because its keeper on {socket.gethostname()} does not answer at "
-                f"{silent[0]}. If that run is stopped, continue it, or kill its processes (that path is in the "
+                f"{silent[0]}. If that run is suspended, resume it, or kill its processes (that path is in the "
                 f"keeper's command line). Then start again."
             )
         else:
@@ -239,7 +239,7 @@ class Survival:
     def next_state(self, record: SaveRecord, position: Position) -> OnStaged | None:
         """Returns a function that holds the next staged state, or None if no rank holds states.
 
-        ``record`` is the state's record for the index, and ``position`` is the job's.
+        ``record`` is the record that an index of this state gets, and ``position`` is the position of the job.
         """
         if self._stage is _Stage.OFF:  # unlike ENDING, this is the same on all ranks
             return None
@@ -272,7 +272,7 @@ class Survival:
     def newest_state(
         self, tip: Step | None, ids: Collection[str], lost: Collection[str]
     ) -> tuple[StateHead, AllMemory] | None:
-        """Finds the newest state of an earlier run that all ranks can reach, unless it is outdated.
+        """Finds the newest state of an earlier run that all ranks can load, unless it is outdated.
 
         Collective; the result is the same on all ranks. ``tip`` is the newest checkpoint on storage, ``ids`` are the
         ids of all checkpoints, and ``lost`` those of saves that were lost with a node before they reached storage.
@@ -287,7 +287,7 @@ class Survival:
             if memory.parts:
                 logger.warning(
                     "%s: no state in memory can be loaded by all ranks, perhaps because a machine was replaced%s. This "
-                    "run resumes from the newest checkpoint on storage, which may be some steps older",
+                    "run resumes from the newest checkpoint on storage, if there is one, and may repeat some steps",
                     self._folder.path,
                     memory.parts_of_newest(),
                 )
@@ -404,7 +404,10 @@ class Survival:
 
 
 class Predecessors:
-    """Keepers of earlier trainers on this machine. ``nbytes`` is the size of the buffer that `open` opened last."""
+    """Keepers of earlier trainers on this machine.
+
+    ``nbytes`` is the size of the buffer on this machine that `open` opened last, or 0.
+    """
 
     def __init__(self, keepers: Sequence[KeeperConnection] = ()) -> None:
         self.nbytes = 0
@@ -448,7 +451,8 @@ class Predecessors:
         """Opens a state as a checkpoint. If several ranks have the same item, ``rank`` gets its own.
 
         ``elsewhere`` has the holders on other hosts, by the parts' ranks. ``damaged`` has the rank and the holder of
-        each unusable part. Raises `ReadError` if no keeper holds the state any longer, or it cannot be read.
+        each unusable part. Raises `ReadError` if no keeper holds one of the parts any longer, or the state cannot be
+        read.
         """
         holders: dict[int, list[KeeperConnection | Address]] = {}
         for keeper in self._keepers:
@@ -591,10 +595,10 @@ def outdated(
     ids: Collection[str] = (),
     lost: Collection[str] = (),
 ) -> str:
-    """Returns why a state does not resume from the newest checkpoint ``tip``, or an empty string if it does.
+    """Returns why a state must not be used instead of the newest checkpoint ``tip``, or an empty string if it may.
 
-    ``folder`` is the identity of the job's folder. ``ids`` are the ids of all existing checkpoints. ``lost`` are
-    the ids of saves that were lost with a node; such a save counts as never made.
+    ``folder`` is the state's own ``folder`` if that is still the job's, and otherwise None. ``ids`` are the ids of all
+    existing checkpoints. ``lost`` are the ids of saves that were lost with a node; such a save counts as never made.
     """
     record, parent = head.record, None
     assert record is not None

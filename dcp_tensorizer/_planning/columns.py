@@ -22,7 +22,7 @@ from .._runtime.torch_compat import PART_NAMES, layout_of, plain_local, write_it
 from .._tensor_file.regions import Integers
 
 KINDS = (WriteItemType.TENSOR, WriteItemType.SHARD, WriteItemType.BYTE_IO)
-"""The kinds that `Table.kinds` numbers."""
+"""The kinds of write items. `Table.kinds` has positions in this tuple."""
 
 _BYTE_IO = KINDS.index(WriteItemType.BYTE_IO)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -40,7 +40,7 @@ _properties = operator.attrgetter(*[field.name for field in dataclasses.fields(T
 
 
 class Unsupported(Exception):
-    """Raised for an item that columns cannot hold, such as one that a user's planner makes."""
+    """Failure to put a plan or metadata into compact form, for example because a user's planner made an item."""
 
 
 class Spec(NamedTuple):
@@ -81,7 +81,7 @@ _OBJECT = PlannedChunk(_BYTE_IO, None, (), ())
 class Table:
     """The part of a plan that is usually equal on all ranks."""
 
-    keys: list[str]  # all of them, in order
+    keys: list[str]  # each key once, in the order of their first items
     key_numbers: Integers  # of each item
     kinds: Integers  # of each item, see `KINDS`
     spec_numbers: Integers  # of each item; -1 for an object
@@ -107,7 +107,7 @@ class Columns:
         return len(self.dims)
 
     def rows(self, hints: Integers) -> Iterator[Row]:
-        """Yields the rows that `columns_of_rows` takes."""
+        """Yields the items as rows, with their ``hints``."""
         table, width = self.table, self.starts.shape[1]
         numbers = np.column_stack([table.kinds, table.spec_numbers, self.dims, self.starts, self.sizes]).tolist()
         chunks: dict[tuple[int, ...], PlannedChunk] = {}
@@ -208,7 +208,7 @@ _decode = msgspec.msgpack.Decoder(tuple[str | int, ...]).decode
 
 
 class PackedPaths(NamedTuple):
-    """Paths of flattened keys, each as bytes, because so many tuples would slow down the garbage collector."""
+    """Paths of flattened keys, each as bytes, because a tuple for each would slow down the garbage collector."""
 
     keys: list[str] | None  # None: those of the plan's items
     paths: list[bytes]  # of each key
@@ -250,11 +250,11 @@ def unpack_paths(packed: PackedPaths | Pickled) -> Any:
 
 
 def merge_paths(packed: Iterable[PackedPaths | Pickled]) -> dict[str, Any]:
-    """Returns the paths of all ranks in torch's order. If several ranks have a key, the first one's path is used."""
+    """Returns the paths of all ranks in torch's order. If several ranks have a key, the lowest rank's path is used."""
     merged: dict[str, Any] = {}
     last = None
     for paths in reversed(list(packed)):
-        if paths is last:  # most ranks share one
+        if paths is last:  # most ranks share one object
             continue
         last = paths
         if isinstance(paths, Pickled):

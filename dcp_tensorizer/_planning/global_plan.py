@@ -1,5 +1,6 @@
-"""The coordinator's part of planning: from all ranks' plans, the items that each rank writes, and DCP's
-``Metadata``."""
+"""The coordinator's part of planning: determines, from all ranks' plans, the items that each rank writes, and makes
+DCP's ``Metadata``.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class GlobalPlan:
     """The plan for all ranks."""
 
     choices: list[WrittenItems]  # the items that each rank writes
-    rules: StateRules  # the entries of the state dict
+    rules: StateRules  # the entries of ``Metadata.state_dict_metadata``
     planner_data: Any  # of all ranks
 
     def metadata(self) -> RuleMetadata:
@@ -78,9 +79,10 @@ def encoded(plan: SavePlan) -> EncodedColumns:
 
 
 def make_global_plan(plans: Sequence[Columns], *, to_lowest_rank: bool, merges_paths: bool) -> GlobalPlan:
-    """Chooses which rank writes which item, and checks that the items cover their tensors.
+    """Chooses which rank writes which item, and checks that each tensor's chunks lie inside it and do not overlap.
 
-    Raises `WriteError`, naming the keys and the problems, if they do not.
+    With several ranks, also checks that the chunks cover the tensor. Raises `WriteError`, naming the keys and the
+    problems, if a check fails, or as `merge` does.
     """
     merged = merge(plans, to_lowest_rank=to_lowest_rank)
     ends = np.cumsum([len(plan) for plan in plans])[:-1]
@@ -92,7 +94,7 @@ def make_global_plan(plans: Sequence[Columns], *, to_lowest_rank: bool, merges_p
 
 
 def _rules(merged: Merged, *, is_complete: bool) -> StateRules:
-    """Returns the entries of the state dict. Checks tensors of one shape and sharding only once."""
+    """Returns the entries of ``state_dict_metadata``. Checks tensors of one shape and sharding only once."""
     layouts: dict[tuple[Any, ...], int] = {}
     properties: dict[tuple[Any, ...], int] = {}
     made: list[ChunkLayout] = []
@@ -175,7 +177,7 @@ _SHARD, _BYTE_IO = KINDS.index(WriteItemType.SHARD), KINDS.index(WriteItemType.B
 
 @dataclass(frozen=True, eq=False)
 class Merged:
-    """The items of all ranks, one after the other."""
+    """The items of all ranks, in the order of the ranks."""
 
     columns: Columns
     rank: Integers  # of each item
@@ -194,7 +196,7 @@ class Merged:
 def merge(plans: Sequence[Columns], *, to_lowest_rank: bool) -> Merged:
     """Chooses the writing rank of each item that several ranks have, like torch's ``dedup_save_plans``.
 
-    Raises `WriteError`, naming the key and the ranks, if two ranks disagree on the tensor of a key.
+    Raises `WriteError`, naming the key, if ranks disagree on the tensor of a key, or as `_hints` does.
     """
     keys: dict[str, int] = {}
     specs: dict[Spec, int] = {}
@@ -283,7 +285,7 @@ def _group(columns: list[Integers]) -> Integers:
 
 
 def _writers(groups: Integers, rank: Integers, weight: Integers, to_lowest_rank: bool, ranks: int) -> np.ndarray:
-    """Selects the items to write: of each group, those of the lowest rank, or of that with the lightest plan so far."""
+    """Selects the items to write: of each group, those of its lowest rank, or of its rank with the lightest plan."""
     order = np.argsort(groups, kind="stable")
     bounds = np.flatnonzero(np.diff(groups[order], prepend=-1))
     ends = np.append(bounds[1:], len(order))
@@ -331,7 +333,7 @@ def _hints(keys: list[str], key: Integers, kind: Integers) -> Integers:
     return hint
 
 
-# --- torch's Metadata, sent from rank to rank as rules ----------------------------------------------------------------
+# --- torch's Metadata, sent from rank to rank in compact form ---------------------------------------------------------
 #
 # DCP broadcasts the coordinator's metadata at the end of each save, and most ranks never use it. So the entries are
 # made on first access.
@@ -360,7 +362,7 @@ class RuleMetadata(Metadata):
 
     @property
     def rules(self) -> StateRules | None:
-        """The rules of the entries. None after an access to the entries, which may have changed them."""
+        """The entries in compact form. None after an access to the entries, which the caller may have changed."""
         return None if "state_dict_metadata" in self.__dict__ else self._rules
 
     @functools.cached_property
@@ -430,7 +432,7 @@ def _is_torchs(entry: Any) -> bool:
     )
 
 
-# --- ranks that disagree on tensors that are not sharded, with planners that do not check that ------------------------
+# --- unsharded tensors on which ranks disagree, with planners that do not check for that ------------------------------
 #
 # torch's planner retains the write item of one rank, and drops those of the others before a storage sees the plans. So
 # each rank sends the items of its whole tensors, as columns, to the coordinator with its plan. The columns of

@@ -49,7 +49,7 @@ class Reference(NamedTuple):
 class WrittenItems(NamedTuple):
     """The items of a plan that its rank writes.
 
-    If the rank still has its columns, the coordinator answers the rank's plan with this record alone.
+    If the rank still has its columns, the coordinator answers the rank's plan with this object alone.
     """
 
     items: int  # their number

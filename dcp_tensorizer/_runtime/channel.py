@@ -1,6 +1,6 @@
-"""Sends messages and descriptors between two processes over a Unix socket; defines the answers of all protocols.
+"""Sends messages and descriptors between two processes over a Unix socket; defines the messages common to all uses.
 
-Both ends run the same installation on the same machine, so messages are plain pickles.
+Both ends are processes of one user on one machine, so messages are plain pickles.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The bytes done so far for the request in progress, sent about once a second."""
+    """A report of the bytes done so far for the request in progress, sent about once a second."""
 
     nbytes: int
 

@@ -51,7 +51,7 @@ class ChildProcess:
             forked children of the trainer.
 
     Raises:
-        OSError: memory, processes or descriptors are exhausted.
+        OSError: the process cannot be started, for example because memory, processes or descriptors are exhausted.
     """
 
     def __init__(
@@ -274,7 +274,10 @@ def interpreter() -> list[str]:
 
 
 def environment(devices: bool) -> dict[str, str]:
-    """Returns the trainer's environment, with its module path. Unless ``devices``, hides the GPUs."""
+    """Returns the trainer's environment, with its module path, and one thread for OpenMP and MKL.
+
+    Unless ``devices``, hides the GPUs.
+    """
     given = {name: value for name, value in process_context.environment().items() if name != "PYTHONPATH"}
     # The entries in which the needed modules were found come first: an entry that the trainer has prepended since could
     # shadow these modules.

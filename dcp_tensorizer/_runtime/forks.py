@@ -6,8 +6,9 @@ not exist in the child. So each such object registers in its constructor what ha
 
 - a lock becomes free (`free_in_child`);
 - a finalizer does nothing (`Finalizer`);
-- any other object registers a function (`in_child`), which closes a descriptor, for example;
-- an object can check whether it is in the process that made it (`Home`).
+- any other object registers a function (`in_child`), which closes a descriptor, for example.
+
+An object can also check whether it is in the process that made it (`Home`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def in_child(owner: _T, release: Callable[[_T], object]) -> None:
 
 
 def keep_from_children(mapping: mmap.mmap) -> None:
-    """Excludes the pages of a mapping from forked children, which have a hole there and never unmap the pages."""
+    """Excludes the pages of a mapping from forked children, which have a hole there and never unmap it."""
     # The child leaks the Python object, because freeing it would unmap what the child has mapped at that address.
     in_child(mapping, lambda mapping: ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping)))
     if hasattr(mmap, "MADV_DONTFORK"):
@@ -197,7 +198,7 @@ def anonymous_file(name: str) -> int:
 
 
 def above_standard_streams(fd: int) -> int:
-    """Moves a file to a descriptor above those of the standard streams, and returns it.
+    """Moves a file to a descriptor above those of the standard streams, and returns that descriptor.
 
     If the program has closed a standard stream, a new file gets its descriptor. Prints would then land in that file.
     """

@@ -67,7 +67,7 @@ class Borrowed(Generic[_T]):
 # there are none.
 
 _AGEINGS = 96
-"""After this many calls since the last full collection, about ten saves, `_age` no longer delays the next full one.
+"""After this many calls of `_age` since the last full collection, in about ten saves, it no longer delays the next one.
 
 A full collection frees dead cycles in the oldest generation.
 """
@@ -111,11 +111,11 @@ def _age() -> None:
 def collector_paused() -> Iterator[None]:
     """Pauses the collector, as a context manager or a decorator. Then moves all objects to the oldest generation.
 
-    While thousands of objects are made that stay alive, the collector visits them and all of torch's objects, and finds
-    no garbage. That takes a third of the time of loading 5,000 small tensors. In a save, training waits a sixth of a
-    second for it. A pause alone would only delay the collection until DCP's planning, so the end of the pause also
-    moves the objects to the oldest generation. Do not pause for long operations: garbage of other threads is not
-    collected either.
+    Without a pause, while thousands of objects are made that stay alive, the collector visits these and all of torch's
+    objects, and finds no garbage. That takes a third of the time of loading 5,000 small tensors. In a save, training
+    waits a sixth of a second for it. A pause alone would only delay the collection until DCP's planning, so the end of
+    the pause also moves the objects to the oldest generation. Do not pause for long operations: garbage of other
+    threads is not collected either.
 
     After an exception no objects are moved. The objects of the failed call are in a reference cycle with the exception.
     In the oldest generation they would hold their memory until a full collection.

@@ -23,7 +23,7 @@ def check_free_memory(nbytes: int, *, allocated: int = 0) -> None:
 
 
 def available_memory() -> int | None:
-    """Returns the free bytes of this machine or of this cgroup, whichever are fewer; None if both are unknown.
+    """Returns the free bytes of this machine or of this process's cgroups, whichever are fewer; None if unknown.
 
     Page cache counts as free.
     """

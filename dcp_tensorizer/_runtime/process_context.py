@@ -45,7 +45,7 @@ class ProcessContext:
         if self.umask is not None:
             os.umask(self.umask)
         if self.directory is not None and self.directory == _directory():
-            return  # chdir could hang if the server of the directory hangs
+            return  # chdir could hang if the directory is on a network file system that hangs
         try:
             os.chdir(self.directory or "/")
         except OSError:  # removed since, or not accessible to this process

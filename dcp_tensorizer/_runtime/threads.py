@@ -68,7 +68,7 @@ class Hung(Exception):
 
 
 class Workers(ThreadPoolExecutor):
-    """A thread pool whose `shutdown` always waits for the work, because the caller then frees the work's memory.
+    """A thread pool whose `shutdown` waits until no work runs, because the caller then frees the memory that work uses.
 
     `shutdown` delays an exception of a signal handler, such as KeyboardInterrupt, until the work is done. After the
     main thread has ended, Python starts no threads, so `submit` runs the work in the calling thread.

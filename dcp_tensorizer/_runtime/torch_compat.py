@@ -383,7 +383,7 @@ def state_of_save() -> Any:
 
 
 def path_of_save() -> Any:
-    """Returns the ``checkpoint_id`` of the save in this thread, or None if the save has none or is unknown.
+    """Returns the ``checkpoint_id`` of the save in this thread, or None if it has none or the save is unknown.
 
     DCP passes it to the storage only after staging.
     """

@@ -1,8 +1,8 @@
 """GPUs: side streams, events on them, pinned host memory. Only this module calls ``torch.cuda``; see also `driver`.
 
-Every call names its device: a new thread starts on device 0, so in it a CUDA call without a device would create a
-context on that GPU, which may be another rank's. This module never initialises CUDA by itself: its code runs only for
-tensors on a GPU.
+Every call names its device. The current device of a new thread is device 0, so a CUDA call of that thread without a
+device would create a context on device 0, which may be another rank's GPU. This module never initialises CUDA: it makes
+streams and events only for tensors that are already on a GPU.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of this process
 
 PIN_BYTES = 1 << 30
 """Bytes of one registration. Current drivers fail on hundreds of GiB in one call, and Linux 6.11 to 6.13 refuse 2 GiB
-or more. The driver also holds locks during a call, on which calls of other processes block."""
+or more. During a call the driver also holds locks, which block calls of other processes."""
 
 PIECE_BYTES = 32 << 20
-"""Bytes of one copy over the bus. Training's own transfers, such as those of ``.item()``, wait for one piece, not for a
-whole tensor. Copying a piece takes a millisecond, about a hundred times as long as queueing it."""
+"""Maximum bytes of one copy over the bus. Training's own transfers, such as those of ``.item()``, wait for one piece,
+not for a whole tensor. Copying a piece takes a millisecond, about a hundred times as long as queueing it."""
 
 LANES = 4
 """Streams on which large copies are queued round-robin if the driver takes no batches. Queueing blocks when about 1,000
@@ -43,7 +43,7 @@ operations are pending on a stream."""
 
 
 class Event:
-    """A moment in a stream."""
+    """An event that was recorded on a stream of a device."""
 
     def __init__(self, event: torch.cuda.Event, index: int) -> None:
         self._event = event
@@ -93,18 +93,19 @@ class SideStream(abc.ABC):
 
     @abc.abstractmethod
     def copy_batch(self, batch: Batch) -> bool:
-        """Queues the copies of a batch, in any order.
+        """Queues the copies of a batch, in any order. Returns whether the driver has accepted all of them.
 
-        If the driver refuses a copy, returns False and clears `has_batches`.
+        If the driver refuses a copy, clears `has_batches`.
         """
 
     @contextmanager
     def buffer(self, most: int, least: int) -> Iterator[torch.Tensor]:
         """Yields exclusive device memory, for copies queued in order on this stream.
 
-        The memory is retained for later calls, so that no later save fails because training has allocated the rest. A
-        concurrent staging on another thread gets other memory. If ``most`` bytes cannot be allocated, tries half as
-        many, and so on down to ``least``. Raises `torch.OutOfMemoryError` if ``least`` bytes cannot be allocated.
+        The memory is retained for later calls, so that no later save fails because training has allocated all other
+        memory. A concurrent staging on another thread gets other memory. If ``most`` bytes cannot be allocated, tries
+        half as many, and so on down to ``least``. Raises `torch.OutOfMemoryError` if ``least`` bytes cannot be
+        allocated.
         """
         buffer: torch.Tensor | None = None
         with suppress(IndexError):
@@ -131,11 +132,14 @@ class SideStream(abc.ABC):
 
     @abc.abstractmethod
     def current(self) -> AbstractContextManager[None]:
-        """Returns a context in which this is the calling thread's current stream on the stream's device."""
+        """Returns a context manager under which this is the calling thread's current stream on the stream's device."""
 
 
 class SideStreams(dict[int, SideStream]):
-    """One stream per device, made on first use and never freed: torch reuses a stream's memory for that stream only."""
+    """One stream per device, made on first use and never freed.
+
+    torch gives memory that was allocated for a stream only to that stream again, even after the stream was freed.
+    """
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -158,8 +162,8 @@ class SideStreams(dict[int, SideStream]):
     def synchronize(self, tensors: Iterable[torch.Tensor]) -> None:
         """Waits for everything on the calling thread's current streams of these tensors' devices.
 
-        Afterwards other threads may read the tensors. Without this wait they could read them too early, because their
-        current streams do not wait for this thread's current stream.
+        Afterwards other threads may read the tensors. Without this wait, other threads could read the tensors too
+        early, because their current streams do not wait for the calling thread's.
         """
         for stream in self.follow(tensors):
             stream.mark().synchronize()
@@ -178,11 +182,11 @@ def pin_if_possible(device: Device, address: int, nbytes: int, index: int) -> Ca
 
 
 class _CudaStream(SideStream):
-    """CUDA streams over which `spread` distributes copies; a single one if the driver takes batches. All other copies
-    are queued on the first.
+    """CUDA streams over which `spread` distributes copies; a single stream if the driver takes batches. All other
+    copies are queued on the first stream.
 
-    NCCL, graph captures and FSDP share torch's pool of 32 streams, and would wait for gigabytes of copies. So these
-    streams are not from the pool, unless the driver cannot make others. ``borders`` returns the addresses at which
+    The streams come from torch's pool of 32 only if the driver cannot make others: NCCL, graph captures and FSDP use
+    streams of that pool, and would wait for gigabytes of copies. ``borders`` returns the addresses at which
     registrations of host memory begin.
     """
 
@@ -200,7 +204,7 @@ class _CudaStream(SideStream):
             torch.cuda.Stream(device=index) if handle is None else torch.cuda.ExternalStream(handle, device=index)
             for handle in handles
         ]
-        self._is_spread = False  # copies have been queued on all lanes, not only on the first
+        self._is_spread = False  # whether copies have been queued on lanes other than the first
 
     def follow(self) -> None:
         with torch.cuda.device(self._index):
@@ -229,7 +233,7 @@ class _CudaStream(SideStream):
     def _cut(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Cuts pairs with a tensor in host memory into pieces that can be copied."""
+        """Cuts pairs, in each of which one tensor is in host memory, into pieces for one copy each."""
         return [piece for pair in zip(targets, sources, strict=True) for piece in self._pieces(*pair)]
 
     def _pieces(self, target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -262,7 +266,7 @@ class _CudaStream(SideStream):
             try:
                 return torch.empty(nbytes, dtype=torch.uint8, device=device)
             except torch.OutOfMemoryError:
-                # Only training's stream gets memory that training has freed, and no other memory may be left.
+                # torch gives memory that training has freed only to training's stream. All other memory may be taken.
                 with torch.cuda.stream(followed):
                     memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
                 self._wait_for(followed)  # kernels queued on that stream may still use the memory
@@ -402,10 +406,10 @@ def expandable_segments() -> str | None:
 
 
 def synchronize_other_devices(tensors: Iterable[torch.Tensor]) -> None:
-    """Waits for everything on the calling thread's current streams of devices without side streams.
+    """Waits for everything on the calling thread's current streams of these tensors' devices without side streams.
 
-    Examples are XPU and MPS. torch copies their tensors like host tensors, on threads that have other current
-    streams.
+    Such devices are XPU and MPS, for example. Their tensors are copied like host tensors, on threads that have other
+    current streams.
     """
     if not _has_other_accelerator():
         return

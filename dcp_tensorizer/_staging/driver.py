@@ -30,13 +30,15 @@ class Batch(NamedTuple):
     targets: Numbers
     sources: Numbers
     sizes: Numbers
-    bounds: list[int]  # the first copy of each call, then the number of copies
+    bounds: list[int]  # the number of each call's first copy, then the number of all copies
 
 
 def batch_of(
     targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], borders: Sequence[int], most: int
 ) -> Batch:
-    """Makes a batch of copies to host memory. A driver call may exceed ``most`` bytes, by less than one copy.
+    """Makes a batch of copies to host memory, each of at most ``most`` bytes.
+
+    The copies of one driver call may have more bytes together, by less than the size of one copy.
 
     ``borders`` are the sorted addresses at which registrations of host memory begin. No copy may cross one.
     """

@@ -1,4 +1,4 @@
-"""Staged saves in the order of their staging, and their buffers, which all writers of an engine share.
+"""The staged saves of all writers of an engine, in the order of staging, and the buffers that these writers share.
 
 When a save is over, its buffer is retained for a later save of any writer.
 """
@@ -18,8 +18,8 @@ from .device import Device
 from .shared_memory import SharedBuffer
 from .staged_save import StagedSave, name_of_group
 
-# Timeout for a save to take its staged state dict. The save's thread starts when `async_save` returns, and takes the
-# dict within a millisecond. One second is ample, and limits the cost of a state that is staged but never saved.
+# Timeout for a save to take its staged state dict. The save's thread starts just before `async_save` returns, and takes
+# the dict within a millisecond. One second is ample, and limits the cost of a state that is staged but never saved.
 _TAKE_SECONDS = 1.0
 # The same timeout on the thread of the next save, which waits this long only once: in PROCESS mode torch may still be
 # starting its process.
@@ -95,8 +95,8 @@ class StagedSaves:
                 staged_save.wait_over()
 
     def drain(self, owner: object, deadline: Deadline) -> bool:
-        """Waits for a stager's saves that have begun. Returns False on timeout, or if one of them cannot end before
-        this call returns.
+        """Waits for a stager's saves that have begun. Returns False on timeout, or if this call comes from a signal
+        handler that has interrupted the staging of one of them.
         """
         for staged_save in self.of(owner):
             if staged_save.is_interrupted or not staged_save.wait_built(deadline.left):
@@ -170,7 +170,7 @@ class StagedSaves:
             for staged_save in [staged_save for staged_save in self._saves if staged_save.over()]:
                 self._saves.remove(staged_save)
                 buffer = staged_save.buffer
-                if buffer is None or not buffer.is_kept:  # the keeper may still read it
+                if buffer is None or not buffer.is_kept:  # otherwise the keeper may still read it
                     staged_save.buffer = None
                 if buffer is not None:
                     is_wanted = staged_save.keeps_buffer or buffer.is_kept

@@ -1,7 +1,7 @@
 """The files that back tensors in shared memory: the trainer finds them, and its writer process maps them.
 
-The trainer finds the files in /proc/self/maps. torch's own sharing is not used, because it moves a tensor's memory if
-that was shared in another way. The writer process opens an unnamed file through a descriptor of the trainer.
+The trainer finds the files in /proc/self/maps. torch's own sharing is not used, because it moves memory that was shared
+in another way. The writer process opens an unnamed file through a descriptor of the trainer.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class _SharedMapping(NamedTuple):
 class SharedMappings:
     """The shared mappings of this process at construction; empty without /proc.
 
-    A mapping may end at any time, and its addresses be reused. So `locate` is valid only for tensors alive since
-    construction, which `SharedTensors` ensures.
+    A mapping may end at any time, and its addresses may then be reused. So `locate` is valid only for tensors alive
+    since construction, which `SharedTensors` ensures.
     """
 
     def __init__(self) -> None:

@@ -159,10 +159,10 @@ class SharedBuffer:
         return flat.resize_(*shape) if shape else flat.view(())  # takes half the time of a view; does not reallocate
 
     def allocate_all(self, dtypes: list[torch.dtype], shapes: list[torch.Size]) -> list[torch.Tensor]:
-        """Returns all tensors of an empty buffer, as `allocate` makes them.
+        """Allocates all tensors of a state in an empty buffer, as `allocate` does, and returns aliases of them.
 
-        The buffer retains the tensors. If the next state has the same dtypes and shapes, it gets aliases of them, which
-        takes an eighth of the time.
+        The buffer retains the tensors for the next state. If that has the same dtypes and shapes, only makes new
+        aliases, which takes an eighth of the time.
         """
         # Addresses are compared because torch.multiprocessing moves storages that it pickles.
         if self._layout != (dtypes, shapes, _addresses(self._made)):
@@ -213,8 +213,8 @@ def _undo_all(undo: list[Callable[[], None]]) -> None:
 class _Registering:
     """A thread that registers the parts of a buffer while further parts are allocated.
 
-    ``undo`` gets a function for each part. When the block ends, all allocated memory is registered. If the system
-    refuses a part, issues a warning, as `pin_if_possible` does, and registers nothing.
+    ``undo`` gets a function for each part. When the ``with`` block ends, all allocated memory is registered. If the
+    system refuses a part, issues a warning, as `pin_if_possible` does, and unregisters all other parts.
     """
 
     def __init__(self, address: int, pin_for: tuple[Device, int] | None, undo: list[Callable[[], None]]) -> None:
@@ -255,8 +255,8 @@ class _Registering:
 def _map(fd: int, nbytes: int) -> mmap.mmap:
     """Maps a file, which may still be shorter, without duplicating its descriptor.
 
-    Before Python 3.13 `mmap` duplicates the descriptor, and later closes that number even if it belongs to another file
-    by then.
+    Before Python 3.13 `mmap` duplicates the descriptor, and later closes the duplicate's number even if it belongs to
+    another file by then.
     """
     if sys.platform != "linux":
         os.ftruncate(fd, nbytes)
@@ -279,9 +279,9 @@ def _address(mapping: mmap.mmap) -> int:
 def _allocate(fd: int, address: int, nbytes: int, made: Callable[[int], object]) -> None:
     """Allocates the memory and its page table: faulting page by page in the first copy takes three times as long.
 
-    Allocates in steps, because the ranks of a node allocate concurrently, and each must see what the others take.
-    Several threads share a step, because clearing pages is CPU work. A single thread allocates small pages faster
-    if it does not populate the table. Populating the table also gives huge pages, if the system grants them: they are
+    Allocates in steps, because the ranks of a node allocate concurrently, and each must see what the others have taken.
+    Several threads share a step, because clearing pages is CPU work. A single thread allocates small pages faster if it
+    does not populate the table. Populating the table also gives huge pages, if the system grants them: they are
     allocated in a ninth of the time, freed in a fiftieth, and read as a file in a third. After each step, calls
     ``made`` with the bytes allocated so far.
 
@@ -331,7 +331,7 @@ def _reserve(fd: int, start: int, length: int) -> None:
 def advise(address: int, nbytes: int, advice: int) -> None:
     """Calls madvise through ctypes: `mmap.madvise` holds the GIL, which would stop training.
 
-    Unknown advice is an error, which is ignored.
+    Ignores errors: an older kernel does not know all advice.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice)

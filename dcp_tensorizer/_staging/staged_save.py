@@ -45,9 +45,9 @@ class StagingState(enum.IntEnum):
 class StagedSave:
     """A staged state dict, its buffer and its save.
 
-    A save first takes the staged state dict (`StagedStateDict`) on the save's thread; in PROCESS mode, when DCP pickles
-    the dict. The save is over when that thread has ended, or when nothing refers to the staged state dict and its
-    tensors.
+    DCP takes the staged state dict (`StagedStateDict`) on the save's thread: it calls ``items``, or in PROCESS mode
+    pickles the dict. The save is over when that thread has ended, or when nothing refers to the staged state dict and
+    its tensors.
 
     Attributes:
         owners: The stager that staged the state dict, and the stager of the writer that saves the state dict.
@@ -119,7 +119,7 @@ class StagedSave:
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Waits for the copies in progress. Then releases the state, unless some tensors are shared."""
+        """Waits for the copies in progress. Then releases the state, unless the save reads tensors of training."""
         try:
             if self.copies is not None:
                 self.copies.wait()
@@ -180,9 +180,9 @@ class StagedSave:
     # --- training may change the state --------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Releases training's own memory: training may change the state. Idempotent.
+        """Releases the live state: training may change it. Idempotent.
 
-        While copies are running, does not release it: `finish` does so when they have ended.
+        While copies are running, the live state is not released yet: `finish` releases it when they have ended.
         """
         with self._changed:
             self.shared = None
@@ -358,8 +358,8 @@ def _failed(error: str) -> dict[str, Any]:
 class StagingFuture(concurrent.futures.Future[dict[str, Any]]):
     """The future that `stage` returns when it does not wait. Done when training may change the state.
 
-    `result` returns earlier, because the save takes the result and then waits by itself. So the release of the state
-    may depend on the save's progress.
+    `result` returns before that, because the save needs the result to make progress, and the release may depend on that
+    progress. The save itself waits for the copies.
     """
 
     def __init__(self, staged: StagedStateDict) -> None:

@@ -46,8 +46,8 @@ class Stager:
         limits: Limits of gathering on a device before the copy to the host.
 
     Attributes:
-        dtype_of: Maps the dtype of tensors that this process copies from a device to their staged dtype; the device
-            casts them before the copy. Other tensors are not cast. If None, no tensor is cast.
+        dtype_of: Returns the staged dtype for the dtype of a tensor on a device. If this process copies the tensor, the
+            device casts it before the copy. Other tensors are not cast. If None, no tensor is cast.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Stager:
                 self._device.side_streams.follow(copies.sources)
             synchronize_other_devices(copies.sources)
             if self._overlap_staging:
-                if staged_save.shared is not None:  # in case its save ends without writing anything
+                if staged_save.shared is not None:  # to release the state even if its save ends without writing
                     threading.Thread(target=staged_save.wait_released, name="release", daemon=True).start()
                 copying = threading.Thread(target=self._copy, args=(tensors, copies, staged, is_kept), name="stage")
                 staged_save.stager = copying
@@ -197,7 +197,7 @@ class Stager:
     ) -> tuple[TensorList, SharedTensors | None, Copies]:
         """Copies a state dict as it is at one moment, except for the elements of its tensors.
 
-        Returns its tensors, those that are written from shared memory, and the copies of all others.
+        Returns the list of its tensors, the tensors that are written from shared memory, and the copies to make.
         """
         tensors = TensorList(omitted)
         tensors.structure = dict(copy_items(state_dict, "", tensors))
@@ -216,5 +216,5 @@ class Stager:
         return tensors, shared, copies
 
     def _pin_for(self, copies: Copies) -> tuple[Device, int] | None:
-        """Returns the device and the index to pin the buffer for: the first one from which this process copies."""
+        """Returns the first device from which this process copies, for which the buffer is pinned; None without one."""
         return (self._device, copies.devices[0]) if self.way.copies_from_devices and copies.devices else None

@@ -2,7 +2,7 @@
 
 `copy_structure` copies containers and plain objects while training waits, and lists the plain tensors. `fill_tensors`
 replaces these by staged tensors, in the same order, and rebuilds wrapper subclasses and sharded tensors around them.
-The result shares nothing with the live state dict.
+The result shares nothing with the live state dict, except tensors that are written from shared memory without a copy.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch
 class TensorList(list[torch.Tensor]):
     """The plain tensors in a state dict. Those of ``omitted`` keys are not staged.
 
-    A ShardedTensor is always staged, because it cannot be built from shards without memory. Two tensors of one key are
-    both staged: one of them is in an object, which this rank may write.
+    A ShardedTensor is always staged, because it cannot be built from shards without memory. If two tensors
+    have one key, both are staged: one of them is part of an object, which this rank may write.
 
     Attributes:
         omitted_keys: The keys of tensors that are not staged.
@@ -167,11 +167,11 @@ def copy_items(mapping: Mapping[Any, Any], prefix: str, tensors: TensorList) -> 
 
 
 class _Described:
-    """A tensor that describes its part, with what it returned at the time of staging.
+    """A tensor that describes its part, with the write items and shards that it had at the time of staging.
 
-    DCP writes the shards of such a tensor. So the shards are staged, and the staged tensor returns the same write items
-    as the live one, and the staged shards. The live tensor is not called again: training may have changed it, and
-    such a tensor often returns views of its own memory.
+    DCP writes the shards of such a tensor. So the shards are staged, and the staged tensor returns the write items of
+    the live tensor, and the staged shards. The live tensor is not called again: training may have changed it, and such
+    a tensor often returns views of its own memory.
 
     The staged tensor has values only if one shard is the whole local tensor. The staged tensor cannot be pickled or
     copied, because its shards are in the memory of one save.
@@ -234,7 +234,7 @@ def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 def _copy_container(value: Any, members: list[Any], key: str) -> Any:
     """Returns a container of the same class with other members, and with copies of the original's attributes.
 
-    Does not call the constructor, which may not take members. Raises `StagingError`, naming the key, if the container
+    Does not call the constructor, whose arguments are unknown. Raises `StagingError`, naming the key, if the container
     cannot be copied, or its members cannot be set.
     """
     try:
@@ -256,8 +256,8 @@ def _copy_container(value: Any, members: list[Any], key: str) -> Any:
 def _copy_mapping(value: Mapping[Any, Any], items: list[tuple[Any, Any]]) -> Mapping[Any, Any]:
     """Returns a copy of a mapping that is not a dict, with other values.
 
-    The copy is deep, because a shallow one may share its contents. If the mapping cannot be copied, returns a view of a
-    dict, which DCP can flatten. Pickling the view as a whole fails, as it would for the mapping.
+    The copy is deep, because a shallow copy may share contents with the mapping. If the mapping cannot be copied,
+    returns a view of a dict, which DCP can flatten. Pickling the view as a whole fails, as it would for the mapping.
     """
     copies = {id(member): item for member, (_, item) in zip(value.values(), items, strict=True)}
     try:

@@ -36,7 +36,7 @@ class GatherLimits:
 
     Attributes:
         buffer_bytes: Upper limit of the memory that a staging takes on each GPU. One such buffer is retained.
-        small_bytes: Tensors of up to this size are gathered. A copy over the bus takes about 10 microseconds of this
+        small_bytes: Tensors of up to this size are gathered. A copy over the bus takes about 10 microseconds of the
             thread and 5 of the bus, which moves 128 KiB in that time. Making the views to gather takes less, and the
             gathering itself almost nothing.
         batch_bytes: If the driver takes batches, contiguous tensors of at least this size are not gathered.
@@ -71,9 +71,9 @@ first item is a key of everything that determines the source and target addresse
 class Copies:
     """Copies of tensors to their staged tensors. One thread begins them, and any thread may wait for them.
 
-    If torch itself has only one thread, ``threads`` threads copy host memory, about the same number of bytes each. All
-    begin at once, except the thread that calls `copy_from_host`, which copies its share then. Copies from devices are
-    queued on ``streams``. Call `SideStreams.follow` first.
+    If torch itself has only one thread, ``threads`` threads copy host memory, about the same number of bytes each. One
+    of them is the thread that calls `copy_from_host`, and makes its copies there. The others start in `add`. Copies
+    from devices are queued on ``streams``. Call `SideStreams.follow` first.
 
     Attributes:
         sources: The tensors to copy.
@@ -326,7 +326,7 @@ def _batches(small: Iterable[_Small], most: int) -> Iterator[list[_Small]]:
 
 
 def _gather(batch: Sequence[_Small], buffer: torch.Tensor, stream: SideStream) -> None:
-    """Packs small tensors into a buffer on the device, and copies that to their staged tensors in one copy."""
+    """Packs small tensors into a buffer on the device, and copies the buffer to their staged tensors in one copy."""
     units = {unit_of(one.staged.dtype) for one in batch}
     unit = units.pop() if len(units) == 1 else _INTEGER.get(batch[0].staged.itemsize, torch.int64)
     size = unit.itemsize
