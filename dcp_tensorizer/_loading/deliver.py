@@ -313,7 +313,7 @@ def read_tensors(
     read: Callable[..., int],
     progress: Callable[[int, int], object],
 ) -> int:
-    """Reads tensors to the planner's targets. Returns the number of bytes read.
+    """Reads tensors into the planner's targets. Returns the number of bytes read.
 
     If the planner is torch's or this package's own, reads all tensors at once. Other planners may return the same
     scratch buffer for each tensor, and reuse it after the commit: they get one tensor at a time, as from torch's own
