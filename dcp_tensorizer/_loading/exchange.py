@@ -465,7 +465,7 @@ class ExchangeGroup:
 #
 # Requests:  the bytes of stored tensors that every rank needs, in the order of files and offsets
 # Spans:     a consecutive part of the requests for each rank to read, of about equal size
-# Windows:   the part of its span that a rank reads at once, into one buffer
+# Windows:   the parts of a span, each of which its rank reads into one buffer
 
 _UNITS_PER_RANK = 16  # fewer units make spans less even
 _MAX_UNIT = 4 << 20

@@ -124,7 +124,7 @@ class _Reads:
     """The operations of one `fetch`, and the files that they read. Several threads run the operations.
 
     Each file is open from its first operation to its last. Operations are sorted by file, so only a few files are open
-    at once.
+    at the same time.
     """
 
     def __init__(
