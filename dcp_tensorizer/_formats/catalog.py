@@ -115,5 +115,5 @@ def copy_part(item: ReadItem, tensor: torch.Tensor, target: torch.Tensor) -> Non
         if length < tensor.size(dim):  # only if needed: some classes do not support `narrow`
             tensor = tensor.narrow(dim, start, length)
     if target.shape != tensor.shape:  # `copy_` might broadcast it
-        raise ValueError(f"it is of shape {tuple(tensor.shape)}, but its target is of {tuple(target.shape)}")
+        raise ValueError(f"it is of shape {tuple(tensor.shape)}, but its target is of shape {tuple(target.shape)}")
     target.copy_(tensor)

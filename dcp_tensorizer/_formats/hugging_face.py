@@ -41,12 +41,12 @@ _CONFIG = "config.json"
 
 
 class ModelCatalog(Catalog):
-    """The model in the files that an index names, or, without an index, in all safetensors files.
+    """The model in a directory's safetensors files, which `read_weight_files` chooses.
 
     Args:
         storage: The model's directory.
         rename: The rules by which the model was saved, applied in reverse.
-        files: The headers of the files to read instead.
+        files: The headers of the files to read instead of these.
 
     Raises:
         NotCommitted: there are no safetensors files.
@@ -169,7 +169,7 @@ class ModelCatalog(Catalog):
             ends = [start + size for start, size in zip(offset, shape, strict=False)]
             if len(offset) != len(shape) or max(ends, default=0) > MAX_NUMBER:
                 raise MetadataError(
-                    f"{self.path}/{file.name}: its metadata entry {SHARDING} has no valid offset of {tensor.key!r}"
+                    f"{self.path}/{file.name}: its metadata entry {SHARDING} has no valid offset for {tensor.key!r}"
                 )
             whole = placed.setdefault(tensor.key, Placed((0,) * len(shape)))
             first = self._items[whole.boxes[0].source][0] if whole.boxes else item

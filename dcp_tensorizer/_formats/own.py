@@ -132,7 +132,7 @@ class Index(Catalog):
             self.encryption = {"derivation": key.derivation, "check": key.check, "seal": file.seal}
 
     def metadata(self) -> Metadata:
-        """Returns DCP's metadata for a load. A tensor that its stored chunks cover is one chunk.
+        """Returns DCP's metadata for a load. Describes a tensor as one chunk if its stored chunks cover it.
 
         DCP's planners visit each chunk of each tensor on each rank. `locate` finds the stored chunks that a rank needs.
         Tensors with equal descriptions share one object.
@@ -182,7 +182,7 @@ class Index(Catalog):
         return {key: value.layout for key, value in values if type(value) is TensorValue and not value.is_whole}
 
     def _owners(self, key: Any, offset: tuple[int, ...] | None, region: Region | None) -> Iterable[int]:
-        """Returns the sections that have locations of a region."""
+        """Returns the numbers of the sections that have locations of a region; -1: none."""
         value = self._values.get(key)
         if value is None:  # without an entry, any rank may have stored the item
             return range(len(self._sections))

@@ -46,7 +46,7 @@ def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
     # With this record, torch does not look up offsets: it computes them as if a descriptor followed each record.
     is_counted = any(info.filename.endswith("/.format_version") for info in infos)
     if is_counted and any(info.file_size and not info.flag_bits & _HAS_DESCRIPTOR for info in infos):
-        raise ValueError("it was repacked, but not as torch.save packs. Load it with torch, and save it again.")
+        raise ValueError("it was repacked in a layout other than torch.save's. Load it with torch, and save it again.")
     return sorted((info.header_offset, info.file_size) for info in infos)
 
 
@@ -78,7 +78,7 @@ def _directory(file: IO[bytes], nbytes: int) -> int:
     signature, _, _, here, total, size, offset, comment = _END.unpack(_read(file, nbytes - _END.size, _END.size))
     end = nbytes - _END.size
     if signature != b"PK\5\6" or comment or here != total:
-        raise ValueError("its last bytes are not the end of an archive: it is truncated, or packed again")
+        raise ValueError("its last bytes are not the end of an archive: it is truncated, or was repacked")
     locator_offset = end - _LOCATOR_64.size
     locator = _read(file, locator_offset, _LOCATOR_64.size) if locator_offset >= _END_64.size else b""
     if locator[:4] == b"PK\6\7":
@@ -120,7 +120,7 @@ class _Bounded(Inert):
 
     def call(self, what: Named, arguments: tuple[Any, ...]) -> Made:
         if what.name == "builtins.bytearray" and any(type(argument) is int for argument in arguments):
-            raise ValueError("it allocates a bytearray by its size")
+            raise ValueError("it allocates a bytearray of a given size")
         if what.name == "_codecs.encode" and arguments[1:] != ("latin1",):
             raise ValueError("it encodes text in a way that torch.save does not")
         if what.name.rpartition(".")[0] in tensor_makers:

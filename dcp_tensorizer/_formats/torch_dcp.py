@@ -1,7 +1,8 @@
 """Checkpoints of torch's own ``FileSystemWriter`` and ``FsspecWriter``, read without running code from them.
 
-torch's readers unpickle ``.metadata`` and every object without checks. This module builds only DCP's own records from
-``.metadata``, loads tensors under torch's weights-only rules, and checks objects like those of this package.
+torch's readers unpickle ``.metadata`` and every object without checks. This module builds only objects of DCP's own
+dataclasses from ``.metadata``, loads tensors under torch's weights-only rules, and checks objects like those of this
+package.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ if TYPE_CHECKING:
 
 
 class TorchCatalog(Catalog):
-    """A checkpoint of torch's own format: the ``torch.save`` bytes of each item, and a pickle with their locations.
+    """A checkpoint in torch's own format: the ``torch.save`` bytes of each item, and a pickle with their locations.
 
     Args:
         storage: The checkpoint's directory.
         name: The name of its metadata file.
         pickled: The contents of the metadata file.
-        allow_pickle: Unpickle the contents without checks.
+        allow_pickle: Unpickle the metadata without checks.
         extensions: The decoders of streams that torch's writer has encoded; None: torch's own.
 
     Raises:

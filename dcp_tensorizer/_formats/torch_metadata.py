@@ -1,6 +1,6 @@
 """Reads the ``.metadata`` of torch's ``FileSystemWriter``, a pickle, without importing any class that it names.
 
-Builds only DCP's own records, with plain values in them, and checks the type of each field.
+Builds only objects of DCP's own dataclasses, with plain values in them, and checks the type of each field.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _check(record: Any) -> None:
-    """Checks what the types of a record's fields do not express."""
+    """Checks what the types of an object's fields do not express."""
     if type(record) is ChunkStorageMetadata:
         if len(record.offsets) != len(record.sizes):
             raise ValueError("a chunk has different numbers of offsets and sizes")
@@ -265,7 +265,7 @@ _RECORDS: Mapping[str, type] = {
     f"{_MEGATRON}.MCoreMetadata": Metadata,
     f"{_MEGATRON}.MCoreSavePlan": planner.SavePlan,
 }
-"""DCP's records, by their names in pickles."""
+"""DCP's dataclasses, by their names in pickles."""
 _FORMATS: Mapping[int | str, Any] = {
     0: torch.contiguous_format,
     1: torch.channels_last,

@@ -80,7 +80,7 @@ def read_weight_files(storage: Storage) -> tuple[list[WeightFile], dict[str, str
         file_of = read_weight_map(storage, index)
         names = set(file_of.values())
     if not names:
-        raise NotCommitted(f"there is no model in {storage.path}: no file ends in {_ENDING}")
+        raise NotCommitted(f"there is no model in {storage.path}: no file ends in {_ENDING}, or the index is empty")
 
     def read(name: str) -> WeightFile:
         identity = storage.identity(name) if name in _LONE else None

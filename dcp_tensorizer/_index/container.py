@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .._storage.base import Storage
 
 FIRST_BYTES = 1 << 20
-"""The bytes of an index that are read first: for up to a hundred ranks, all. The rest takes another request."""
+"""The number of bytes that the first request for an index reads: for up to a hundred ranks, the whole index."""
 
 _Rows = TypeVar("_Rows")
 
@@ -87,7 +87,7 @@ class IndexFile(NamedTuple):
                 self.path, "a checksum does not match, perhaps because the file was overwritten while it was read"
             )
         if section.strong is not None and _strong(content) != section.strong:
-            raise _damaged(self.path, "its BLAKE2b digest does not match")
+            raise _damaged(self.path, "the BLAKE2b digest of a section does not match")
         return content
 
 

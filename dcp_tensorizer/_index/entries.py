@@ -1,7 +1,8 @@
-"""DCP's ``state_dict_metadata`` as rules: tensors refer to shared layouts and shared properties.
+"""A compact form of DCP's ``state_dict_metadata``: each layout and each set of properties is stored once, and tensors
+refer to it by number.
 
-Tensors of one shape are usually sharded in the same way. So rules are small for any number of ranks, whereas DCP has an
-object per chunk. `SavePlanner` makes and sends rules, and the index of a checkpoint stores them.
+Tensors of one shape are usually sharded in the same way. So this form is small for any number of ranks, whereas DCP has
+an object per chunk. `SavePlanner` makes and sends it, and the index of a checkpoint stores it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .schema import Entries, ObjectEntry, Properties, Run, TensorEntry, decode_p
 
 @dataclass(frozen=True, eq=False)
 class StateRules:
-    """The entries of a state dict. The properties are DCP's own objects, and must not be changed."""
+    """The entries of a state dict in compact form. The properties are DCP's own objects, and must not be changed."""
 
     keys: list[Any]
     rows: Integers  # for each key, the numbers of its properties and its layout; both -1 for an object
@@ -41,7 +42,7 @@ class StateRules:
 
     @classmethod
     def of(cls, described: Mapping[Any, Any]) -> StateRules:
-        """Makes the rules from DCP's entries. Raises `WriteError`, naming the key, if an entry is invalid."""
+        """Makes the compact form of DCP's entries. Raises `WriteError`, naming the key, if an entry is invalid."""
         properties: list[TensorProperties] = []
         layouts: list[ChunkLayout] = []
         known_properties: dict[Any, int] = {}
@@ -175,9 +176,9 @@ def _entries(rules: StateRules, parts: Sequence[RankLocations]) -> Entries:
 
 
 def _owners_of(wanted: np.ndarray, parts: Sequence[RankLocations]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the number of the part with each item (-1: none), and whether the item is stored as a tensor's elements.
+    """Returns for each item the number of the report that locates it, and whether it is stored as a tensor's elements.
 
-    ``wanted`` has the items' hashes.
+    ``wanted`` has the items' hashes. The number is an index in ``parts``, or -1 if no rank has stored the item.
     """
     rows = [decode_places(part.section) for part in parts]
     hashes = np.frombuffer(b"".join(row.hashes for row in rows), dtype="<u8")
@@ -200,7 +201,7 @@ _OF_OBJECT = (encode_rows(None),)
 
 @dataclass(frozen=True, eq=False)
 class TensorValue:
-    """The description that some tensors of an index share."""
+    """The description of one or more tensors of an index."""
 
     layout: ChunkLayout
     owners: np.ndarray  # for each chunk, the number of its section of locations; -1: none

@@ -167,8 +167,9 @@ class ChunkLayout:
 
     @functools.cached_property
     def _sorted(self) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """The dimension in which the chunks have the most distinct starts; and in the order of these starts, the
-        chunks' numbers, their starts, and the running maxima of their stops.
+        """The dimension in which the chunks have the most distinct starts, and three arrays that are sorted by them.
+
+        The arrays have the chunks' numbers, their starts, and the running maxima of their stops.
         """
         dim = max(range(len(self.shape)), key=lambda d: len(set(self.starts[:, d].tolist())))
         order = np.argsort(self.starts[:, dim], kind="stable")

@@ -35,7 +35,7 @@ def hashes_of(packed_key: bytes, packed_offsets: Iterable[bytes]) -> list[int]:
 
 
 class InlineItem(NamedTuple):
-    """A small item with its bytes, as DCP carries it to the coordinator."""
+    """A small item with its bytes, as DCP sends it to the coordinator."""
 
     hash: int
     item: StoredItem
@@ -204,7 +204,7 @@ class LocationTable:
     def _check(self, count: int) -> None:
         hashes = np.sort(self.hashes)  # not `np.unique`, whose imports take as long as a small load
         if len(self._kinds) != count or len(hashes) != count or np.any(hashes[1:] == hashes[:-1]):
-            raise ValueError("a table of locations has columns of several lengths, or an item twice")
+            raise ValueError("a table of locations has columns of different lengths, or an item twice")
         if not count:
             return
         file_sizes = np.array(self._file_sizes, dtype="i8")
@@ -225,7 +225,7 @@ class LocationTable:
 def _numbers(column: bytes, dtype: str, count: int) -> np.ndarray:
     numbers = np.frombuffer(column, dtype=dtype)
     if len(numbers) != count:
-        raise ValueError("a table of locations has columns of several lengths")
+        raise ValueError("a table of locations has columns of different lengths")
     return numbers
 
 

@@ -58,7 +58,7 @@ class Section(Struct, array_like=True, gc=False):
 
 
 class SaveRecord(Struct, array_like=True, gc=False, frozen=True):
-    """A manager's record of a save."""
+    """A `CheckpointManager`'s record of a save."""
 
     step: _Count
     parent: str | None  # the id of the save that training resumed from
@@ -95,7 +95,10 @@ class Head(Struct, gc=False):
 
 
 class Properties(Struct, array_like=True, gc=False, frozen=True):
-    """DCP's ``TensorProperties``, by torch's names. Strides are in elements; torch before 2.15 does not record them."""
+    """DCP's ``TensorProperties``, with torch's names of dtype, layout and memory format.
+
+    Strides are in elements. Releases of torch before 2.15 do not record them.
+    """
 
     dtype: str
     layout: str

@@ -313,12 +313,12 @@ def read_tensors(
     read: Callable[..., int],
     progress: Callable[[int, int], object],
 ) -> int:
-    """Reads tensors to the planner's targets. Returns the number of bytes read.
+    """Reads tensors into the planner's targets. Returns the number of bytes read.
 
-    If the planner is torch's or this package's own, reads all tensors at once. Other planners may return the same
-    scratch buffer for each tensor, and reuse it after the commit: they get one tensor at a time, as from torch's own
-    reader. ``targets_of`` checks that an item fits a tensor, and returns what to read. ``read`` has the signature of
-    `run.fetch`.
+    If the planner looks up its targets as torch's own does, reads tensors in batches. Other planners may return the
+    same scratch buffer for each tensor, and reuse it after the commit: they get one tensor at a time, as from torch's
+    own reader. ``targets_of`` checks that an item fits a tensor, and returns what to read. ``read`` has the signature
+    of `run.fetch`.
     """
     total = sum(_wanted_bytes(piece) for _, pieces, _ in items for piece in pieces)  # reads may exceed it
     done = 0
@@ -379,7 +379,7 @@ def _memory_for(tensor: torch.Tensor, pieces: Sequence[Piece], coder: Coder | No
 
 
 def delivers_at_once(planner: LoadPlanner) -> bool:
-    """Returns whether all tensors can be read at once, because the planner looks them up as torch's own does."""
+    """Returns whether tensors can be read in batches, because the planner looks them up as torch's own does."""
     return all(getattr(type(planner), name, None) is getattr(DefaultLoadPlanner, name) for name in _DELIVERY)
 
 

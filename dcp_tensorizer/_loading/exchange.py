@@ -49,8 +49,8 @@ class Exchange:
 
     ``fetch`` reads targets from the storage, like `run.fetch`. ``verify`` compares data with its digests, and data
     received in host memory with the sender's digests. ``in_memory`` has the contents of files that need not be read.
-    ``reason`` is the reason why this rank exchanges no tensors; empty if it does. ``window_bytes`` is the size of each
-    of a rank's two read windows, and ``round_bytes`` the size of all ranks' pieces in one collective.
+    ``reason`` is the reason why this rank exchanges no tensors; empty if it does. ``window_bytes`` is the size of a
+    window, of which a rank holds two in memory, and ``round_bytes`` the size of all ranks' pieces in one collective.
     ``received_bytes`` counts the bytes from other ranks.
     """
 
@@ -92,7 +92,7 @@ class Exchange:
         """Reads targets. One rank reads data that all ranks need. Returns the number of bytes that this rank has read.
 
         Call it once for objects, then once for tensors, unless `exchanges_tensors` is false. Raises the
-        `CheckpointError` of `fetch`, for exchanged data on all ranks, and `ReadError` if a rank is gone.
+        `CheckpointError` of ``fetch``, on all ranks if the data is exchanged, and `ReadError` if a rank is gone.
         """
         self._votes_left -= 1
         try:
@@ -381,7 +381,7 @@ class ExchangeVote:
 
 
 class SharedFailure(Exception):
-    """An error that all ranks have received."""
+    """An error that all ranks have received, or the `ReadError` for the loss of another rank."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
@@ -465,7 +465,7 @@ class ExchangeGroup:
 #
 # Requests:  the bytes of stored tensors that every rank needs, in the order of files and offsets
 # Spans:     a consecutive part of the requests for each rank to read, of about equal size
-# Windows:   the part of its span that a rank reads at once, into one buffer
+# Windows:   the parts of a span, each of which its rank reads into one buffer
 
 _UNITS_PER_RANK = 16  # fewer units make spans less even
 _MAX_UNIT = 4 << 20
@@ -514,7 +514,7 @@ class WindowPart(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The bytes that a rank reads at once, side by side."""
+    """The bytes that a rank reads into one buffer, side by side."""
 
     parts: list[WindowPart]
 

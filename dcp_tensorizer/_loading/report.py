@@ -1,4 +1,4 @@
-"""The cost of a load, for logs and for users' own metrics, and the progress of a long load."""
+"""The cost of a load, for logs and for users' own metrics."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def fetch(
         note: Called with the time span of each operation, by several threads.
 
     Raises:
-        ReadError: a file is missing, too short or unreadable; names file, key and offset.
+        ReadError: a file, which the error names, is missing, too short or unreadable.
         ChecksumMismatch: stored bytes are not the ones that were saved; names file, key and offset.
     """
     if not targets:
@@ -124,7 +124,7 @@ class _Reads:
     """The operations of one `fetch`, and the files that they read. Several threads run the operations.
 
     Each file is open from its first operation to its last. Operations are sorted by file, so only a few files are open
-    at once.
+    at the same time.
     """
 
     def __init__(
@@ -487,7 +487,7 @@ Usage = tuple[float, float, int]
 def thread_usage() -> Usage:
     """Returns the usage of the calling thread, counted from arbitrary moments.
 
-    Some network filesystems do not count bytes.
+    Some network file systems do not count bytes.
     """
     blocks = 0 if _RUSAGE_THREAD is None else resource.getrusage(_RUSAGE_THREAD).ru_inblock
     return time.perf_counter(), time.thread_time(), blocks * 512
@@ -501,7 +501,7 @@ def run_all(
     max_threads: int,
     usage: Callable[[], Usage] = thread_usage,
 ) -> None:
-    """Calls ``run`` with each operation, in order, in several threads. After an error starts no further operation.
+    """Calls ``run`` with each operation, in order, in several threads. After an error, starts no further operation.
 
     ``run`` returns the number of bytes that it has read. Starts ``min_threads`` threads, and more, up to
     ``max_threads``, while ``usage`` shows that threads wait for the storage.

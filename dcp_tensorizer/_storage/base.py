@@ -56,7 +56,7 @@ FileIdentity = tuple[int | str, ...]
 
 
 class Refused(WriteError):
-    """The storage refused a write. The file does not exist, and will not appear later."""
+    """A write was refused. Nothing was written, and the write will not take effect later."""
 
 
 class Sink(abc.ABC):
@@ -190,7 +190,10 @@ class FileInfo(NamedTuple):
     modified: float | None
     """The time of the last write, in seconds since the epoch, if it is known. Copies may have the original's time."""
     changed: float | None
-    """The time when the file was last created, changed, linked or unlinked here (ctime). Programs cannot set it."""
+    """The time when the file's data, attributes or links last changed here (ctime), which programs cannot set.
+
+    On storages without ctimes, equal to ``modified``.
+    """
     shared: HardLinks | None = None
 
 
@@ -270,7 +273,7 @@ class Storage(abc.ABC):
         return None
 
     def linked_directories(self) -> list[str]:
-        """Returns the names of links to directories, except to subdirectories of this one; raises as `listing` does."""
+        """Returns the names of links to directories other than its own subdirectories; raises as `listing` does."""
         return []
 
     def uploads(self) -> list[FileInfo]:
@@ -369,8 +372,8 @@ class Storage(abc.ABC):
             save_id: The id of the save that the file belongs to, if any. It is part of the temporary file's name.
 
         Raises:
-            Refused: the file was not written, and will not appear later.
-            WriteError: the outcome is unknown. The file may appear later.
+            Refused: nothing was written, and the write will not take effect later.
+            WriteError: the outcome is unknown. The write may still take effect.
         """
 
     def put_if(self, name: str, expected: bytes | None, data: bytes, *, sync: bool = True, save_id: str = "") -> bool:

@@ -57,8 +57,8 @@ def check_url(url: str) -> str:
 def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: float) -> Storage | Path:
     """Opens the storage that a URL names; for a local URL, returns the path. Raises any error of the filesystem.
 
-    Creates new filesystems instead of taking them from fsspec's cache, so that they use current credentials and cache
-    no listings. Azure's filesystems are shared, because adlfs never frees one, and each has its own connections. No
+    Creates new filesystems instead of taking them from fsspec's cache, so that they have the current credentials and no
+    old listings. Azure's filesystems are shared, because adlfs never frees one, and each has its own connections. No
     request is retried after ``timeout`` seconds. A request to Google Cloud Storage times out after half of that time,
     and a connection of an `S3Storage` or to Azure after a tenth of it without data.
     """
@@ -112,8 +112,8 @@ _swapping = free_in_child(threading.Lock())  # held while a file in this process
 class StreamStorage(RemoteStorage):
     """A directory of any fsspec filesystem. Uses only methods that all of them have.
 
-    Filesystems with an event loop, and those in `_FOR_THREADS`, serve several threads at once. Others get one request
-    at a time.
+    Filesystems with an event loop, and those in `_FOR_THREADS`, serve several threads concurrently. Others get one
+    request at a time.
 
     Google Cloud Storage and Azure show an object only when its stream is closed. Others may show an incomplete data
     file. That is harmless, because no reader reads a data file before ``.metadata`` names it.
@@ -185,11 +185,11 @@ class StreamStorage(RemoteStorage):
         return bytes(self._call("cat_file", self._full(name), **limits))
 
     def _head(self, name: str) -> int:
-        self.filesystem.invalidate_cache(self._root)  # some filesystems answer from a cached listing
+        self.filesystem.invalidate_cache(self._root)  # some filesystems return sizes from a cached listing
         return int(self._call("info", self._full(name))["size"])
 
     def _is_refusal(self, error: Exception) -> bool:
-        return False  # filesystems retry requests: an attempt whose answer was lost may have succeeded
+        return False  # filesystems retry requests: an attempt whose response was lost may have succeeded
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self._retried(lambda: getattr(self.filesystem, method)(*args, **kwargs))

@@ -34,7 +34,7 @@ class LeaseRecord(msgspec.Struct, frozen=True):
 
 
 def lease_file_name(names: str) -> str:
-    """Returns the name of the lease file. ``names`` is the pattern of step directories (with ``N``).
+    """Returns the name of the lease file. ``names`` is the pattern of the step directories' names, such as ``step-N``.
 
     Jobs with different patterns can share a folder.
     """
@@ -57,7 +57,7 @@ class Lease:
     """A run's lease of a folder. Thread-safe.
 
     ``lost`` is the reason why this run has lost the lease, and empty until the run finds out. ``own`` is the run's
-    record, which may come from another process. It is None until the run has taken the lease.
+    `LeaseRecord`, which may come from another process. It is None until the run has taken the lease.
     """
 
     def __init__(self, folder: Storage, name: str, own: LeaseRecord | None = None) -> None:
@@ -68,7 +68,7 @@ class Lease:
         self.own = own
 
     def take(self) -> None:
-        """Takes the lease. If that fails, logs a warning, and the next `check` retries.
+        """Takes the lease. If that fails, logs a warning, and the next `check` tries again.
 
         If another run has taken the lease, does nothing; the next `check` raises.
         """
@@ -109,7 +109,7 @@ class Lease:
         for _ in range(_TRIES):
             data = self._folder.read(self.name)
             before = _decoded(data)
-            if before is not None and before.id == self.id:  # written by an earlier attempt whose answer was lost
+            if before is not None and before.id == self.id:  # written by an earlier attempt whose response was lost
                 return before
             now = datetime.now(timezone.utc).isoformat(timespec="seconds")
             own = LeaseRecord((before.epoch if before else 0) + 1, self.id, socket.gethostname(), os.getpid(), now)

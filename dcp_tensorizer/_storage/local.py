@@ -220,8 +220,8 @@ class LocalStorage(Storage):
     def _rename(self, temporary: Path, name: str, data: bytes, replace: bool) -> None:
         """Renames a temporary file to its final name.
 
-        A network mount may report a failure after it has renamed the file, if the answer was lost and its own retry
-        failed.
+        A network mount may report a failure although the server has renamed the file: if the server's response was
+        lost, and the mount's own retry failed.
         """
         try:
             if not replace:
@@ -399,7 +399,10 @@ class _FileLock(DirectoryLock):
             time.sleep(0.01)
 
     def _lock(self, operation: int) -> bool:
-        """Tries to lock; returns whether that succeeded. If the file system has no locks, only shared ones succeed."""
+        """Tries to lock; returns whether that succeeded.
+
+        If the file system has no locks, does nothing, and returns True for a shared lock, False for an exclusive one.
+        """
         try:
             fcntl.flock(self._directory.number, operation | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -422,9 +425,9 @@ def _read(most: int | None, path: Path) -> bytes:
 
 
 def _check_kind(path: Path, *, or_directory: bool = False) -> os.stat_result:
-    """Checks that a path names a regular file, because opening a FIFO blocks until its other end is opened.
+    """Checks that a path names a regular file or, with ``or_directory``, a directory; raises `OSError`.
 
-    Raises `OSError` if the path does not exist, or is not a regular file.
+    Opening a FIFO would block until its other end is opened.
     """
     status = os.stat(path)
     kind = stat.S_IFMT(status.st_mode)
@@ -437,7 +440,7 @@ def _check_kind(path: Path, *, or_directory: bool = False) -> os.stat_result:
 
 
 def _link(source: Path, target: Path) -> bool:
-    """Links a file to a second name, which must not exist; returns whether it did.
+    """Links a file to a second name, which must not exist; returns whether the file is linked.
 
     On mounts without hard links, only checks that the name does not exist.
     """
@@ -485,10 +488,10 @@ def _sync_directory(path: Path) -> None:
 # --- records of saves, valid in one directory only --------------------------------------------------------------------
 #
 # A directory without metadata may be a copy in progress: programs copy data first, metadata last, and restore mtimes.
-# So neither a missing index nor the age of the files proves that a save has died there. A record of the save proves it.
-# The record contains the machine's boot id, the inode of the directory and its own inode. Because inodes are reused, it
-# also contains the time of its own last change (ctime), which no program can set. A copy of a record has another ctime,
-# and is invalid.
+# So neither a missing index nor the age of files proves that they are leftovers. The record of their save proves it, if
+# no save holds a lock on the directory. The record contains the machine's boot id, the inode of the directory and its
+# own inode. Because inodes are reused, it also contains the time of its own last change (ctime), which no program can
+# set. A copy of a record has another ctime, and is invalid.
 
 _MAX_BYTES = 4096
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -539,11 +542,11 @@ def _is_valid(path: Path, descriptor: int) -> bool:
 
 
 def _inodes(path: Path, descriptor: int) -> str:
-    """Returns the inodes of a record: that of its directory, and its own."""
+    """Returns the device and inode of a record's directory, and those of the record."""
     return "".join(f"{state.st_dev} {state.st_ino}\n" for state in (os.stat(path.parent), os.fstat(descriptor)))
 
 
-# --- hard links: one file of two checkpoints --------------------------------------------------------------------------
+# --- hard links: one file in several checkpoints ----------------------------------------------------------------------
 #
 # A linked file is part of several checkpoints, so linking removes its write permission. A file is linked only if it has
 # not changed since it was written.
@@ -561,9 +564,9 @@ def identity_of(status: os.stat_result) -> FileIdentity | None:
 def link_file(source: Path, identity: FileIdentity, target: Path, *, sync: bool) -> bool:
     """Links a file to a second name if it has the expected identity; returns whether it did.
 
-    The caller must fsync the directory of the new name. ``sync`` makes the data durable, which its writer may not have
-    done. Raises no errors, because many are ordinary: the file is missing (ENOENT), on another file system (EXDEV), has
-    too many names (EMLINK), belongs to another user or is on a file system without links (EPERM).
+    The caller must fsync the directory of the new name. ``sync`` makes the data durable, because its writer may not
+    have done so. Raises no errors, because many are ordinary: the file is missing (ENOENT), is on another file system
+    (EXDEV), has too many names (EMLINK), belongs to another user or is on a file system without links (EPERM).
     """
     with suppress(OSError):
         descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -580,7 +583,10 @@ def link_file(source: Path, identity: FileIdentity, target: Path, *, sync: bool)
 
 
 def _made_read_only(descriptor: int, target: Path, *, sync: bool) -> bool:
-    """Removes the write permission of a linked file, and syncs the file. If that fails, removes its second name."""
+    """Removes the write permission of a linked file and, with ``sync``, makes its data durable; returns whether it did.
+
+    If either fails, removes the file's second name.
+    """
     try:
         mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
         if mode & _WRITABLE:

@@ -48,7 +48,7 @@ class LocalFile(RangeReader):
         read_into(fd, buffers, offset)
 
     def once(self, offset: int, nbytes: int) -> RangeReader:
-        """Reads a range with O_DIRECT into this thread's bounce buffer, unless the range is in the page cache."""
+        """Reads a range with O_DIRECT into this thread's bounce buffer, unless it is short or in the page cache."""
         if nbytes < _LEAST_UNCACHED:
             return self
         if self._uncached is None:
@@ -161,8 +161,8 @@ def read_into(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
 # --- writes that bypass the page cache --------------------------------------------------------------------------------
 #
 # O_DIRECT takes a tenth of the CPU time of a buffered write, and leaves the page cache to the training data. On file
-# systems that refuse O_DIRECT (tmpfs before Linux 6.6, some network mounts), parts go through the page cache, and with
-# ``sync`` `_complete` drops them from it.
+# systems that refuse O_DIRECT (tmpfs before Linux 6.6, some network mounts), parts go through the page cache. With
+# ``sync``, `_complete` then drops them from the cache.
 
 BLOCK = 4096
 """The alignment of O_DIRECT. No common file system needs a larger one."""
@@ -175,9 +175,9 @@ _OF_OWNER = 0o600
 class LocalSink(Sink):
     """A local file that is written with O_DIRECT where possible; raises `OSError`.
 
-    Incomplete blocks, at the edges of runs, go through the page cache. The kernel serializes such a write with all
-    other writes to the file, across processes. So `_complete` writes the edges last: with 60 tensors in a file that two
-    processes write, threads then wait 726 times instead of 984.
+    Incomplete blocks, at the edges of written ranges, go through the page cache. The kernel serializes such a write
+    with all other writes to the file, across processes. So `_complete` writes the edges last: with 60 tensors in a file
+    that two processes write, threads then wait 726 times instead of 984.
 
     Args:
         path: The file.
@@ -286,9 +286,9 @@ def new_file(path: Path, umask: int | None = None) -> int:
 
 
 def explained(error: OSError) -> OSError:
-    """Adds a remedy to errors of permissions and limits.
+    """Returns an error with advice if it was caused by a permission or a limit, otherwise the error itself.
 
-    To an error of permissions, also adds the owner of the file or folder that refused the access.
+    For a missing permission, also names the owner of the file or folder that refused the access.
     """
     if advice := limit_advice(error):
         return OSError(error.errno, f"{os.strerror(error.errno or 0)}{advice}")
@@ -315,7 +315,7 @@ def give_mode(made: int | Path, full: int, umask: int | None) -> None:
     """Sets the mode of a new file or directory to ``full & ~umask``, by default with the umask of the process.
 
     The process may have changed its umask since the save began. Also, a thread that reads the umask sets another one
-    for a moment, and the file may have been created with that one. A mode that locks out the owner is always corrected.
+    for a moment, and the file may have been created with that one. A mode that locks out the owner is corrected, too.
     In a directory with default ACLs, umasks have no effect, and this function changes nothing.
     """
     with suppress(OSError):  # the file system does not support modes
@@ -367,7 +367,7 @@ _PROBES = 8  # pages of a run to query: the kernel may drop single pages at any 
 class Residency:
     """The parts of an open file that are in the page cache, as mincore reports them.
 
-    A read with RWF_NOWAIT would also answer that, but makes the kernel read missing pages ahead, so that they are read
+    A read with RWF_NOWAIT would also show them, but makes the kernel read missing pages ahead, so that they are read
     from the disk twice. If this process cannot write to the file, the kernel reports all pages as cached.
     """
 

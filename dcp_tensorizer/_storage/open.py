@@ -59,10 +59,11 @@ def open_storage(
         path: Local path (``str`` or path-like, taken literally) or URL.
         options: Passed to the registered opener, to this package's SFTP storage, or to the fsspec filesystem; ignored
             for local paths.
-        timeout: Seconds after which a request to the storage times out.
+        timeout: The timeout of an operation of the storage, with all its retries, in seconds.
 
     Raises:
-        WriteError: the URL's protocol is unknown, its library is missing, or its server cannot be reached.
+        WriteError: `absolute_path` failed, the protocol is unknown, its library is missing, or the server cannot be
+            reached.
     """
     resolved = absolute_path(path)
     if isinstance(resolved, Path):

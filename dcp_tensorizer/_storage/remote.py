@@ -120,7 +120,7 @@ class RemoteStorage(Storage):
     def _putting(self, name: str, data: bytes, *, is_new: bool = False) -> Iterator[Callable[[], None]]:
         """Translates the errors of a block that puts a file. The block calls the yielded function before each attempt.
 
-        If the answer to an attempt is lost, the server may still carry out the attempt, so a later refusal is not
+        If the response to an attempt is lost, the server may still carry out the attempt, so a later refusal is not
         final. With ``is_new``, first checks that the file does not exist, for servers that ignore the condition of a
         put.
         """
@@ -136,7 +136,7 @@ class RemoteStorage(Storage):
                     raise FileExistsError
                 yield begin
             except FileExistsError:
-                # An earlier attempt, whose answer was lost, may have written this file.
+                # An earlier attempt, whose response was lost, may have written this file.
                 if not attempts or self.read(name) != data:
                     raise FileExistsError(TAKEN) from None
         except Exception as error:
@@ -258,7 +258,7 @@ class Retries:
     def waits(self) -> Iterator[float]:
         """Yields the seconds to wait before each retry, with jitter, so that ranks do not retry at the same moment.
 
-        Ends when another attempt at a silent server could exceed the timeout.
+        Ends after ``attempts`` attempts, or when another attempt at a silent server could exceed the timeout.
         """
         end = self.clock() + self.timeout - silence_timeout(self.timeout)
         longest, made = self.first_wait, 1

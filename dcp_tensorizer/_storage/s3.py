@@ -1,4 +1,4 @@
-"""A checkpoint's directory in S3 or a server with its protocol: multipart uploads, and range reads by many threads.
+"""A checkpoint's directory in S3, or on a server with S3's protocol: multipart uploads, range reads by many threads.
 
 s3fs interprets the user's URL and ``storage_options``, and botocore, on which s3fs is built, transfers the bytes.
 Threads that call botocore take half of the CPU time of s3fs's event loop (0.6 instead of 1.1 s/GB for reads, 1.1
@@ -49,13 +49,13 @@ from .remote import RemoteStorage, Retries, is_transient, silence_timeout
 _CONFIG: dict[str, Any] = {
     "max_pool_connections": 300,
     # This is botocore's default over https. Over http, signing would hash each part once more, which costs as much as
-    # the save's own hashes. The bodies of answers are not signed either, and parts have a CRC-32 unless the user
+    # the save's own hashes. The bodies of responses are not signed either, and parts have a CRC-32 unless the user
     # chooses otherwise.
     "s3": {"payload_signing_enabled": False},
 }
 _PIECE = 1 << 20  # the largest number of bytes that are lost when a body breaks off
 _ASYNC_CONFIG = {"connector_args", "http_session_cls"}  # options of aiobotocore that botocore rejects
-# The answer to a HEAD request has no error code, only the status 400.
+# The response to a HEAD request has no error code, only the status 400.
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidToken", "400"}
 _TAKEN = {"PreconditionFailed", "ConditionalRequestConflict", "412"}
 # Retryable codes, whatever the status: some come with 400.
@@ -100,7 +100,7 @@ class S3Client:
         """The user's limit of attempts for a request, if any."""
         self._retries = chosen | {"total_max_attempts": 1}  # because `Retries` retries requests
         self.has_answered = False
-        """True after the server has answered any request."""
+        """True after the server has responded to any request."""
         self._lock = free_in_child(threading.Lock())
         self._botocore: Any = None
         self._environment: Mapping[str, str] = {}  # in which the client was created
@@ -144,7 +144,10 @@ class S3Client:
         return {"ChecksumCRC32": base64.b64encode(crc32(data).to_bytes(4, "big")).decode()}
 
     def names_of_part(self) -> list[str]:
-        """Returns the names of the fields of a part that complete an upload: its tag, and any user's checksum."""
+        """Returns the names of a part's fields that are needed to complete an upload.
+
+        These are its ETag, and its checksum if the user has chosen an algorithm.
+        """
         chosen = self._filesystem.s3_additional_kwargs.get("ChecksumAlgorithm")
         return ["ETag"] if chosen is None else ["ETag", f"Checksum{chosen}"]
 
@@ -200,9 +203,9 @@ class S3Client:
 
 
 def receive(answer: Any, buffers: Iterable[memoryview]) -> int:
-    """Fills buffers with an answer's body; returns the number of bytes that arrived before it ended or broke off.
+    """Fills buffers with a response's body; returns the number of bytes that arrived before it ended or broke off.
 
-    Reads from the connection, because botocore and urllib3 would copy each byte three more times.
+    Reads directly from the connection, because botocore and urllib3 would copy each byte three more times.
     """
     response = answer["Body"]._raw_stream
     done = 0
@@ -302,7 +305,7 @@ class S3Storage(RemoteStorage):
     max_adopted_bytes = 5 << 30  # S3 copies no larger object in one request
     missing = NoSuchObject
     uploads_per_page = 1000
-    """The number of uploads that the server lists in one answer."""
+    """The number of uploads that the server lists in one response."""
 
     def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], timeout: float) -> None:
         self.bucket, prefix, version = filesystem.split_path(root.rstrip("/") + "/")
@@ -318,7 +321,7 @@ class S3Storage(RemoteStorage):
         prefix = self._full("")
         for page in self._pages("list_objects_v2", "", ["ContinuationToken"], Delimiter="/"):
             for entry in page.get("Contents", []):
-                if name := entry["Key"].removeprefix(prefix):  # the AWS console creates one for the prefix itself
+                if name := entry["Key"].removeprefix(prefix):  # the AWS console creates an object for the prefix itself
                     modified = entry["LastModified"].timestamp()
                     files.append(FileInfo(name, entry["Size"], modified, modified))
             for entry in page.get("CommonPrefixes", []):
@@ -345,11 +348,12 @@ class S3Storage(RemoteStorage):
         try:
             answer = self.call_until_timeout(begin)
         except OSError:
-            self.abort_uploads(name)  # a request whose answer was lost may have created an upload
+            self.abort_uploads(name)  # a request whose response was lost may have created an upload
             raise
         upload = str(answer["UploadId"])
         if beginnings > 1:
-            self.abort_uploads(name, but=upload)  # an earlier request, whose answer was lost, may have created another
+            # An earlier request, whose response was lost, may have created another upload.
+            self.abort_uploads(name, but=upload)
         return SharedFile(name, upload, nbytes, save_id)
 
     def open_shared(self, file: SharedFile, *, sync: bool) -> Sink:
@@ -372,7 +376,7 @@ class S3Storage(RemoteStorage):
                 self.call("abort_multipart_upload", file.name, UploadId=upload)
 
     def create_upload(self, name: str, owner: str) -> dict[str, Any]:
-        """Starts an upload, without retries; raises `OSError`. The object will record the id of the upload's owner."""
+        """Starts an upload, without retries; raises `OSError`. The object's metadata will contain ``owner``."""
         answer: dict[str, Any] = self.once("create_multipart_upload", name, Metadata={_SAVE: owner})
         return answer
 
@@ -383,7 +387,7 @@ class S3Storage(RemoteStorage):
         try:
             self.call_until_timeout(lambda: self.once("complete_multipart_upload", name, **whole))
         except OSError:
-            # If the answer to the first request was lost, the retry finds no upload: the first request completed it.
+            # If the response to the first request was lost, the retry finds no upload: that request completed it.
             # Check the owner, because the upload is also gone if another job has aborted it and put its own object.
             if self.owner(name) != owner:
                 raise
@@ -465,9 +469,9 @@ class S3Storage(RemoteStorage):
     def call_until_timeout(self, request: Callable[[], _T]) -> _T:
         """Retries a request for a data file (`once`) until the timeout, and returns its result.
 
-        With six attempts, one of eight parts in progress, and the save with it, would fail in half of all outages of
-        8 s. If the server has never answered, six attempts are enough, because its address is most likely wrong. If the
-        user sets ``retries``, that is the limit, except for bodies that break off.
+        With only six attempts, one of eight parts in progress, and the save with it, would fail in half of all outages
+        of 8 s. If the server has never responded, six attempts are enough, because its address is most likely wrong. If
+        the user sets ``retries``, that is the limit, except for bodies that break off.
         """
         chosen, failures = self._client.attempts, 0
 
@@ -487,14 +491,15 @@ class S3Storage(RemoteStorage):
         return self.once(operation, name, Body=_Body(data), **self._client.checksum(data), **arguments)
 
     def part(self, answer: Mapping[str, Any]) -> dict[str, str]:
-        """Returns the fields of a part's answer that completing the upload needs."""
+        """Returns the fields of the response to a part that are needed to complete the upload."""
         return {name: answer[name] for name in self._client.names_of_part() if name in answer}
 
     def _put(self, name: str, data: bytes, condition: Mapping[str, str], *, is_new: bool = False) -> None:
         """Puts an object under a condition. If the server has no conditional writes, puts the object unconditionally.
 
-        Does not retry until the timeout: an attempt whose answer was lost may have put the object, and another job may
-        have replaced it since. A late attempt would restore a checkpoint whose files that job has removed.
+        Retries only a few times, not for as long as the timeout allows: an attempt whose response was lost may have put
+        the object, and another job may have replaced it since. A late attempt would bring back the metadata of a
+        checkpoint whose files that job has removed.
         """
         with self._putting(name, data, is_new=is_new) as begin:
 
@@ -541,12 +546,12 @@ class S3Storage(RemoteStorage):
 
 
 class S3Reader(RangeReader):
-    """Reader of the ranges of an object. When a body breaks off, it requests the rest."""
+    """Reader of the ranges of an object, which requests the rest when a body breaks off."""
 
     def __init__(self, storage: S3Storage, name: str) -> None:
         self._storage = storage
         self._name = name
-        self._first: dict[str, str] = {}  # fields of the first answer
+        self._first: dict[str, str] = {}  # fields of the first response
 
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
         stop = offset + sum(buffer.nbytes for buffer in buffers)
@@ -565,7 +570,7 @@ class S3Reader(RangeReader):
         """Reads the whole object, or at most its first ``most`` bytes."""
         limits = {} if most is None else {"Range": f"bytes=0-{most - 1}"}
         answer = self._storage.retries.call(lambda: self._get(**limits))
-        if "ContentLength" not in answer:  # some proxies send chunked answers
+        if "ContentLength" not in answer:  # some proxies send chunked responses
             return bytes(answer["Body"].read())
         content = memoryview(bytearray(answer["ContentLength"]))
         count = receive(answer, [content])
@@ -691,6 +696,6 @@ class _S3Sink(Sink):
         return {"UploadId": self._upload.result()["UploadId"]}
 
     def _abort_others(self, upload: Future[dict[str, Any]]) -> None:
-        """Aborts uploads whose ids are unknown, because the answer that named them was lost."""
+        """Aborts uploads whose ids are unknown, because the response that named them was lost."""
         if self._beginnings > 1 or upload.exception():
             self._storage.abort_uploads(self._name)

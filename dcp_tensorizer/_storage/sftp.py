@@ -296,7 +296,7 @@ class SftpClient:
         """Returns the connection. If it is lost, connects again.
 
         If another thread has failed to connect since ``known``, raises the same error. Otherwise threads would connect
-        one after the other, and each would wait until a hung server times out.
+        one after the other, and each would wait for a hung server until the timeout.
         """
         if not _is_active(self._connection):
             if self._failure is not None and self._failure is not known:
@@ -313,7 +313,7 @@ class SftpClient:
     def _channel(self, known: OSError | None) -> Iterator[Any]:
         """Yields a channel for a ``with`` block.
 
-        After an error other than `FileNotFoundError`, closes the channel, or after a timeout the connection.
+        After an error other than `FileNotFoundError`, closes the channel, or, after a timeout, the connection.
         """
         with self._lock:
             connection = self._connected(known)
@@ -394,18 +394,18 @@ class SftpClient:
 
 
 def write_all(file: Any, data: memoryview) -> None:
-    """Writes at a file's position, and waits for the server's answers only at the end; raises `OSError`."""
+    """Writes at a file's position, and waits for the server's responses only at the end; raises `OSError`."""
     file.set_pipelined(True)
     file.write(data[:-1])
-    file.set_pipelined(False)  # this write waits for its answer, and for all earlier ones
+    file.set_pipelined(False)  # this write waits for its response, and for all earlier ones
     file.write(data[-1:])
 
 
 def read_range(channel: Any, file: Any, start: int, stop: int) -> bytes:
     """Reads a range of an open file; the result is shorter if the file ends.
 
-    Does not use paramiko's ``prefetch``, which sends requests from a thread. If all answers arrive before that thread's
-    next request, paramiko assumes that the rest is done, and then requests one piece at a time.
+    Does not use paramiko's ``prefetch``, which sends requests from a thread. If all responses arrive before that
+    thread's next request, paramiko assumes that the rest is done, and then requests one piece at a time.
     """
     pieces: deque[_Piece] = deque()
     data = bytearray()
@@ -419,7 +419,7 @@ def read_range(channel: Any, file: Any, start: int, stop: int) -> bytes:
 
 
 class _Piece:
-    """A read request in progress. paramiko calls `_async_response` with the answer."""
+    """A read request in progress. paramiko calls `_async_response` with the response."""
 
     def __init__(self, channel: Any, handle: bytes, offset: int, nbytes: int) -> None:
         self._channel, self._handle, self._offset, self._nbytes = channel, handle, offset, nbytes
@@ -435,7 +435,7 @@ class _Piece:
             self._channel._convert_status(message)
 
     def whole(self) -> bytes:
-        """Waits for the answer. If it is short, requests the rest."""
+        """Waits for the response. If it has too few bytes, requests the rest."""
         while self._data is None:
             self._channel._read_response()
         rest = self._nbytes - len(self._data)
@@ -451,7 +451,10 @@ def sync_file(channel: Any, file: Any) -> None:
 
 
 def _of_address(address: str) -> dict[str, Any]:
-    """Returns the options of ``connect``. A `ValueError` does not quote the address, which may contain a password."""
+    """Returns the parts of an address as options of ``connect``.
+
+    Raises `ValueError`, without quoting the address, which may contain a password, if the port is not a number.
+    """
     parts = urlsplit(f"//{address}")
     try:
         port = parts.port

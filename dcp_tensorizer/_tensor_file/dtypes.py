@@ -73,10 +73,10 @@ def is_plain_class(tensor: torch.Tensor) -> bool:
 
 
 def is_ordinary(value: Any) -> TypeGuard[torch.Tensor]:
-    """Returns whether a value is a tensor of torch's own classes that `check_supported` accepts. Takes half its time.
+    """Returns whether a value is a tensor of torch's own classes that `check_supported` accepts.
 
     Returns False if the tensor describes a part (`describes_part`), which only DCP can plan. Nearly all values of large
-    state dicts are ordinary, so this is called thousands of times.
+    state dicts are ordinary. For these, this function takes half the time of `check_supported`.
     """
     return (
         type(value) in _PLAIN

@@ -100,7 +100,7 @@ class Entry(Generic[T]):
     offset: int  # of the data
     length: int
     padding: int  # zeros in the header before the length of the data
-    block: int = 0  # bytes that are encrypted at once; 0 in a plain file
+    block: int = 0  # bytes in each encrypted block but the last; 0 in a plain file
     has_sha256: bool = False
 
     def with_crc32(self, crc32: int) -> bytes:

@@ -1,4 +1,4 @@
-"""The names of a checkpoint's files, the record of a stored item, and the sizes of blocks."""
+"""The names of a checkpoint's files, the locations of stored items, and the sizes of blocks."""
 
 from __future__ import annotations
 
