@@ -193,7 +193,7 @@ class Retaining:
         if arrival is None:
             self._retain(saved)
         else:
-            retaining = weakref.ref(self)  # the future holds its callbacks, which must not hold the job's memory
+            retaining = weakref.ref(self)  # the future holds its callbacks, which must not keep the job's objects alive
 
             def resume(done: Future[float]) -> None:
                 alive = retaining()

@@ -81,7 +81,7 @@ class TensorizerTransport:
             `TensorizerStorageReader`.
 
     Raises:
-        TypeError, ValueError: an option of the reader is not allowed.
+        TypeError, ValueError: an option of the reader is invalid.
         WriteError: the keeper cannot be started, or libsodium, which encrypts, is missing.
         OSError: the interface does not exist.
     """
