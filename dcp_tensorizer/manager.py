@@ -138,8 +138,8 @@ class CheckpointManager:
         process_group: The ranks of the job; by default all.
         reader_options: Options of `TensorizerStorageReader` for `restore`. Storage options, ``local``, the timeout and
             a key default to those of the writer; a passphrase does not. ``page_cache`` is False by default.
-        writer_options: Options of `TensorizerStorageWriter`. With ``local``, the rules count only the
-            checkpoints in ``folder``.
+        writer_options: Options of `TensorizerStorageWriter`. With ``local``, the rules count only the checkpoints
+            in ``folder``.
 
     Raises:
         TypeError, ValueError: an argument is of a wrong type or value, or differs from that of another rank; or

@@ -155,7 +155,8 @@ def _can_be_made(entry: Any, param: torch.Tensor | None) -> bool:
 def _larger(entry: Any, before: torch.Size, after: torch.Size) -> Any:
     """Returns the entry of a value with the sizes of its grown parameter.
 
-    Dimensions in which value and parameter differed stay, such as those of size 1 in a factored moment.
+    Dimensions in which the value and the stored parameter differ keep their size, such as those of size 1 in a
+    factored moment.
     """
     if not isinstance(entry, TensorStorageMetadata) or len(entry.size) != len(before):
         return entry

@@ -108,7 +108,7 @@ def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str
 
 
 def _whole(flushing: Flushing, record: FlushRecord) -> set[str]:
-    """Returns the files of a record that are complete. Unreadable files count, because the flush retries them."""
+    """Returns the files of a flush record that are complete. Unreadable ones count, because the flush retries them."""
     local, whole = LocalStorage(flushing.target.folder(record.subpath)), set[str]()
     for name, nbytes in record.files.items():
         try:

@@ -91,8 +91,8 @@ def publish(
             rebuilt from the published files.
         step: The step of training, recorded in the version.
         max_deltas: The number of deltas that may follow a whole version. A new reader has to read all of them.
-        keep_latest: The number of newest versions to keep, with all versions on which they build. The
-            other versions are removed.
+        keep_latest: The number of newest versions to keep, with all versions on which they build. The other
+            versions are removed.
         storage_options: Passed to the fsspec filesystems of URLs.
         on_progress: Called with the number of bytes read, and the size of the model.
 

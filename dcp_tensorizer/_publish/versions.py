@@ -242,7 +242,7 @@ class Published:
         return self.storage.child(name_of(version))
 
     def find(self, version: int) -> Manifest | None:
-        """Returns a version's manifest; None if the version does not exist. Raises `MetadataError`."""
+        """Returns a version's manifest, or None if it does not exist. Raises `MetadataError` if it is damaged."""
         if version not in self._manifests:
             folder = self.folder(version)
             content = read_small(folder, INDEX)

@@ -31,7 +31,7 @@ class Malformed(ValueError):
 
 
 class Unexpected(Exception):
-    """A call, a state or members with which the value's own type would not have pickled the value."""
+    """A call, a state or members that the type of the value would not write into a pickle."""
 
 
 class Named:
@@ -402,7 +402,7 @@ _EMPTY: Mapping[int, Callable[[], Any]] = {
     pickle.EMPTY_SET[0]: set,
 }
 _OPCODES = {ord(opcode.code): opcode for opcode in pickletools.opcodes}
-_KNOWN = {  # for each protocol: the bytes that are its opcodes or earlier ones, and -1 for each other byte
+_KNOWN = {  # by protocol: each byte that is an opcode of this or an earlier protocol, and otherwise -1
     protocol: [code if code in _OPCODES and _OPCODES[code].proto <= protocol else -1 for code in range(256)]
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)
 }

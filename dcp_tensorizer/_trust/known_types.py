@@ -266,4 +266,4 @@ PASSIVE = (
     | {"numpy.ndarray", "numpy.bool", "numpy.bool_"}
     | {f"numpy.{kind.__name__}" for kind in np.sctypeDict.values()}
 )
-"""Further names that a pickle may contain. It may call them only if they are also in `CALLED`."""
+"""Names that a pickle may contain. It may call those of them that are also in `CALLED`."""

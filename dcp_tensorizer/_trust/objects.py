@@ -66,8 +66,8 @@ class _Judge(Inert):
     """A reader that finds the classes and functions that a pickle of ``torch.save`` must not use.
 
     It checks the arguments of each call, and each state that would be set. It accepts only protocol 2, that of
-    ``torch.save``. ``allowed`` are the names that the user trusts, with any arguments
-    and any state. ``torch_names`` are the names that ``torch.load`` trusts by default.
+    ``torch.save``. ``allowed`` are the names that the user trusts, with any arguments and any state. ``torch_names``
+    are the names that ``torch.load`` trusts by default.
     """
 
     def __init__(self, pickled: bytes, allowed: Mapping[str, Any], torch_names: Collection[str]) -> None:

@@ -13,8 +13,8 @@ For Fabric::
     fabric = Fabric(strategy=TensorizerFabricStrategy(parallelize), ...)
 
 A checkpoint is a directory like those of Lightning's ``ModelParallelStrategy``, which loads it under `install`. Values
-other than model and optimizers are in its ``meta.pt``, and also in its data files, from which these strategies load
-them. So a killed save that leaves a new ``meta.pt`` beside old weights does no damage.
+other than model and optimizers are in its ``meta.pt``. They are also saved together with the weights, and these
+strategies load them from there. So a killed save that leaves a new ``meta.pt`` beside old weights does no damage.
 """
 
 from __future__ import annotations
