@@ -63,7 +63,7 @@ class OwnGroup:
 
 
 def make_groups(process_group: dist.ProcessGroup | None) -> tuple[OwnGroup | None, OwnGroup | None]:
-    """Makes two groups of the ranks of ``process_group`` (None: all ranks): one for saves, one for `Agreement`.
+    """Makes two groups of the ranks of ``process_group`` (None: all ranks): one for `Heartbeats`, one for `Agreement`.
 
     Two groups are needed, because the collectives of saves run on another thread. If torch.distributed is not
     initialised, returns None twice, or raises `ValueError` if ``process_group`` is given.

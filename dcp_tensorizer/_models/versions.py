@@ -168,7 +168,7 @@ class VersionsOfWriter:
             self._own,
         )
         version, self._own = self._client.publish(request, timeout, model.context, lambda: self._is_closed)
-        logger.info("%s: published as version %d of %s", model.storage.path, version.version, version.path)
+        logger.info("%s: published as version %d, in %s", model.storage.path, version.version, version.path)
         return version
 
     def _needed(self) -> list[SavedModel]:
