@@ -119,9 +119,9 @@ class CheckpointManager:
         delete_other_files: Also delete checkpoints that contain files that no save wrote, together with these files.
         must_change: Patterns of keys. The manager warns if none of the matching floating-point tensors differs from the
             previous save: the saved state may not be the one in training.
-        stop_signals: Signals that ask the job to stop. The next `save` on every rank then saves at once and waits, and
-            `stopping` is true. Earlier handlers are called as well. A second signal, more than 5 seconds later, acts as
-            it would without the manager.
+        stop_signals: Signals that ask the job to stop. The next `save` on every rank then saves even if no save is due,
+            and waits for the commit, and `stopping` is true. Earlier handlers are called as well. A second signal, more
+            than 5 seconds later, acts as it would without the manager.
         survive: Seconds for which the newest states stay in this machine's memory after a rank has died. A job that
             restarts there within that time resumes from them. They take memory. 0 holds no state.
         survive_every: With ``survive`` and 3 buffers: even if no save is due, hold a step in memory when a multiple of
@@ -138,8 +138,8 @@ class CheckpointManager:
         process_group: The ranks of the job; by default all.
         reader_options: Options of `TensorizerStorageReader` for `restore`. Storage options, ``local``, the timeout and
             a key default to those of the writer; a passphrase does not. ``page_cache`` is False by default.
-        writer_options: Options of `TensorizerStorageWriter`. With ``local``, the rules count the checkpoints in
-            ``folder``.
+        writer_options: Options of `TensorizerStorageWriter`. With ``local``, the rules count only the checkpoints
+            in ``folder``.
 
     Raises:
         TypeError, ValueError: an argument is of a wrong type or value, or differs from that of another rank; or
@@ -408,7 +408,7 @@ class CheckpointManager:
         return restored
 
     def wait(self) -> None:
-        """Waits for the save in progress and the deletion of old checkpoints. Raises what `close` raises.
+        """Waits for the save in progress and the deletion of old checkpoints. Raises `CheckpointError` as `close` does.
 
         Collective. A step that is only in memory is saved first. The call also waits until the last export is
         published. In a forked child it does nothing.
@@ -723,7 +723,7 @@ class CheckpointManager:
         self._continue_from(max(0, step - 1))
 
     def _advance(self) -> None:
-        """Waits for the last save. If it is committed, the job resumes from it."""
+        """Waits for the last save. If it is committed, moves the job's position to its checkpoint."""
         assert self._position is not None
         self._position.advance(self._saves.wait_committed())
 
@@ -750,7 +750,7 @@ class CheckpointManager:
             future.set_result(self.path(step))
             return future
         if action is Action.SAVE or not self._saves.is_busy:
-            self._advance()  # staging would wait for that save anyway
+            self._advance()  # staging would wait for the previous save anyway
         self._policy.record_save(step, is_due=vote.asks_for_save)
         name = self._position.name_of(step, self._names)
         self._serial = max(self._serial, self._position.serial) + 1

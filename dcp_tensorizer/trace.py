@@ -21,7 +21,7 @@ __all__ = ["Span", "TraceFile"]
 class TraceFile:
     """A callback that writes the spans of reports to files, which ``dcp-tensorizer trace`` converts for Perfetto.
 
-    Pass a `TraceFile` to each writer and reader, with the same folder on all ranks::
+    Pass a `TraceFile` to each writer and reader, on all ranks::
 
         trace = TraceFile("run/trace")
         manager = CheckpointManager("run", on_report=trace, reader_options={"on_report": trace})
@@ -29,8 +29,8 @@ class TraceFile:
     Each process appends one line per report to its own file, and closes the file after each line.
 
     Args:
-        folder: A local folder, created if necessary. Ranks of other hosts may use other folders: the command takes
-            several folders.
+        folder: A local folder, created if necessary. All ranks may use the same folder. If hosts use different
+            folders, pass all of them to the command.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -58,7 +58,7 @@ class TraceFile:
         with self._lock:
             self._folder.mkdir(parents=True, exist_ok=True)
             with (self._folder / f"{host}-{os.getpid()}.spans.jsonl").open("a+b") as file:
-                # A full disk, or a killed process with the same pid (in containers), may leave an incomplete last line.
+                # A full disk, or a killed process with the same pid (in containers), may have left an incomplete line.
                 if file.seek(0, os.SEEK_END):
                     file.seek(-1, os.SEEK_END)
                     if file.read(1) != b"\n":

@@ -32,8 +32,9 @@ logger = logging.getLogger("dcp_tensorizer")
 class Exports:
     """Exports of one rank. Each staged state stays until the next one is staged, so that it can be exported.
 
-    ``owner`` is the lease of the saves' folder. ``holds_states``: staged states stay in memory anyway, because
-    ``survive`` is set. ``writer`` writes the models.
+    The argument ``writer`` is the job's writer, whose options also hold for exports. The attribute ``writer`` writes
+    the models. ``owner`` is the lease of the saves' folder. ``holds_states``: staged states stay in memory anyway,
+    because ``survive`` is set.
     """
 
     def __init__(

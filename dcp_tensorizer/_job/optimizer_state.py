@@ -55,7 +55,7 @@ class OptimizerTarget:
         size_before: Callable[[torch.Tensor], torch.Size | None] = lambda param: None,
         dtype_before: Callable[[torch.Tensor], torch.dtype | None] = lambda param: None,
     ) -> None:
-        """Makes the tensors of the state that a checkpoint has.
+        """Makes the tensors and objects of the optimizer's state that a checkpoint has.
 
         ``stored`` are the entries that the checkpoint has and the state lacks. ``paths`` are the keys' paths in the
         nested state. ``size_before`` gives the stored size of a parameter that is larger now. State tensors that had
@@ -153,7 +153,11 @@ def _can_be_made(entry: Any, param: torch.Tensor | None) -> bool:
 
 
 def _larger(entry: Any, before: torch.Size, after: torch.Size) -> Any:
-    """Returns the entry of a value of a parameter that has grown. Some dimensions of a factored moment have size 1."""
+    """Returns the entry of a value with the sizes of its grown parameter.
+
+    Dimensions in which the value and the stored parameter differ keep their size, such as those of size 1 in a
+    factored moment.
+    """
     if not isinstance(entry, TensorStorageMetadata) or len(entry.size) != len(before):
         return entry
     grown = (new if size == old else size for size, old, new in zip(entry.size, before, after, strict=True))

@@ -63,7 +63,7 @@ class OwnGroup:
 
 
 def make_groups(process_group: dist.ProcessGroup | None) -> tuple[OwnGroup | None, OwnGroup | None]:
-    """Makes two groups of the ranks of ``process_group`` (None: all ranks): one for saves, one for agreements.
+    """Makes two groups of the ranks of ``process_group`` (None: all ranks): one for `Heartbeats`, one for `Agreement`.
 
     Two groups are needed, because the collectives of saves run on another thread. If torch.distributed is not
     initialised, returns None twice, or raises `ValueError` if ``process_group`` is given.
@@ -114,7 +114,7 @@ class Agreement:
             except RuntimeError:
                 if work.is_completed():
                     raise
-                # Reported only after a failed wait, because this method runs at each step of training.
+                # Recorded only after a failed wait, because this method runs at each step of training.
                 self._calls.here(self._number)
                 work.wait()
         except RuntimeError as error:
@@ -188,7 +188,7 @@ class Agreement:
             self._group.destroy()
 
     def _come(self) -> None:
-        """Records that this rank has reached the next agreement."""
+        """Records that this rank has reached the next collective."""
         if self._calls is not None:
             self._number += 1
             self._calls.here(self._number)
@@ -207,10 +207,10 @@ _CLOSED = "pair closure"  # gloo's error in a group in which an earlier collecti
 
 
 class RollCall:
-    """Record in a group's store of the collective that each rank has reached, to name absent ranks after a timeout.
+    """Record, in a group's store, of the last collective that each rank has reached: it shows which ranks are absent.
 
-    Each rank counts the collective operations called ``name``. When it reaches one, it writes the count to the store
-    (`here`). For a frequent operation, the rank writes only after a wait of ``pause``, a tenth of ``timeout``.
+    Each rank counts its collectives of the kind ``name``. When it reaches one, it writes the count to the store
+    (`here`). For frequent collectives, the rank writes only after a wait of ``pause``, a tenth of ``timeout``.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
@@ -225,7 +225,7 @@ class RollCall:
             self._store.set(str(self._rank), str(number))
 
     def explain(self, number: int, error: BaseException, what: str) -> str:
-        """Describes a failed collective: the ranks, and how long this rank waited for the others to do ``what``."""
+        """Describes a failed collective: the absent ranks, and how long this rank waited for all to do ``what``."""
         who = f"rank {self._ranks[self._rank]}"
         if _CLOSED in str(error):
             return f"{who}: the ranks went out of sync in an earlier step. Restart the job."
@@ -277,7 +277,7 @@ _ERROR_SECONDS = 30.0  # extra time in which the coordinator reports to the othe
 class Heartbeats:
     """Heartbeats of slow ranks during saves and loads.
 
-    A save or load waits for a silent rank no longer than the group's timeout, and for a slow one as long as it takes.
+    A save or load waits for a silent rank no longer than the group's timeout, and for a slow rank without a limit.
 
     DCP gathers the results of all ranks in a collective. A rank that has written its part within seconds waits there
     for a rank that takes minutes, and cannot distinguish it from a dead rank. So before DCP's collective, a small
@@ -340,7 +340,7 @@ class Heartbeats:
     def _start(self, calls: RollCall) -> None:
         """Records that this rank has begun a save, a load or other collective work."""
         assert self.group is not None
-        set_group_timeout(self.group, calls.timeout)  # the last commit had another timeout
+        set_group_timeout(self.group, calls.timeout)  # the last save may have left the timeout of its commit
         self._number += 1
         calls.here(self._number)
 

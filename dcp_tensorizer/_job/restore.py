@@ -307,7 +307,7 @@ class SelectivePlanner(LoadPlanner):
         self._of_optimizers = {key: value for key, value in state.items() if isinstance(value, torch.optim.Optimizer)}
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Receives the final plan of this rank from DCP."""
+        """Receives the final plan of this rank from DCP. Sets the new elements of tensors that have grown."""
         self.has_begun = True
         for key, (stored, value) in self._grown.items():
             if value is not None:
@@ -359,7 +359,8 @@ class SelectivePlanner(LoadPlanner):
     def _growing(self, value_of: Callable[[str], tuple[float | None] | None]) -> dict[str, tuple[float | None]]:
         """Finds the tensors that are larger than the stored ones in some dimension, and smaller in none.
 
-        ``value_of`` returns the value of a tensor's new elements in a tuple of one, or None if it is not to grow.
+        ``value_of`` returns the value of a tensor's new elements, in a tuple of one. If it returns None, the tensor is
+        not among the results.
         """
         assert self.metadata is not None
         stored, growing = self.metadata.state_dict_metadata, {}

@@ -152,7 +152,7 @@ def _remove_tree(storage: Storage) -> None:
 
 
 class Retaining:
-    """Work after a commit, on the first rank: moves `latest` to the newest checkpoint, and deletes old ones.
+    """Work after a commit, on the first rank: writes the checkpoint's name to `latest`, and deletes old checkpoints.
 
     With a local folder, ``folder`` is the remote one, and only checkpoints on the remote count. ``rules`` is None on
     the other ranks, which change nothing.
@@ -193,7 +193,7 @@ class Retaining:
         if arrival is None:
             self._retain(saved)
         else:
-            retaining = weakref.ref(self)  # the future holds its callbacks, which must not hold the job's memory
+            retaining = weakref.ref(self)  # the future holds its callbacks, which must not keep the job's objects alive
 
             def resume(done: Future[float]) -> None:
                 alive = retaining()
@@ -232,7 +232,7 @@ class Retaining:
         self._running = [*running, in_background(what, name="checkpoint-manager")]
 
     def _retain(self, saved: Step) -> None:
-        """Moves `LATEST`, and deletes the checkpoints of the branch that no rule retains, except ``saved``.
+        """Updates `LATEST`, and deletes the checkpoints of the branch that no rule retains, except ``saved``.
 
         Logs failures, and the reasons why checkpoints stay. No save fails because of them.
         """

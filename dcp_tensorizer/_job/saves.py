@@ -77,7 +77,7 @@ class Saves:
     Args:
         writer: Writes the checkpoints.
         agreement: Makes the decisions of all ranks.
-        heartbeats: Distinguishes slow ranks from dead ones, on a group that only saves use.
+        heartbeats: Distinguishes slow ranks from dead ones. Saves use its group.
         clock: Measures the times of saves.
         stages_all: Each rank also stages the tensors that other ranks write.
         after: Called with each committed checkpoint, on a background thread.

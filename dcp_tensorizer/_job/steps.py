@@ -318,8 +318,8 @@ class Position:
         """Warns about checkpoints on other branches."""
         if self.others:
             logger.warning(
-                "%s: this job does not resume from %s, so these checkpoints do not count, and are not deleted. A save "
-                "of the same step replaces one of them.",
+                "%s: this job does not resume from %s, so these checkpoints do not count, and are not deleted. Each "
+                "is replaced if this job saves its step.",
                 path,
                 listed(self.others),
             )

@@ -1,4 +1,4 @@
-"""Flushes saves that a dead job left in local folders, loads them from there, or gives them up.
+"""Finishes saves that a dead job left in local folders: flushes them, leaves them there to be loaded, or gives them up.
 
 Each rank sees only the local folder of its own node. So the ranks exchange lists of the saves that they have.
 """
@@ -24,7 +24,9 @@ logger = logging.getLogger("dcp_tensorizer")
 
 _CLAIM_SECONDS = 5.0
 _POLL_SECONDS = 0.05
-_WAIT_SECONDS = 5.0  # the pause between two agreements, so that no agreement takes longer than the group's timeout
+# The longest wait of a rank between two collectives. Ranks that are done wait in the next collective for the others,
+# and must not reach the group's timeout.
+_WAIT_SECONDS = 5.0
 
 
 class UnflushedPart(NamedTuple):
@@ -43,7 +45,7 @@ class UnflushedPart(NamedTuple):
 class LocalSaves(NamedTuple):
     """Unflushed saves in a rank's local folder."""
 
-    held: set[str]  # their existing files
+    held: set[str]  # those of their files that are in the folder
     parts: list[UnflushedPart]
     can_list: bool  # the rank can list its folder
 
@@ -73,7 +75,8 @@ def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str
     parts = [UnflushedPart(record, queue.is_confirmed(entry), queue.is_alive(record.writer)) for entry, record in own]
     everybody = agreement.gathered(LocalSaves(held, parts, can_list))
     losses = list[_Loss]()
-    if all(left.can_list for left in everybody) and _suspects(everybody):  # otherwise the flush gives them up later
+    # If a rank cannot list its folder, the flush gives up lost saves later.
+    if all(left.can_list for left in everybody) and _suspects(everybody):
         losses = agreement.decided(lambda: _losses(flushing, _suspects(everybody)))
     for loss in losses:
         for entry, record in own:
@@ -93,14 +96,19 @@ def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str
                 f"{flushing.target.name}/{loss.subpath} is given up, and will not be on the remote: {loss.reason}"
             )
         elif agreement.is_first:
-            logger.warning("%s/%s: %s, and its files are removed", flushing.target.name, loss.subpath, loss.reason)
+            logger.warning(
+                "%s/%s: %s. The files of this save are removed from the remote",
+                flushing.target.name,
+                loss.subpath,
+                loss.reason,
+            )
     if must_wait:
         _wait(flushing, agreement)
     return {save_id_in(name) for loss in losses for name in loss.files}
 
 
 def _whole(flushing: Flushing, record: FlushRecord) -> set[str]:
-    """Returns the existing files of a record. Unreadable files count as existing, because the flush retries them."""
+    """Returns the files of a flush record that are complete. Unreadable ones count, because the flush retries them."""
     local, whole = LocalStorage(flushing.target.folder(record.subpath)), set[str]()
     for name, nbytes in record.files.items():
         try:

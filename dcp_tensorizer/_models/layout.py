@@ -73,7 +73,7 @@ class ModelOptions:
         return any(os.path.basename(name) == _ADAPTER_CONFIG and os.path.exists(name) for name in names)
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments of `SafetensorsStorageWriter`."""
+        """Returns the options as keyword arguments of `SafetensorsStorageWriter`."""
         return {field.name: getattr(self, field.name) for field in fields(ModelOptions)}
 
     def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -115,9 +115,9 @@ def plan_model(
 ) -> ModelPlan:
     """Lays out the model of the ranks' plans.
 
-    ``order`` has the number of each name in the coordinator's state dict. ``ties`` has a mapping for each rank, from
-    the name of each tied tensor to the name of the tensor that it is tied to. Raises `WriteError`, naming keys, if the
-    format cannot hold the model, or the rules of ``rename`` do not fit its tensors.
+    ``order`` maps the names in the coordinator's state dict to their positions. ``ties`` has a mapping for each rank,
+    from the name of each tied tensor to the name of the tensor that it is tied to. Raises `WriteError`, naming keys, if
+    the format cannot hold the model, or the rules of ``rename`` do not fit its tensors.
     """
     tensors: dict[str, ModelTensor] = {}
     chunks: dict[str, list[_Chunk]] = defaultdict(list)
@@ -236,7 +236,7 @@ class RankLayout:
     sharding: Integers  # column: index into ``shardings``; -1 if the tensor has no elements, or is not written
     shardings: tuple[tuple[Layout, list[Run]], ...]  # chunks and their ranks; empty if no block needs a single writer
     box: Integers  # column: index into ``boxes``; -1 if the file has the tensor unchanged
-    boxes: tuple[tuple[tuple[int, ...], Box], ...]  # the shape of the file's tensor; a box in it, without its source
+    boxes: tuple[tuple[tuple[int, ...], Box], ...]  # the shape of a file's tensor, and a box in it, without the source
 
     @property
     def nbytes(self) -> int:
@@ -312,10 +312,10 @@ def _hash(fqn: str) -> int:
 
 
 def granule_owners(layout: RankLayout, blocks: Iterable[tuple[int, int]]) -> Integers:
-    """Returns the rank that writes each block. ``blocks`` has each block's file and its number there.
+    """Returns the rank that writes each block. ``blocks`` has each block's file and its number in that file.
 
     Every rank computes the same result without communication. The number of a block selects one of the ranks that hold
-    bytes of the block's first tensor. The coordinator writes the blocks that begin in the header of their file.
+    the block's part of its first tensor. The coordinator writes the blocks that begin in the header of their file.
     """
     rows = np.flatnonzero(layout.sharding >= 0)
     of_file = []  # the rows of each file in the order of their offsets, and the offsets

@@ -47,7 +47,7 @@ def pieces_of(layout: RankLayout, row: int, shape: tuple[int, ...], chunk: Regio
             return Pieces.joined([])
         offsets, in_file = runs_of_region(shape, *here, itemsize)
         starts, in_source = runs_of_region(chunk.size, *there.within(chunk), itemsize)
-        # Both run lengths are products of the same last sizes, so the smaller one divides the larger one.
+        # Both run lengths are products of the last sizes of one region, so the smaller one divides the larger one.
         nbytes = min(in_file, in_source)
         offsets, starts = _cut(offsets, in_file, nbytes), _cut(starts, in_source, nbytes)
     count = len(offsets)
@@ -97,7 +97,7 @@ def _clipped(pieces: Pieces, begin: Integers, end: Integers) -> Pieces:
 
 
 def round_count(layout: RankLayout) -> int:
-    """Returns the number of exchanges. To bound its memory, each exchange covers one window of the files."""
+    """Returns the number of exchanges. Each covers one window of the files, which bounds the memory for it."""
     return -(-layout.nbytes // (_WINDOW * layout.ranks)) if layout.has_granules else 0
 
 
@@ -128,7 +128,7 @@ def fill_of(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> F
 
 
 class SharedFiles(NamedTuple):
-    """Pieces of the files that all ranks write, as `WriterClient.write` takes them.
+    """Pieces of the files that all ranks write, in the form that `WriterClient.write` takes.
 
     ``pieces`` refers to sources by their numbers among the items, all of which have bytes. ``dtypes`` are the dtypes in
     which the items are written.
@@ -233,8 +233,8 @@ class PieceExchange:
     def swap(self, number: int, counts: Integers) -> tuple[Pieces, Pieces, np.ndarray]:
         """Sends the pieces for other ranks, and receives those for this rank.
 
-        ``counts`` has a row for each rank: the result of its `counts`. Returns the pieces that this rank writes from
-        its sources, the received pieces, and the bytes of the received pieces.
+        ``counts`` has a row for each rank: the result of `counts` on that rank. Returns the pieces that this rank
+        writes from its sources, the received pieces, and the bytes of the received pieces.
         """
         chosen = self._of_window(number)
         pieces, owner = self._shared.select(chosen), self._owner[chosen]

@@ -1,6 +1,6 @@
-"""One rank's part in the save of a model: a directory in Hugging Face's format.
+"""One rank's part in saving a model as a directory in Hugging Face's format.
 
-The coordinator lays the files out and begins them under temporary names, which readers ignore. All ranks write the
+The coordinator lays out the files, and begins them under temporary names, which readers ignore. All ranks write the
 files. The coordinator completes them, and writes the index last. The commit is the writing of the index, or, for a
 model of one file without an index, the completion of that file.
 """
@@ -84,7 +84,7 @@ class _OtherFile(NamedTuple):
 
     file: SharedFile
     parts: Mapping[int, Mapping[str, str]]
-    replaces: bool  # whether the directory has a model already, or another file of this name
+    replaces: bool  # whether the directory already had weights, or a file of this name
 
 
 class ModelSave(Save):
@@ -122,7 +122,7 @@ class ModelSave(Save):
         """Creates the directory. The coordinator checks whether the model may be saved there.
 
         Returns the plan, with the tied tensors of this rank. Raises `WriteError` if the directory cannot be created, or
-        holds a model that must not be replaced.
+        the model must not be saved there.
         """
         with self.or_fail():
             self.open()
@@ -187,8 +187,8 @@ class ModelSave(Save):
             ranks = RankGroup(group_of_save() if layout.ranks > 1 else None, self.path)
             if ranks.size != layout.ranks:
                 raise WriteError(
-                    f"{self.path}: {layout.ranks} ranks have planned the save, but its process group has {ranks.size} "
-                    f"ranks. Pass the same process_group on all ranks."
+                    f"{self.path}: {layout.ranks} ranks have planned the save, but this rank's process group has "
+                    f"{ranks.size} ranks. Pass the same process_group on all ranks."
                 )
             job = _RankJob(self, layout)
             progress = self._saver.reports.progress
@@ -263,7 +263,7 @@ class ModelSave(Save):
         names: list[str] = []
         with suppress(NotCommitted):  # the directory does not exist
             names = [file.name for file in storage.listing()[0]]
-        recorded = recorded_uploads(storage, names)  # empty where uploads are visible: `commit.begin` removes leftovers
+        recorded = recorded_uploads(storage, names)  # empty if uploads are visible: `commit.begin` removes them
         needed = set() if self._saver.versions is None else self._saver.versions.files_needed(storage.location)
         uploads = {save_id: files for save_id, files in recorded.items() if needed.isdisjoint(files)}
         self._left = set(files_of_models(storage, names, marks_of_uploads(uploads)))
@@ -379,8 +379,9 @@ class ModelSave(Save):
         """Commits the files as the model at the path, when all ranks have written their parts.
 
         Called on the coordinator. ``parts`` are the ranks' parts by the number of the file. Returns the files of the
-        replaced model, for removal. If the save is not committed, raises `WriteError`, and the previous model is
-        untouched.
+        replaced model, for removal. Raises `WriteError` if the save is not committed, and the previous model is
+        untouched; if it is unknown whether the save is committed; or if the save is committed, but another file of the
+        user's could not be replaced.
         """
         storage, sync = self.storage, self._saver.options.sync_files
         is_lone = self._begun[0].name == self._single
@@ -412,7 +413,7 @@ class ModelSave(Save):
             try:
                 self._check_commit()
                 # Another save may have removed these files as those of a dead save. If so, `put_if` finds the other
-                # save's index.
+                # save's index, and writes nothing.
                 if not storage.put_if(INDEX, self._index_before, self._index, sync=sync, save_id=self.id):
                     raise Refused(f"{storage.path}: another save has just written a model. Save to another path.")
             except (Refused, ReadError):
@@ -441,7 +442,8 @@ class ModelSave(Save):
     def _other_files(self) -> dict[str, bytes]:
         """Returns the contents of the user's other files by name.
 
-        Raises `Refused` if a file is unreadable, or named like a file of the model.
+        Skips files of weights in directories. Raises `Refused` if a file is unreadable, or if its name is one that
+        readers would take for weights.
         """
         found: dict[str, bytes] = {}
         for given in self.model.files:
@@ -616,7 +618,7 @@ class _RankJob:
         self._dtypes.append(torch.uint8)
 
     def _write(self, pieces: Pieces) -> None:
-        """Writes pieces. Passes only the sources that the pieces use."""
+        """Writes pieces, and passes on only the sources that the pieces use."""
         if not len(pieces):
             return
         used, number = np.unique(pieces.source, return_inverse=True)
@@ -629,7 +631,10 @@ class _RankJob:
         )
 
     def _round(self, number: int, exchange: PieceExchange | None, ranks: RankGroup) -> bool:
-        """Exchanges one window, and writes its pieces; returns whether a rank had failed before."""
+        """Exchanges one window, and writes its pieces.
+
+        Returns True if a rank had failed before this exchange, which then does not take place.
+        """
         counts = [0] * (2 * ranks.size)
         if self.error is None and exchange is not None:
             try:
@@ -657,9 +662,9 @@ class _RankJob:
 
 
 def _with_dtype(content: bytes, dtype: str) -> bytes:
-    """Replaces the dtype of the weights in a configuration of transformers and its nested configurations.
+    """Replaces the weights' dtype in a configuration of transformers, and in the configurations nested in it.
 
-    Other content is returned unchanged.
+    Returns other content unchanged.
     """
     try:
         config = json.loads(content)

@@ -11,7 +11,7 @@ from .._runtime.torch_compat import DTensor, flatten_state_dict, part_described,
 
 
 def ties_of(state_dict: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the tied tensors: for the name of each, the name of the earlier tensor that it is tied to.
+    """Returns, for the name of each tied tensor, the name of the earlier tensor that it is tied to.
 
     Tied tensors view the same memory with the same dtype, shape and strides, and have the same sharding. Names are
     those of the flattened state dict.
@@ -27,7 +27,7 @@ def ties_of(state_dict: Mapping[str, Any]) -> dict[str, str]:
 
 
 def identity_of(value: object) -> object:
-    """Returns a value that is equal for tied tensors, or None if a value cannot be tied.
+    """Returns a key that is equal for tied tensors, or None if the value cannot be tied.
 
     Only plain strided tensors with memory on this rank, and DTensors of such tensors, can be tied.
     """
@@ -41,7 +41,7 @@ def identity_of(value: object) -> object:
         tensor = value.to_local() if local is None else local
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.numel() or tensor.is_meta:
         return None
-    if tensor.layout is not torch.strided or not (address := tensor.data_ptr()):  # FSDP frees memory, but not tensors
+    if tensor.layout is not torch.strided or not (address := tensor.data_ptr()):  # FSDP may have freed the memory
         return None
     read_as = tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
     return tensor.device, address, read_as, sharding, part_described(value)

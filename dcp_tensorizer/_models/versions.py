@@ -31,7 +31,7 @@ class SavedModel:
     """A committed model.
 
     ``before`` is the model that this one has replaced, while publishing may still need the files of that model.
-    ``release`` removes these files.
+    ``release`` removes the files of the replaced model.
     """
 
     storage: Storage
@@ -48,13 +48,13 @@ class SavedModel:
 
 
 class VersionsOfWriter:
-    """The publisher of one writer's models, one after the other.
+    """A publisher of one writer's models, which publishes them one after the other.
 
     Of several waiting models, only the newest is published. A model is compared with the last published model if the
     files of the published model still exist. The files of a replaced model stay until publishing no longer needs them.
 
     Attributes:
-        is_busy: A model is being published, or waits.
+        is_busy: A model is being published, or waits to be.
     """
 
     def __init__(self, options: Publish, write: SaveOptions) -> None:
@@ -90,7 +90,7 @@ class VersionsOfWriter:
             raise error
 
     def files_needed(self, location: str) -> set[str]:
-        """Returns the files in a directory that publishing still needs, including those of replaced models."""
+        """Returns the names of a directory's files that publishing still needs, also of replaced models."""
         with self._changed:
             return {name for model in self._needed() if model.storage.location == location for name in model.files}
 
@@ -108,7 +108,7 @@ class VersionsOfWriter:
         return self._version if is_over else None
 
     def end(self, deadline: Deadline) -> None:
-        """Waits for publishing, and ends the process. At the deadline, kills the process."""
+        """Waits for publishing, and ends the process that publishes. At the deadline, kills that process."""
         with suppress(WriteError):  # the error has been logged
             self.wait(deadline)
         with self._changed:
@@ -168,7 +168,7 @@ class VersionsOfWriter:
             self._own,
         )
         version, self._own = self._client.publish(request, timeout, model.context, lambda: self._is_closed)
-        logger.info("%s: published as version %d of %s", model.storage.path, version.version, version.path)
+        logger.info("%s: published as version %d, in %s", model.storage.path, version.version, version.path)
         return version
 
     def _needed(self) -> list[SavedModel]:

@@ -91,8 +91,8 @@ def apply_delta(
         NotCommitted: the version does not exist.
         MetadataError: the published version is damaged.
         UnsupportedFormat: another program, or a newer release, published the version.
-        WriteError: the directory cannot be written to, is a published version, or contains the directory of versions or
-            is inside it.
+        WriteError: the directory is not local, cannot be written to, stays locked by another process, belongs to
+            SGLang, is a published version, or contains the directory of versions or is inside it.
         CheckpointError: zstd is not installed.
     """
     started = time.monotonic()
@@ -237,7 +237,7 @@ class _Directory:
         )
         raise StateMismatch(
             f"version {self._version} and {self._path} differ in files other than the weights ({listed(names)}), "
-            f"which cannot be replaced atomically. Pass an empty directory, and switch the server to it."
+            f"which cannot be replaced atomically. Pass an empty directory, and switch the inference server to it."
         )
 
     def _files(self, current: Manifest | None, base: Manifest, target: Manifest) -> list[tuple[WeightFile, FileRecord]]:
@@ -394,7 +394,7 @@ class _Journal:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[_Journal]:
-    """Locks a directory against other processes, because all ranks of a server may update it at once."""
+    """Locks a directory against other processes, because all ranks of an inference server may update it."""
     deadline = time.monotonic() + _LOCK_SECONDS
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
@@ -557,14 +557,14 @@ class _View(NamedTuple):
     """A tensor's bytes, as an array of ``uint8``: the tensor's own memory, or a copy."""
 
     array: np.ndarray
-    give_back: Callable[[], object] | None  # call it after a change, to copy the copy back to the tensor
+    give_back: Callable[[], object] | None  # after a change, copies a copy back to the tensor; None if there is no copy
 
 
 def _check_target(key: str, value: Any, tensor: StoredBytes) -> None:
     """Raises `StateMismatch` unless a value is a writable tensor in memory, of the right size."""
     torch = sys.modules.get("torch")  # without torch there are no tensors
     if torch is not None and isinstance(value, torch.Tensor):
-        is_plain = not hasattr(value, "__tensor_flatten__")  # DTensors have this method
+        is_plain = not hasattr(value, "__tensor_flatten__")  # tensor subclasses such as DTensor have this method
         is_right = is_plain and value.layout == torch.strided and not value.is_meta and not _overlaps(value)
     else:
         is_right = isinstance(value, np.ndarray) and value.flags.c_contiguous and value.flags.writeable
@@ -620,9 +620,9 @@ class VersionsVerified:
 
     Attributes:
         path: The directory, without credentials.
-        versions: The versions that were rebuilt and verified.
-        files: The number of verified files.
-        nbytes: The size of these files in bytes.
+        versions: The versions that were checked, including damaged ones.
+        files: The number of files that are undamaged.
+        nbytes: The bytes that were checked, also of damaged files.
         damages: One message for each version that differs from what was published, or cannot be read.
         seconds: The duration of the call.
     """

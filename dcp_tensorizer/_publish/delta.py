@@ -22,7 +22,7 @@ LEVEL = 1
 """The level of zstd. Higher levels take several times as long and save little: the changed bits are mostly random."""
 
 PIECE = 1 << 20
-"""Bytes that are compared, hashed and compressed at once: they fit into the L2 cache."""
+"""Bytes that are compared, hashed and compressed in one step: they fit into the L2 cache."""
 
 _FRAME_OVERHEAD = 1 << 10
 _EXPANSION = 128  # zstd stores incompressible data in blocks of 128 KiB, each with a header of 3 bytes

@@ -21,7 +21,7 @@ from ..errors import NotCommitted, ReadError
 from .delta import PIECE
 
 READ_BYTES = 8 * PIECE
-"""Bytes that are read at once. On an object store, each read has the latency of a request."""
+"""Bytes that are read in one call. On an object store, each read has the latency of a request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,10 +51,10 @@ _Progress = Callable[[int, int], object]
 
 @dataclass(frozen=True, slots=True)
 class PublishedVersion(VersionInfo):
-    """A version that was published, with the fields of `dcp_tensorizer.tools.list_versions`.
+    """A version that was published. It has the fields of `VersionInfo`, and two more.
 
     Attributes:
-        path, version, step, published, is_delta, base, nbytes, model_nbytes, tensors: As of a `VersionInfo`.
+        path, version, step, published, is_delta, base, nbytes, model_nbytes, tensors: As in `VersionInfo`.
         why_whole: The reason why the version is a whole model; empty for a delta.
         removed: The old versions that were removed, because of ``keep_latest``.
     """
@@ -91,7 +91,8 @@ def publish(
             rebuilt from the published files.
         step: The step of training, recorded in the version.
         max_deltas: The number of deltas that may follow a whole version. A new reader has to read all of them.
-        keep_latest: The number of newest versions to keep, with all versions on which they build. Removes the others.
+        keep_latest: The number of newest versions to keep, with all versions on which they build. The other
+            versions are removed.
         storage_options: Passed to the fsspec filesystems of URLs.
         on_progress: Called with the number of bytes read, and the size of the model.
 
@@ -99,7 +100,7 @@ def publish(
         NotCommitted: there is no model in ``directory``.
         MetadataError: the model or a published version is damaged.
         ChecksumMismatch: ``previous`` or the published files are not the previous version, or are damaged.
-        Refused: a `WriteError`: another publisher has taken the lease, or has just published this version.
+        Refused: another publisher has taken the lease, or has just published this version. It is a `WriteError`.
         WriteError: the version cannot be written.
         CheckpointError: zstd is not installed.
     """
@@ -352,9 +353,9 @@ class _Publisher:
         *,
         is_previous: bool,
     ) -> tuple[FileRecord, dict[str, tuple[dict[str, str], int]]]:
-        """Writes the deltas of a file, about `_FILE_BYTES` to each file.
+        """Writes the deltas of a file's tensors, to files of about `_FILE_BYTES` bytes.
 
-        Returns the record of the new file, and the digests and the size of each written file.
+        Returns the record of the new file, and for each written file, by name, the digests of its tensors and its size.
         """
         storage, file = where
         changes = Chain([]) if is_previous else base.chain

@@ -14,10 +14,10 @@
 A version's manifest is its index, so that programs that read models can read a base, and SGLang's receiver can read the
 indices. All other fields are in one object, ``metadata.dcp_tensorizer``.
 
-Two publications may write the same version at once. Their files have different names, and the storage accepts only one
-of their manifests. From then on the other publication cannot commit, and its files are leftovers. Programs expect the
-files beside the weights under fixed names. `Published.tidy` adds these names after the commit, and the manifest does
-not refer to them.
+Two publications may write the same version at the same time. Their files have different names, and the storage accepts
+only one of their manifests. From then on the other publication cannot commit, and its files are leftovers. Programs
+expect the files beside the weights under fixed names. `Published.tidy` adds these names after the commit, and the
+manifest does not refer to them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class FileRecord(Struct, frozen=True, omit_defaults=True):
 
 
 class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The manifest of a version, or of a copy. Times are in UTC."""
+    """The manifest of a version, or of a copy to which deltas are applied. Times are in UTC."""
 
     version: int
     base_version: int | None = None  # of a delta, the version that it changes
@@ -162,7 +162,7 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
         if encodings != (dict.fromkeys(_OF_DELTAS) if base is None else _OF_DELTAS):
             raise ValueError(f"its changes are encoded as {encodings}")
         if notes.get("checksum_format", _CHECKSUMS) != _CHECKSUMS:
-            raise ValueError(f"its digests are of {notes['checksum_format']!r}")
+            raise ValueError(f"its digests are of the type {notes['checksum_format']!r}")
         numbers = {"version": notes.get("version"), "base_version": base, "chain": ours.get("chain")}
         read = {name: int(msgspec.convert(text, _Number)) for name, text in numbers.items() if text is not None}
         manifest = msgspec.convert({**ours, "base_version": None, **read, "weight_map": index.weight_map}, Manifest)
@@ -242,7 +242,7 @@ class Published:
         return self.storage.child(name_of(version))
 
     def find(self, version: int) -> Manifest | None:
-        """Returns a version's manifest; None if the version does not exist. Raises `MetadataError`."""
+        """Returns a version's manifest, or None if it does not exist. Raises `MetadataError` if it is damaged."""
         if version not in self._manifests:
             folder = self.folder(version)
             content = read_small(folder, INDEX)

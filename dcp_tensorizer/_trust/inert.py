@@ -21,7 +21,7 @@ from itertools import repeat
 from typing import Any
 
 WORK_PER_BYTE = 16  # values to hash, copy or build, per byte of a pickle: less than 2 unless values are shared
-MAX_DEPTH = 64  # nested values: Python hashes tuples by unbounded recursion; torch's own are less than 10 deep
+MAX_DEPTH = 64  # nested values: Python hashes tuples by unbounded recursion; torch's own values are less than 10 deep
 _HASHING = {"builtins.dict", "builtins.frozenset", "builtins.set", "collections.Counter", "collections.OrderedDict"}
 _OF_PAIRS = {"builtins.dict", "collections.OrderedDict"}
 
@@ -31,7 +31,7 @@ class Malformed(ValueError):
 
 
 class Unexpected(Exception):
-    """A pickle that makes a value in a way in which the value's type does not pickle itself."""
+    """A call, a state or members that the type of the value would not write into a pickle."""
 
 
 class Named:
@@ -74,8 +74,8 @@ class Value:
 class Made(Value):
     """A placeholder for the result of a call, which records the arguments, the last state and the members.
 
-    ``state`` is None if the pickle sets no state. ``members`` are the later additions to a list or a set, or to a dict
-    as pairs.
+    ``state`` is None if the pickle sets no state. ``members`` are what the pickle adds after the call: elements of
+    a list or a set, or pairs of keys and values of a dict.
     """
 
     __slots__ = ("arguments", "members", "state")
@@ -313,7 +313,7 @@ class Inert:
 
     def _make(self, make: _Make, what: Any, arguments: Any, *keywords: Any) -> Any:
         if type(what) is not Named or type(arguments) is not tuple:
-            raise Malformed("it calls something other than a class or a function")
+            raise Malformed("it calls something other than a class or a function, or passes no tuple of arguments")
         if what.name in _HASHING:
             for argument in arguments:
                 if type(argument) in (list, tuple):
@@ -402,7 +402,7 @@ _EMPTY: Mapping[int, Callable[[], Any]] = {
     pickle.EMPTY_SET[0]: set,
 }
 _OPCODES = {ord(opcode.code): opcode for opcode in pickletools.opcodes}
-_KNOWN = {  # the opcodes of each protocol, with -1 for opcodes of later ones
+_KNOWN = {  # by protocol: each byte that is an opcode of this or an earlier protocol, and otherwise -1
     protocol: [code if code in _OPCODES and _OPCODES[code].proto <= protocol else -1 for code in range(256)]
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)
 }

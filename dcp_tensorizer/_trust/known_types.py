@@ -1,4 +1,4 @@
-"""A table of data types that load without permission: how they pickle themselves with ``torch.save``'s protocol 2.
+"""A table of data types that load without the user's permission: how ``torch.save``'s protocol 2 pickles them.
 
 Each type has a maker, which gets the arguments that a pickle passes to the class or function, and returns a placeholder
 for the result. The maker raises `Unexpected` for arguments that the type itself would not have written, because their
@@ -159,8 +159,8 @@ def _device(name: str, args: Arguments) -> Value:
 #
 # NumPy trusts pickles. If the flags of a dtype deny that it holds objects, NumPy dereferences any pointer in the data.
 # If fields of a dtype lie outside its items, NumPy reads out of bounds. So this table has only dtypes without fields,
-# subarrays and objects. The check makes each dtype with NumPy's constructor, and the pickle must describe exactly the
-# result. Arrays must have the size of their shape.
+# subarrays or objects. The check makes each dtype with NumPy's constructor, and the pickle must describe exactly
+# that dtype. Arrays must have the size of their shape.
 
 
 class _DType(Value):
@@ -266,4 +266,4 @@ PASSIVE = (
     | {"numpy.ndarray", "numpy.bool", "numpy.bool_"}
     | {f"numpy.{kind.__name__}" for kind in np.sctypeDict.values()}
 )
-"""The names that a pickle may contain. Of these it may call only those that are also in `CALLED`."""
+"""Names that a pickle may contain. It may call those of them that are also in `CALLED`."""

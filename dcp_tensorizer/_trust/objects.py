@@ -65,9 +65,9 @@ _KNOWN = {_GETATTR, *CALLED, *CREATED, *PASSIVE}
 class _Judge(Inert):
     """A reader that finds the classes and functions that a pickle of ``torch.save`` must not use.
 
-    It checks the arguments of each call, and each state that would be set. It accepts protocol 2 only, because Python
-    maps Python 2's names only up to that protocol. ``allowed`` are the names that the user trusts, with any arguments
-    and any state. ``torch_names`` are the names that ``torch.load`` trusts by default.
+    It checks the arguments of each call, and each state that would be set. It accepts only protocol 2, that of
+    ``torch.save``. ``allowed`` are the names that the user trusts, with any arguments and any state. ``torch_names``
+    are the names that ``torch.load`` trusts by default.
     """
 
     def __init__(self, pickled: bytes, allowed: Mapping[str, Any], torch_names: Collection[str]) -> None:
@@ -124,7 +124,7 @@ class _Judge(Inert):
         In some releases of Python, such a reference may also be to a member of an Enum.
         """
         if len(args) != 2 or type(args[0]) is not Named or type(args[1]) is not str:
-            raise Malformed("it reads an attribute of a value")
+            raise Malformed("it calls getattr with arguments other than a class or a function, and a name")
         owner, attribute = args
         self._members.pop(owner.name, None)
         self._owners.add(owner.name)

@@ -112,7 +112,7 @@ class _Installation:
     writer_options: dict[str, Any]
     reader_options: dict[str, Any]
     stager: TensorizerStorageWriter
-    """Stages for saves without a writer. After its first staging, closing another writer does not end the engine."""
+    """Stages for saves without a writer. Once it has staged, closing another writer does not end the writer process."""
 
 
 _installation: _Installation | None = None
@@ -229,7 +229,7 @@ def _make_instead(cls: type, ours: type) -> None:
     has_path = issubclass(cls, (FileSystemWriter, FileSystemReader))
 
     def new(made: type, *args: Any, **kwargs: Any) -> Any:
-        is_copy = has_path and not (args or kwargs)  # a copy of one of torch's own objects, made earlier
+        is_copy = has_path and not (args or kwargs)  # copies one of torch's own objects, which was made before
         return object.__new__(ours if made is cls and _installation is not None and not is_copy else made)
 
     cls.__new__ = new  # type: ignore[assignment]

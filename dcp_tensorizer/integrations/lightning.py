@@ -13,8 +13,8 @@ For Fabric::
     fabric = Fabric(strategy=TensorizerFabricStrategy(parallelize), ...)
 
 A checkpoint is a directory like those of Lightning's ``ModelParallelStrategy``, which loads it under `install`. Values
-other than model and optimizers are in its ``meta.pt``, and also in the checkpoint itself, from which these strategies
-load them. So a killed save that leaves a new ``meta.pt`` beside old weights does no damage.
+other than model and optimizers are in its ``meta.pt``. They are also saved together with the weights, and these
+strategies load them from there. So a killed save that leaves a new ``meta.pt`` beside old weights does no damage.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _Asynchronous:
             super().teardown()  # type: ignore[misc]
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes the step. With ``overlap_staging``, first waits until the parameters may change."""
+        """Takes an optimizer step. With ``overlap_staging``, first waits until the parameters may change."""
         with self._writer.lock():
             return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
 
@@ -114,7 +114,7 @@ class _Asynchronous:
 
         ``state`` is that of the model and the optimizers, and ``meta`` everything else. First, rank 0 makes the
         checkpoint's directory, and writes its own ``meta`` to ``meta.pt``. If the model has buffers (``has_buffers``),
-        the call waits until the state is copied, because the next forward pass may change them. Raises
+        the call waits until the state is copied, because the next forward pass may change the buffers. Raises
         `CheckpointException` if the previous save failed, and `WriteError` if rank 0 could not write ``meta.pt``.
         """
         self.wait_for_save()
@@ -149,7 +149,7 @@ class _Asynchronous:
     def _when_committed(self, action: Callable[[], object]) -> None:
         """Calls ``action`` after the commit of the save in progress, or after the next commit if that save fails.
 
-        Without a save in progress, calls it at once.
+        Without a save in progress, calls it immediately.
         """
         self._after_commit.append(action)
         if self._save is None:

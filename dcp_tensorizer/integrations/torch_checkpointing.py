@@ -57,7 +57,7 @@ class TensorizerCheckpointManager(CheckpointManager):
 
     - A ``checkpoint_id`` may be a URL of any storage. A checkpoint is a directory of this package: complete or absent,
       with digests that loads verify. A save replaces a checkpoint at the same path.
-    - An item with a ``DefaultResharder`` is saved once for all ranks: its DTensors by shards. Its other values must be
+    - An item with a ``DefaultResharder`` is saved once for all ranks: its DTensors as shards. Its other values must be
       the same on all ranks. An item without a resharder is separate for each rank, and only the rank with the same
       number loads it.
     - A save waits for the previous one. torch_checkpointing's own manager raises an error if that takes longer than a

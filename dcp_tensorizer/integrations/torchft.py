@@ -77,11 +77,11 @@ class TensorizerTransport:
         interface: The name or address of the network interface to listen on. None: the interface towards torchft's
             lighthouse, if ``TORCHFT_LIGHTHOUSE`` names one. If that is missing or local, the interface of the host's
             name, or else that of the default route.
-        reader_options: ``allow_pickle``, ``verify``, ``thread_count``, ``on_progress``, ``on_report``, as of
+        reader_options: ``allow_pickle``, ``verify``, ``thread_count``, ``on_progress``, ``on_report``, as in
             `TensorizerStorageReader`.
 
     Raises:
-        TypeError, ValueError: an option of the reader is not allowed.
+        TypeError, ValueError: an option of the reader is invalid.
         WriteError: the keeper cannot be started, or libsodium, which encrypts, is missing.
         OSError: the interface does not exist.
     """

@@ -58,7 +58,7 @@ class TensorizerCheckpointManager(CheckpointManager):
     def __init__(self, config: Config, **components: Any) -> None:
         super().__init__(config, **components)
         if self.enable:
-            # If a stager is set, torchtitan makes no other, and closes it with the manager.
+            # If a stager is set, torchtitan makes no other. It closes the stager with the manager.
             self.stager = TensorizerStorageWriter(overlap_staging=self.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM)
 
     def dcp_save(
