@@ -29,7 +29,7 @@ class _Series(NamedTuple):
 
     key: str
     tensors: list[StoredTensor]  # without those whose digests equal the previous checkpoint's
-    numbers: list[list[int]]  # for each of `tensors`, the numbers of the checkpoints that hold it
+    numbers: list[list[int]]  # for each of `tensors`, the numbers of the checkpoints with these values
 
     @property
     def blocks(self) -> list[Region]:
