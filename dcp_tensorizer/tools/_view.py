@@ -412,7 +412,7 @@ def _values_of_ranks(
             differ = (
                 f"ranks {ranks} each saved all or part of {key!r} (use_collectives=False), but the data does not match."
             )
-            values[key] = replace(together, conflict=f"{differ} Leave it out.")
+            values[key] = replace(together, conflict=f"{differ} Leave the key out.")
     for key, own in apart.items():
         for rank, value in own.items():
             name = f"rank{rank}.{key}"

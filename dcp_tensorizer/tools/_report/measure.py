@@ -25,7 +25,7 @@ _MAX_THREADS = 4
 
 
 class _Series(NamedTuple):
-    """A tensor over consecutive checkpoints in which its shape is the same."""
+    """A tensor in consecutive checkpoints in which it has the same shape."""
 
     key: str
     tensors: list[StoredTensor]  # without those whose digests equal the previous checkpoint's
