@@ -79,7 +79,7 @@ def failed(error: BaseException, *, as_json: bool, damaged: int = DAMAGED) -> in
         code = UNSUPPORTED
     elif isinstance(error, usage_error):
         command = error.ctx.command_path if error.ctx else "dcp-tensorizer"
-        message, hint = error.format_message(), f"{command} --help shows how it is used"
+        message, hint = error.format_message(), f"{command} --help shows its usage"
     elif isinstance(error, CheckpointError) and _is_damage(error):
         code = damaged
     if as_json:
@@ -111,7 +111,7 @@ def unwritten(error: OSError) -> int:
 
 
 def _is_damage(error: CheckpointError) -> bool:
-    """Returns whether the checkpoint itself caused the error, not a server, a key or permissions."""
+    """Returns whether an error shows that the checkpoint is damaged: not an error of a server, a key or permissions."""
     if isinstance(error, NotCommitted | UntrustedObject):
         return False
     gone = isinstance(error, ReadError) and isinstance(error.__cause__, EOFError | FileNotFoundError)
@@ -182,7 +182,7 @@ def emit(result: object, show: Callable[[], None], *, as_json: bool) -> int:
 
 @_app.callback()
 def _all_commands(version: Version = False, as_json: Json = False) -> None:
-    """Declares the options that precede any command."""
+    """Declares the options that may come before the name of a command."""
 
 
 @_command()
@@ -246,7 +246,7 @@ def verify(
 @_command(damaged=NOT_DONE)
 def diff(
     before: Annotated[str, typer.Argument(metavar="A", help="A checkpoint of any format that convert reads.")],
-    after: Annotated[str, typer.Argument(metavar="B", help="The checkpoint to compare it with.")],
+    after: Annotated[str, typer.Argument(metavar="B", help="The checkpoint to compare with A.")],
     key_file: KeyFile = None,
     passphrase_file: PassphraseFile = None,
     storage_option: StorageOptions = None,

@@ -65,7 +65,7 @@ Version = Annotated[
 StorageOptions = Annotated[
     list[str] | None,
     typer.Option(
-        "--storage-option", metavar="KEY=VALUE", help="For the fsspec file system; VALUE may be JSON; repeatable."
+        "--storage-option", metavar="KEY=VALUE", help="For the fsspec filesystem; VALUE may be JSON; repeatable."
     ),
 ]
 
@@ -85,7 +85,7 @@ def read_options(given: list[str] | None) -> dict[str, Any]:
 
 
 def read_key(key_file: Path | None, passphrase_file: Path | None) -> DecryptionParams | None:
-    """Reads the key from a file. An argument would be visible to other users of the machine."""
+    """Reads the key from a file. A key on the command line would be visible to other users of the machine."""
     if key_file is None and passphrase_file is None:
         return None
     if key_file is not None and passphrase_file is not None:

@@ -38,12 +38,12 @@ _console = functools.partial(_Console, highlight=False, markup=False, emoji=Fals
 
 
 def fields(record: Any) -> dict[str, Any]:
-    """Returns the fields of a record by their names in JSON documents (``nbytes`` is ``bytes``)."""
+    """Returns the fields of a dataclass instance by their names in JSON documents (``nbytes`` is named ``bytes``)."""
     return {field.name.replace("nbytes", "bytes"): getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
 def print_json(value: Any) -> None:
-    """Prints a JSON document: records as objects, times in ISO format, NaN and infinities as null."""
+    """Prints a JSON document: dataclass instances as objects, times in ISO format, NaN and infinities as null."""
     # ASCII, because file names may contain bytes that are not valid UTF-8 (surrogate escapes).
     sys.stdout.write(json.dumps(_plain(value), indent=2, allow_nan=False) + "\n")
 
@@ -80,7 +80,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
 def progress(doing: str, *, hidden: bool) -> Iterator[Any]:
     """Shows a progress bar on a terminal; yields a function that takes the bytes done and the total.
 
-    Ctrl-C interrupts the main thread at once, and any other thread at its next call of that function.
+    Ctrl-C interrupts the main thread immediately, and any other thread at its next call of that function.
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -184,7 +184,7 @@ _PIECE = re.compile(r"[^\s./]*[\s./]*")  # a piece of a key or a path
 
 
 def folded(text: str, room: int, pieces: re.Pattern[str] = _WORD) -> list[str]:
-    """Wraps a text between pieces into lines of ``room`` columns. A piece longer than ``room`` is not split."""
+    """Wraps a text between pieces into lines of at most ``room`` columns. Never splits a piece, even a longer one."""
     if cell_len(text) <= room:
         return [text]
     lines = [""]

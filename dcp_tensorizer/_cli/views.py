@@ -26,11 +26,11 @@ _TORCHS = (
     "torch: written by torch's own FileSystemWriter; inspect, verify, diff, convert and report read it, and gc does "
     "not change it"
 )
-_NO_DIGESTS = "Without digests in the format, only sizes were checked, and that all values can be read"
+_NO_DIGESTS = "Where the format has no digests, verify checked only the sizes, and that all values can be read"
 
 
 def show_listing(checkpoints: Sequence[CheckpointInfo], path: str) -> None:
-    """Shows the checkpoints below a directory."""
+    """Shows the checkpoints in and below a directory."""
     some_shared, some_measured = any(c.shared_nbytes for c in checkpoints), any(c.metrics for c in checkpoints)
     rows = (
         [
@@ -185,7 +185,7 @@ def show_trace(traced: Traced) -> None:
 
 
 def show_removals(removals: Sequence[Collected], path: str, dry_run: bool) -> None:
-    """Shows what was removed below a directory; with ``dry_run``, what would be removed."""
+    """Shows what was removed in and below a directory; with ``dry_run``, what would be removed."""
     removed = [removal for removal in removals if not removal.kept]
     total = sum(removal.nbytes for removal in removed)
     rows = (

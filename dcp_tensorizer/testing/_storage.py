@@ -32,13 +32,15 @@ print(open_storage(location, options).read(".metadata").decode())
 class StorageTests:
     """Tests of the contract of a storage. Inherit from this class to run them.
 
-    The subclass defines the fixture `url`: for each test, the URL or path of another directory, which does not exist
-    yet. If the storage takes options, the subclass also defines the fixture `options`. The storage's package must be
-    installed, so that its entry point is found.
+    The subclass defines the fixture `url`: the URL or path of a directory that does not exist yet, a different one for
+    each test. If the storage takes options, the subclass also defines the fixture `options`. The storage's package must
+    be installed, so that its entry point is found.
 
     Attributes:
-        creates_exclusively: If several jobs put a new file at once with ``replace=False``, exactly one succeeds.
-        replaces_exclusively: If several jobs replace the same contents at once with `put_if`, exactly one succeeds.
+        creates_exclusively: True if exactly one job succeeds when several put the same new file at the same time with
+            ``replace=False``.
+        replaces_exclusively: True if exactly one job succeeds when several replace the same contents at the same time
+            with `put_if`.
     """
 
     creates_exclusively = True
@@ -67,7 +69,7 @@ class StorageTests:
         storage.sync_directory()
 
     def test_write_and_read_ranges(self, storage: Storage) -> None:
-        """A sink takes its parts in the required order, and a reader fills several buffers with a range."""
+        """A sink takes parts in any order unless it is ``in_order``. A reader fills several buffers from one range."""
         sink = storage.create(NAME, 100, sync=True)
         size = sink.part_bytes
         content = (bytes(range(251)) * (2 * size // 251 + 2))[: 2 * size + 5]
@@ -108,7 +110,7 @@ class StorageTests:
         assert storage.read(".metadata") == b"new"
 
     def test_put_refuses_to_replace(self, storage: Storage) -> None:
-        """With replace=False `put` raises Refused, and does not change the existing file."""
+        """With replace=False, `put` raises Refused if the file exists, and does not change the file."""
         storage.put(".metadata", b"first", sync=True, replace=False)
         with pytest.raises(Refused, match=r"\.metadata.*must not be replaced"):
             storage.put(".metadata", b"second", sync=True, replace=False)
@@ -120,7 +122,7 @@ class StorageTests:
         assert (storage.head(NAME), storage.read(NAME)) == (0, b"")
 
     def test_a_part_of_a_file(self, storage: Storage) -> None:
-        """`read` returns at most the requested bytes, and `read_range` exactly these, or raises ReadError."""
+        """`read` returns at most the requested bytes, and `read_range` exactly as many, or raises ReadError."""
         self.write(storage, NAME, b"0123456789")
         assert [storage.read(NAME, most) for most in (4, 10, 11)] == [b"0123", b"0123456789", b"0123456789"]
         assert storage.read("missing", 4) is None
@@ -129,7 +131,7 @@ class StorageTests:
             storage.read_range(NAME, 8, 4)
 
     def test_many_small_reads_at_once(self, storage: Storage) -> None:
-        """More threads than `max_threads` may read ranges."""
+        """More threads than `max_threads` may read ranges at the same time."""
         content = bytes(range(256)) * 64
         self.write(storage, NAME, content)
         reader = storage.open(NAME)
@@ -279,7 +281,7 @@ class StorageTests:
     def test_of_those_that_replace_one_file_one_does(
         self, storage: Storage, url: str, options: dict[str, Any], first: bytes | None
     ) -> None:
-        """If the storage promises it, exactly one `put_if` succeeds; otherwise one of the files remains, complete."""
+        """If the storage promises it, exactly one `put_if` succeeds. The file is that of one that succeeded."""
         if first is not None:
             storage.put("record", first, sync=True)
         storages = [storage if storage.in_process else open_storage(url, options) for _ in range(6)]

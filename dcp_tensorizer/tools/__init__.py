@@ -1,4 +1,7 @@
-"""The commands of ``dcp-tensorizer`` as Python functions. Each returns a frozen dataclass, or a tuple of them.
+"""The commands of ``dcp-tensorizer`` as Python functions.
+
+Each function returns an instance of a frozen dataclass, or a tuple of such instances. ``publish add`` and ``publish
+apply`` are in the package itself, as `dcp_tensorizer.publish` and `dcp_tensorizer.apply_delta`.
 
     from dcp_tensorizer.tools import list_checkpoints, verify
 

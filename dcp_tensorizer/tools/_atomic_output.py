@@ -1,4 +1,4 @@
-"""Writes results. A local result has a temporary name until it is complete."""
+"""Creates the files and directories of results. A local result has a temporary name until it is complete."""
 
 from __future__ import annotations
 

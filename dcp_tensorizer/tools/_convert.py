@@ -65,10 +65,10 @@ def convert(
     Args:
         source: A checkpoint of this package or of torch's DCP, a tensorizer file, a safetensors file, a directory of
             safetensors files, or a ``torch.save`` file; a local path, or any URL that fsspec opens.
-        target: A local path or URL that does not exist yet, or for a directory, an empty one; links are followed.
-            ``dcp_tensorizer``, ``dcp``, and ``tensorizer`` with ``tensor_parallel`` write a directory; ``torch``, and
-            ``tensorizer`` otherwise, a file. ``safetensors`` writes a file if the name ends in ``.safetensors``, and
-            otherwise a directory in Hugging Face's layout.
+        target: A local path or URL. Nothing may exist there, except an empty directory if the format writes a
+            directory. Links are followed. ``dcp_tensorizer``, ``dcp``, and ``tensorizer`` with ``tensor_parallel``
+            write a directory; ``torch``, and ``tensorizer`` otherwise, a file. ``safetensors`` writes a file if the
+            name ends in ``.safetensors``, and otherwise a directory in Hugging Face's layout.
         to: The target's format.
         options: What to convert, and how.
         storage_options: Passed to the fsspec filesystems of source and target.
@@ -113,7 +113,7 @@ def _select(view: CheckpointView, options: ConvertOptions) -> CheckpointView:
 
     selected = [key for key in view.paths if is_in(key, options.include or "*") and not is_in(key, options.exclude)]
     if not selected:
-        excluded = f", but not {' or '.join(options.exclude)}" if options.exclude else ""
+        excluded = f" and does not match {' or '.join(options.exclude)}" if options.exclude else ""
         raise ConversionError(f"{view.path} has no key that matches {' or '.join(options.include) or '*'}{excluded}.")
     paths = new_paths({key: view.values[key].path for key in selected}, options, view.path)
     values: dict[str, StoredValue] = {}

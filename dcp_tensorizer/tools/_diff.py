@@ -39,12 +39,12 @@ class Change:
         what: ``shape``, ``dtype``, ``kind`` (one value is a tensor, and the other an object), or ``value``.
         before, after: Short descriptions of the two shapes, dtypes, kinds or objects; empty for a tensor whose elements
             differ.
-        elements: The number of elements; None, as are the following, unless elements of a tensor differ.
+        elements: The number of elements. This and the following are None unless elements of a tensor differ.
         differing: The number of elements that differ in at least one bit.
         largest: The largest absolute difference between two elements with the same index; NaN if only one element of
             such a pair is NaN. None if the dtype has no arithmetic.
-        relative: The largest relative difference of such a pair: the absolute difference, divided by the larger
-            magnitude of the two elements.
+        relative: The largest relative difference between two elements with the same index: their absolute difference,
+            divided by the larger magnitude of the two.
     """
 
     key: str
@@ -182,13 +182,14 @@ def _object_change(a: StoredObject, b: StoredObject) -> Change | None:
     contents = a.read(), b.read()
     if contents[0] == contents[1]:
         return None
-    # Pickles of equal values differ if one value has the same string object twice, and the other has two equal ones.
+    # Pickles of equal values differ if one value contains the same string object twice, and the other contains two
+    # equal string objects.
     with suppress(Exception):
         x, y = map(load_object, contents)
         if (x == y) is True and repr(x) == repr(y):  # 1 == 1.0 == True
             return None
     (old_type, old, _), (new_type, new, _) = map(shown_value, contents)
-    if (old, old_type) == (new, new_type):  # the descriptions are truncated
+    if (old, old_type) == (new, new_type):  # for example because the descriptions are truncated
         old, new = f"{old} ({a.nbytes:,} bytes)", f"{new} ({b.nbytes:,} bytes)"
     return Change(a.key, "value", old, new)
 

@@ -50,13 +50,15 @@ _MAX_NAMED, _MAX_DEPTH = 3, 2  # of a hint: checkpoints named, and levels of dir
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """A directory with a checkpoint, or with the files of an unfinished one.
+    """A directory with a checkpoint, or with files of an unfinished save.
 
     Attributes:
         path: The path, without credentials.
         step: The step that a manager recorded, if the directory's name has it; otherwise the last number in the name.
-        saved: The time of the save in UTC, as the checkpoint records it. Without a record, the time of the last write
-            to a file in the directory. None if the storage has no times, or for a year beyond 9999.
+            None if the name has no number.
+        saved: The time of the save in UTC, from the metadata. If the metadata is missing or cannot be read, the time
+            of the last write to a file in the directory. None if the storage reports no times, or for a year beyond
+            9999.
         state: ``committed``: complete. ``unfinished``: a save is in progress, or has died. ``unflushed``: in a local
             folder (``local=...``), and not yet on the remote storage. ``flushed``: a local copy of a checkpoint that is
             also on the remote storage. ``incomplete``: data files that the metadata names are missing or have other
@@ -70,7 +72,7 @@ class CheckpointInfo:
         tensors, objects: Number of its tensors and of its other values; None unless committed.
         leftover_nbytes: Bytes of the files of uncommitted saves, as far as their sizes are known.
         metrics: The metrics that a manager recorded.
-        best: The metric of ``keep_best`` by which this is the best of its manager's checkpoints; otherwise None.
+        best: The metric of the manager's ``keep_best``, if this checkpoint is the best by it; otherwise None.
     """
 
     path: str
@@ -92,14 +94,15 @@ class Folder:
     """A listed directory, and the checkpoint or the leftovers of a save in it.
 
     Attributes:
-        info: The record that `list_checkpoints` returns; None for a directory without a checkpoint or leftovers.
+        info: What `list_checkpoints` returns for the directory; None for a directory without a checkpoint or leftovers.
         parts: The number of ranks that have committed, if each rank saves for itself; otherwise 0.
         leftovers: Files of uncommitted saves, as far as they are known, in the order in which to remove them, without
             files that a flush needs.
-        dead: The leftovers of saves with a record. These saves are dead if the lock of the directory is free.
-        unknown: Why there may be more leftovers; otherwise empty.
+        dead: The leftovers of saves whose record files are valid (see `commit.dead_files`). These saves are dead if the
+            lock of the directory is free.
+        unknown: Why the directory may have more leftovers; otherwise empty.
         keys: A hash of the keys; None unless committed.
-        record: The manager's record; None without a record, or if the directory's name has another step.
+        record: The manager's record; None if there is none, or if the directory's name does not have the recorded step.
     """
 
     storage: Storage
@@ -122,7 +125,7 @@ class Folder:
         return None if self.info is None else self.info.step
 
     def walk(self, prefix: str = "") -> Iterator[tuple[str, Folder]]:
-        """Yields the directory and all directories below it, parents first, each with a prefix for its files."""
+        """Yields the directory and all below it, parents first, each with the prefix of the paths of its files."""
         yield prefix, self
         for folder in self.folders:
             yield from folder.walk(f"{prefix}{folder.name}/")
@@ -151,7 +154,7 @@ def list_checkpoints(
 
     Raises:
         NotCommitted: there is no such directory.
-        ReadError: it cannot be listed.
+        ReadError: the directory cannot be listed.
     """
     top = walk(open_storage(path, storage_options))
     best: dict[str, str | None] = {}
@@ -178,7 +181,7 @@ def step_of(name: str) -> int | None:
 
 
 def read_parts_at(storage: Storage) -> dict[int | None, Metadata]:
-    """Reads a checkpoint's metadata (see `read_parts`). `NotCommitted` also names checkpoints below the path."""
+    """Reads a checkpoint's metadata (see `read_parts`). A `NotCommitted` also names the checkpoints below the path."""
     try:
         return read_parts(storage)
     except NotCommitted as error:
@@ -186,7 +189,7 @@ def read_parts_at(storage: Storage) -> dict[int | None, Metadata]:
 
 
 def checkpoints_in(storage: Storage) -> list[str]:
-    """Returns the subdirectories that hold a checkpoint, the highest step first; for a missing directory, none."""
+    """Returns the subdirectories that hold a checkpoint, the highest step first; none if the directory is missing."""
     try:
         return list(_checkpoints_below(storage, 1))
     except NotCommitted:
@@ -236,7 +239,7 @@ def walk(storage: Storage) -> Folder:
 
 
 class _Uploads(NamedTuple):
-    """Data files in incomplete uploads in and below a directory, by their paths below it.
+    """Files of saves in incomplete uploads, in and below a directory. Their names are paths relative to the directory.
 
     A listing shows neither these files nor a directory that holds nothing else, for example because its first save was
     killed.
@@ -244,12 +247,12 @@ class _Uploads(NamedTuple):
 
     files: Sequence[FileInfo]
     unknown: str = ""
-    """Why ``files`` may not have all of them; otherwise empty."""
+    """Why ``files`` may lack some of these files; otherwise empty."""
 
     def here(self, storage: Storage, listed: Sequence[FileInfo]) -> list[FileInfo]:
         """Returns the uploads in the directory itself; files of a model only if a save has recorded them.
 
-        Uploads to listed files are skipped: such a file may be committed, and `discard` would remove it as well.
+        Skips uploads whose names are listed: the listed file may be committed, and `discard` would remove it, too.
         """
         names = {file.name for file in listed}
         begun = [file for file in self.files if "/" not in file.name and file.name not in names]
@@ -294,7 +297,7 @@ def _walk(storage: Storage, saves: Mapping[str, str], uploads: _Uploads) -> Fold
 
 
 def _local_saves(folder: Path) -> dict[str, str]:
-    """Returns the state of each save with a record in a local folder, by the id of the save.
+    """Returns the state of each save in the flush queue of a local folder, by the id of the save.
 
     Files of these saves never count as leftovers, whatever their age: the flush deletes them.
     """
@@ -393,22 +396,27 @@ def _time(seconds: float) -> datetime | None:
 # --- the steps of one job ---------------------------------------------------------------------------------------------
 #
 # A manager records the step of each checkpoint. Without a record, the name and the keys decide whether a checkpoint is
-# a step. A number in the name is not enough: directories of ranks or models also have one, and often equal keys.
+# a step. A number in the name is not enough: directories of ranks or models also have numbers in their names, and often
+# have equal keys.
 
 _STEP = re.compile(r"(\D*(?:step|iter|iteration|epoch|checkpoint|ckpt)[-_=. ]*)\d+", re.IGNORECASE)
 _NOT_STEPS = (
     "its checkpoints might not be steps of one job. Without a manager's records, steps must be named like step-10 and "
-    "step-20, and have equal keys, and no other name there may have a number. Delete old checkpoints by hand."
+    "step-20 and have equal keys, and beside them, no other directory with a checkpoint may have a number in its name. "
+    "Delete old checkpoints by hand."
 )
-_IN_A_STEP = "one of its parent directories is named like a step. To collect its checkpoints, pass its own path."
+_IN_A_STEP = (
+    "one of its parent directories is named like a step. To delete old checkpoints in this directory, pass its own "
+    "path to gc."
+)
 
 
 def lines_of_steps(folder: Folder, *, in_step: bool = False) -> Iterator[tuple[Folder, list[Folder], str]]:
-    """Yields the committed steps of each job below a directory, with the directory that holds them.
+    """Yields, for each job below a directory, the directory of its steps, its committed steps, and an empty string.
 
-    If a directory holds several other checkpoints with numbers, also yields these, with the reason why they do not
-    count as steps; otherwise the reason is empty. ``in_step`` is whether a directory between the user's path and this
-    directory is named like a step.
+    If a directory holds several committed checkpoints with numbers and without a manager's records, yields these as
+    one job. If they might not be steps of one job, the third value is the reason. ``in_step`` is whether a directory
+    between the user's path and this directory is named like a step.
     """
     if folder.info is not None:
         return
@@ -445,7 +453,7 @@ def steps_of(folders: Sequence[Folder]) -> list[Step]:
 
 
 def of_manager(steps: Sequence[Step]) -> tuple[Retention, list[Step]]:
-    """Returns a manager's retention rules as of the last save, and the steps of its branch, to which they apply.
+    """Returns a manager's retention rules as of its last save, and the steps to which they apply: the current branch.
 
     Without a manager, the rules are empty.
     """

@@ -1,8 +1,8 @@
 """Plans and carries out the removal of old checkpoints and of the leftovers of dead saves.
 
 A save or a copy may be in progress in any directory. A file is therefore removed as a leftover only if it provably
-belongs to a dead save (see `commit.dead_files`), or if its age exceeds the duration of any save or copy. Only the user
-knows that duration. A checkpoint is removed as old only if it is known to be a step of a job.
+belongs to a dead save (see `commit.dead_files`), or if it is older than ``older_than``, for which the user chooses an
+age that no save or copy exceeds. A checkpoint is removed as old only if it is known to be a step of a job.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from ..errors import describe
 from ._find import Folder, lines_of_steps, of_manager, steps_of, walk
 
 _MAY_BE_IN_PROGRESS = (
-    "a save or a copy may be in progress there. Pass --older-than with an age that no save or copy exceeds."
+    "a save or a copy may be in progress there. To remove its files once they are old enough, pass --older-than with "
+    "an age that no save or copy exceeds."
 )
-_RETAINED = "a rule of its manager retains it. To remove it, delete its directory."
+_RETAINED = "a rule of its manager retains it. To remove it anyway, delete its directory."
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +73,18 @@ def collect(
     Args:
         path: The directory.
         keep_latest: Number of checkpoints to retain in each directory, at least 1. By default, the number that the
-            directory's last manager retains.
+            directory's last manager retains, or 1 without a manager.
         older_than: Minimum age in seconds: of a checkpoint, by the recorded time of the save; of leftovers, by the time
             of their last change.
         only_data: Remove only files that this package wrote. The directory of a removed checkpoint stays if it holds
-            others.
+            other files.
         dry_run: Remove nothing, and return what would be removed.
         storage_options: Passed to the fsspec filesystem of a URL.
 
     Raises:
         ValueError: ``keep_latest`` is less than 1.
         NotCommitted: there is no such directory.
-        ReadError: it cannot be listed.
+        ReadError: the directory cannot be listed.
     """
     if keep_latest is not None and keep_latest < 1:
         raise ValueError(
@@ -109,7 +110,7 @@ def plan_collection(
     removals: list[Removal] = []
     if keep is not None or older_than is not None:
         removals += _old_checkpoints(top, keep, older_than, only_data)
-    # A retained checkpoint may hold leftovers of dead saves. One that is planned as failed is reported already.
+    # Retained checkpoints may hold leftovers of dead saves, too. Those that are planned as failed are reported already.
     done = [folder for folder, planned in removals if planned.kept is None or planned.failed]
     whole = {part.storage.path for folder in done for part in folder.checkpoints}
     for _, folder in top.walk():
@@ -139,7 +140,7 @@ def remove(removal: Removal) -> Collected:
         with ExitStack() as stack:
             return _remove(folder, planned, stack)
     except Exception as error:
-        kept = folder.storage.scrub(f"cannot remove: {describe(error)}")
+        kept = folder.storage.scrub(f"removing its files failed: {describe(error)}")
         return replace(planned, files=(), nbytes=0, kept=kept, failed=True)
 
 
@@ -150,7 +151,9 @@ def _remove(folder: Folder, planned: Collected, stack: ExitStack) -> Collected:
             break
         lock = stack.enter_context(locked.storage.lock_directory())
         if locked.storage.locks_are_visible and not lock.is_exclusive:
-            return replace(planned, files=(), nbytes=0, kept="a save is in progress there")
+            return replace(
+                planned, files=(), nbytes=0, kept="the directory is in use, for example by a save in progress"
+            )
     now = walk(folder.storage)
     if _file_set(now) != _file_set(folder):
         kept = "its files have changed since they were listed. Run the command again."
@@ -177,8 +180,8 @@ def _remove(folder: Folder, planned: Collected, stack: ExitStack) -> Collected:
 def _file_set(top: Folder) -> set[tuple[str, FileInfo, bool]]:
     """Returns the files in and below a directory, and which of them are leftovers, to detect changes.
 
-    Ignores the ctime of data files. They are never rewritten, but a save that links one changes its ctime, as does the
-    removal of a checkpoint that shares it.
+    Ignores the ctime of data files. They are never rewritten, but a save that makes a hard link to a data file changes
+    its ctime, as does the removal of a checkpoint that shares the file.
     """
     return {
         (
@@ -193,7 +196,7 @@ def _file_set(top: Folder) -> set[tuple[str, FileInfo, bool]]:
 
 
 def _chosen(folder: Folder, planned: Collected) -> list[FileInfo]:
-    """Returns the files of a plan. Files in uploads are among the leftovers, not in a listing."""
+    """Returns the files of a plan. Files in incomplete uploads are among the leftovers, but not in a listing."""
     names = set(planned.files)
     found = {file.name: file for file in (*folder.leftovers, *_files_below(folder))}
     return [file for name, file in found.items() if name in names]
@@ -215,7 +218,7 @@ def _with_shared(removals: Sequence[Removal]) -> list[Removal]:
 
 
 def _leftovers(folder: Folder, older_than: float | None) -> Iterator[Removal]:
-    """Yields the leftovers of a directory to remove and, separately, those that may be in use."""
+    """Yields the leftovers to remove from a directory and, separately, those that may be in use."""
     others = tuple(file for file in folder.leftovers if file not in folder.dead)
     are_old = _are_old(others, older_than)
     if files := folder.leftovers if are_old else folder.dead:

@@ -130,8 +130,8 @@ class Inspection:
         ranks: The number of ranks that wrote data files; None if the format has no ranks.
         files: The data files.
         tensors, objects: The values whose keys match the pattern, in the order of the state dict.
-        by_dtype, by_key: Totals of ``tensors``, by dtype and by the prefixes of their keys, which end with the first
-            component that differs.
+        by_dtype, by_key: Totals of ``tensors``: by dtype, and by the prefix of each key, up to the first component in
+            which the keys differ.
         step, metrics: The step and the metrics that a manager recorded.
         best: As in `CheckpointInfo`.
     """
@@ -167,7 +167,7 @@ def inspect(
         NotCommitted: there is no checkpoint.
         UnsupportedFormat: the checkpoint has a format or version that this release does not read.
         DecryptionError: the key is wrong, or given for a checkpoint that is not encrypted.
-        CheckpointError: the checkpoint is damaged or cannot be read, or no key matches.
+        CheckpointError: the checkpoint is damaged or cannot be read, or ``pattern`` matches nothing in it.
     """
     storage = open_storage(checkpoint, storage_options)
     try:
@@ -265,7 +265,7 @@ def _object(stored: StoredObject) -> ObjectInfo:
 
 
 def _location(item: StoredItem | None) -> tuple[int | None, str | None, int | None]:
-    """Returns the rank, the file, and the offset of the first byte in the file."""
+    """Returns an item's rank, its file, and the offset of its first byte there. Without a file, all are None."""
     return (_rank(item.file), item.file, item.offset) if item is not None and item.file else (None, None, None)
 
 

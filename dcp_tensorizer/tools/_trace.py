@@ -74,14 +74,14 @@ def trace(sources: Sequence[_Path], output: _Path = "trace.json") -> Traced:
         WriteError: the trace cannot be written.
     """
     if not sources:
-        raise ValueError("sources is empty. Name at least one folder.")
+        raise ValueError("sources is empty. Name at least one trace file or folder.")
     records = [
         record for source in sources for file in _files(Path(os.path.expanduser(source))) for record in _records(file)
     ]
     if not records:
         raise NotCommitted(f"{', '.join(map(str, sources))}: the trace files hold no save and no load")
-    # Convert all spans to the clock of the first record's host, with one offset per host. As floats, seconds since the
-    # epoch would round times to a quarter of a microsecond.
+    # Convert all spans to the clock of the first record's host, with one offset per host. Seconds since the epoch,
+    # stored as floats, would be rounded to a quarter of a microsecond.
     offsets: dict[str, float] = {}
     on_clock = []
     for record in records:
@@ -128,7 +128,7 @@ def _files(source: Path) -> list[Path]:
     if not files or not files[0].exists():
         raise NotCommitted(
             f"{source} is neither a trace file nor a folder with one. Pass TraceFile(folder) as on_report on each "
-            f"rank, and trace that folder."
+            f"rank, and then pass that folder to trace."
         )
     return files
 

@@ -52,7 +52,7 @@ class Damage:
         file: The data file, relative to the checkpoint's directory.
         key: The key of the damaged tensor or object; None for a whole file, for an unreadable range, or for bytes
             outside any tensor or object.
-        offset: The first damaged byte of the file, as far as known.
+        offset: The offset in the file at which the damaged range begins; 0 if unknown.
         what: A description of the damage.
     """
 
@@ -72,7 +72,7 @@ class Verified:
         nbytes: Bytes read.
         seconds: The time taken.
         damages: The damages of each checkpoint, sorted by file and offset.
-        checkpoints: Number of verified checkpoints: 1, or in a folder those whose metadata is undamaged.
+        checkpoints: Number of verified checkpoints: 1, or for a folder, how many in it have undamaged metadata.
         digests: Whether the format has digests. Without digests, `verify` checks only the sizes, and that all values
             can be read.
     """
@@ -95,8 +95,9 @@ def verify(
 ) -> Verified:
     """Compares a checkpoint's files with what was saved. An encrypted checkpoint needs no key.
 
-    Each thread needs a few MiB of memory, whatever the size of the tensors. Of the other formats that `convert` reads,
-    only tensorizer's has digests. Of the others, `verify` checks only the sizes, and that all values can be read.
+    For a checkpoint of this package, each thread needs a few MiB of memory, whatever the size of the tensors. Of the
+    other formats that `convert` reads, only tensorizer's has digests. Of a checkpoint without digests, `verify` checks
+    only the sizes, and that all values can be read.
 
     Args:
         checkpoint: The checkpoint, or a folder of checkpoints, such as a manager's. In a folder, all checkpoints are
@@ -235,7 +236,10 @@ def verify_files(
 
 
 def _folded(damages: Sequence[Damage], cut: Mapping[str, int]) -> list[Damage]:
-    """Merges damages beyond the end of a truncated file if they are many. ``cut`` maps such files to their sizes."""
+    """Merges damages beyond the end of a truncated file if they are many.
+
+    ``cut`` maps each file of a wrong size to its actual size.
+    """
     lost: dict[str, dict[str, None]] = defaultdict(dict)
     for damage in damages:
         if damage.key is not None and damage.offset >= cut.get(damage.file, damage.offset + 1):
@@ -259,16 +263,17 @@ def _with_other_names(storage: Storage, damages: Sequence[Damage]) -> list[Damag
     for damage in damages:
         if others := names.get(damage.file, 1) - 1:
             other_names = f"{others} other name{'' if others == 1 else 's'}"
-            what = f"{damage.what}; the file has {other_names}, and checkpoints that share it are damaged too"
-            damage = replace(damage, what=what)
+            shared = f"the file has {other_names} (hard links): all checkpoints that share the file are damaged"
+            damage = replace(damage, what=f"{damage.what}; {shared}")
         named.append(damage)
     return named
 
 
 def _is_damage(storage: Storage, error: Exception) -> bool:
-    """Returns whether a failed read proves damage, as a disk error does.
+    """Returns whether a failed read proves damage.
 
-    Refusals of a server and a lack of permissions or resources do not.
+    On a remote storage, only a missing or truncated file proves it. On any other, every error does, such as a disk
+    error, except a lack of permissions, file descriptors or memory.
     """
     if isinstance(storage, RemoteStorage):
         return isinstance(error, EOFError | FileNotFoundError)
@@ -294,7 +299,7 @@ def _lost(keys: Sequence[str]) -> str:
 
 
 class _ReadRun(NamedTuple):
-    """Sections of a file that one thread reads, including the gaps between them."""
+    """Consecutive sections of a file that one thread reads, with the gaps between them."""
 
     file: str
     file_nbytes: int
@@ -377,7 +382,7 @@ class _Check:
 # Each block has a digest in the metadata. The other bytes of a file follow from the metadata and the data's hashes.
 
 SECTION_BYTES = 64 << 20
-"""Bytes that one thread checks: enough for fast reads, few enough to spread a large tensor over threads."""
+"""Bytes that one thread checks at a time: enough for fast reads, few enough to spread a large tensor over threads."""
 
 Problem = tuple[str | None, int, str]
 """Key (None outside any tensor), offset in the file, and description."""
@@ -405,7 +410,7 @@ class CheckedRange(Protocol):
 
 
 def items_by_file(parts: Mapping[int | None, Metadata]) -> dict[str, list[KeyedItem]]:
-    """Returns the items of each file, in the order of their offsets."""
+    """Returns the non-empty items of each file, in the order of their offsets."""
     files: dict[str, list[KeyedItem]] = defaultdict(list)
     for part in parts.values():
         shapes = {
@@ -432,7 +437,7 @@ def block_sections(items: Sequence[KeyedItem]) -> Iterator[CheckedRange]:
 
 
 def file_sections(items: Sequence[KeyedItem], nbytes: int, part: Metadata) -> Iterator[CheckedRange]:
-    """Yields ranges that cover every byte of a file of ``nbytes`` bytes. ``part`` is its metadata."""
+    """Yields ranges that cover every byte of a file of ``nbytes`` bytes. ``part`` is the metadata that names it."""
     record = part.storage_data.get("encryption")
     cipher = None
     if record is not None:  # the layout does not depend on the key
@@ -470,7 +475,7 @@ class _Blocks:
 
 
 class _TensorWithHeader:
-    """A tensor with its header, which holds tensorizer's hashes of both, or the nonce and MACs of an encrypted tensor.
+    """A tensor with its header, which holds tensorizer's hashes, or the nonce and MACs of an encrypted tensor.
 
     ``entries`` are the possible layouts, which differ in their hashes.
     """

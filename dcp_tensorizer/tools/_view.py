@@ -95,7 +95,8 @@ class StoredObject:
     nbytes: int
     # the ``torch.save`` bytes; for a tensor in several chunks, those of all chunks joined; raises `ReadError`
     read: Callable[[], bytes]
-    item: StoredItem | None = None  # the location of the bytes, or of the first chunk; None in any other format
+    # the location of the bytes, or of the first chunk; None if the format is not this package's
+    item: StoredItem | None = None
     fault: str = ""  # why it cannot be converted, as the end of a sentence that begins with the key; otherwise empty
 
 
@@ -258,7 +259,7 @@ def named_paths(keys: Mapping[Any, Any]) -> dict[Any, tuple[str, Path]]:
 
 
 def recorded_path(planner_data: Any, key: str) -> Path:
-    """Returns the path that DCP's planner recorded for a key. Without a valid record, returns the key as one part."""
+    """Returns the path that DCP's planner recorded for a key. If there is none, returns the key as one part."""
     path = planner_data.get(key) if isinstance(planner_data, dict) else None
     if not isinstance(path, tuple) or any(
         type(part) is not str and not (type(part) is int and 0 <= part < 2**63) for part in path
@@ -269,7 +270,7 @@ def recorded_path(planner_data: Any, key: str) -> Path:
 
 # --- joining chunks into regions --------------------------------------------------------------------------------------
 
-_KEPT_BY_MALLOC = 1 << 20  # bytes: tensors of less are allocated by malloc
+_KEPT_BY_MALLOC = 1 << 20  # bytes: smaller tensors are allocated by malloc
 
 
 def whole(shape: Sequence[int]) -> Region:
@@ -315,7 +316,7 @@ def read_region(
 
 
 def empty(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocates a tensor. A large one's memory returns to the system when freed: malloc would retain some of it."""
+    """Allocates a tensor. When a large tensor is freed, its memory returns to the system; malloc would retain some."""
     nbytes = math.prod(size) * dtype.itemsize
     if nbytes < _KEPT_BY_MALLOC:
         return torch.empty(size, dtype=dtype, device="cpu")
@@ -411,7 +412,7 @@ def _values_of_ranks(
             differ = (
                 f"ranks {ranks} each saved all or part of {key!r} (use_collectives=False), but the data does not match."
             )
-            values[key] = replace(together, conflict=f"{differ} Leave it out.")
+            values[key] = replace(together, conflict=f"{differ} Leave the key out.")
     for key, own in apart.items():
         for rank, value in own.items():
             name = f"rank{rank}.{key}"

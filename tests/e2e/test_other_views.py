@@ -47,9 +47,10 @@ def test_a_collection_through_another_view(tmp_path):
     done = run_python_with(f'mount -t tmpfs none "$1" && (cd "$1" && {OVERLAY})', JOB, tmp_path)
     told, values, files = json.loads(done.stdout)
     assert told == {
-        "merged": ["a save is in progress there"],
+        "merged": ["the directory is in use, for example by a save in progress"],
         "upper": [
-            "a save or a copy may be in progress there. Pass --older-than with an age that no save or copy exceeds."
+            "a save or a copy may be in progress there. To remove its files once they are old enough, pass "
+            "--older-than with an age that no save or copy exceeds."
         ],
     }
     assert (values, files) == ([2.0] * 4, 2)

@@ -176,7 +176,7 @@ def test_damage_to_a_shared_file_is_found_in_each_checkpoint(writer: TensorizerS
     for step in (1, 2, 3):
         (damage,) = verify(tmp_path / f"step-{step}").damages
         assert damage.key in ("base.0", "base.1")
-        assert "has 2 other names, and checkpoints that share it are damaged too" in damage.what
+        assert "has 2 other names (hard links): all checkpoints that share the file are damaged" in damage.what
     assert not verify(tmp_path / "step-0").damages
 
 

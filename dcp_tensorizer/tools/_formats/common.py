@@ -134,7 +134,7 @@ class FileRange(io.RawIOBase):
         return self._position
 
     def read(self, size: int = -1) -> bytes:
-        """Reads exactly ``size`` bytes. Raises `EOFError` before allocating memory for a damaged length."""
+        """Reads exactly ``size`` bytes. If fewer are left, raises `EOFError` before it allocates memory."""
         left = max(0, self._nbytes - self._position)
         if size > left:
             raise EOFError(f"{size:,} bytes must follow, got {left:,}")

@@ -111,7 +111,7 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
         except CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
             if isinstance(cause, CheckpointError):
-                raise cause from cause.__cause__  # its class shows whether it is damage
+                raise cause from cause.__cause__  # the class of the error shows whether it is damage
             message = f"cannot write {shown_path(path)} in torch's own format: {cause}"
             raise WriteError(storage.scrub(message)) from storage.cause(error)
 
@@ -133,7 +133,7 @@ class _ReadingPlanner(DefaultSavePlanner):
     """A planner that reads each value right before it is written; the state dict holds only meta tensors.
 
     torch's writer holds each tensor until the file is complete, even after it has written the tensor. So all tensors
-    share the memory of the largest one.
+    share one buffer, of the size of the largest.
     """
 
     def __init__(self, view: CheckpointView) -> None:

@@ -68,9 +68,9 @@ def open_checkpoint(
 def open_foreign(
     path: str | os.PathLike[str], options: Mapping[str, Any] | None, encryption: DecryptionParams | None = None
 ) -> tuple[CheckpointView, dict[str, int]] | None:
-    """Opens a checkpoint of another format, and returns it with the sizes of its data files.
+    """Opens a checkpoint whose format is not this package's, and returns it with the sizes of its data files.
 
-    Without such a checkpoint, returns None. Raises what `open_checkpoint` raises for one that cannot be read.
+    If there is no such checkpoint, returns None. If it cannot be read, raises what `open_checkpoint` raises.
     """
     try:
         location = _locate(path, options or {})
@@ -112,7 +112,7 @@ def open_all(
 
 @dataclass(frozen=True, slots=True)
 class _Location:
-    """A checkpoint's location. ``name`` is that of a single file; only this package's format has metadata ``parts``."""
+    """A checkpoint's location. Only a single file has a ``name``, and only this package's format metadata ``parts``."""
 
     path: str
     format: str
@@ -188,7 +188,7 @@ def _file_format(storage: Storage, name: str) -> str:
 
 
 def _is_directory(storage: Storage, name: str) -> bool:
-    """Returns whether a name is a directory. On object stores, reading a directory is like reading a missing file."""
+    """Returns whether a directory has this name. On object stores, reading it is like reading a missing file."""
     with suppress(CheckpointError):
         files, folders = storage.child(name).listing()
         return bool(folders) or [file.name for file in files] != [name]  # fsspec lists a file as itself
@@ -219,7 +219,10 @@ def new_paths(paths: Mapping[str, Path], options: ConvertOptions, source: str) -
 
 
 def _stripped(path: Path, prefix: str) -> Path:
-    """Returns a path without ``prefix``, if its key begins with it. The first part of the result is a str."""
+    """Removes ``prefix`` from a path whose key begins with it. The first part of the new path is a str.
+
+    Returns any other path itself.
+    """
     whole = path
     if not prefix or not key_of(path).startswith(prefix):
         return whole
@@ -230,7 +233,9 @@ def _stripped(path: Path, prefix: str) -> Path:
     if path and (rest or not isinstance(path[0], str)):
         path = (str(path[0]).removeprefix(rest), *path[1:])
     if not key_of(path):
-        raise ConversionError(f"nothing is left of the key {key_of(whole)!r} without {prefix!r}. Leave it out.")
+        raise ConversionError(
+            f"nothing is left of the key {key_of(whole)!r} without the prefix {prefix!r}. Leave the key out."
+        )
     return path
 
 
@@ -251,7 +256,7 @@ def _renamed(paths: Mapping[str, Path], rules: Mapping[str, str], source: str) -
 
 
 def _moved(path: Path, key: str) -> Path:
-    """Returns the path of a new key, which stays in the nested dicts whose keys it still begins with."""
+    """Returns the path of a new key, within those nested dicts of the old path whose keys the new key begins with."""
     kept: list[str | int] = []
     for part in path[:-1]:
         if not key.startswith(f"{part}.") or key == f"{part}.":

@@ -48,7 +48,7 @@ def read(storage: Storage, name: str) -> CheckpointView:
         offsets = saved_offsets(file.notes)
     is_part = bool(offsets) and fnmatch.fnmatchcase(name, _PARTS)  # torch records offsets in unsharded files, too
     if is_part or any(map(any, offsets.values())):
-        raise ConversionError(f"{path} has only one rank's parts of the tensors of a save. Name its directory.")
+        raise ConversionError(f"{path} has only one rank's parts of the tensors of a save. Name the directory instead.")
     return view_of(storage, path, "safetensors", ModelCatalog(storage, files=[file]))
 
 

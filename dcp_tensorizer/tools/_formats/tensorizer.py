@@ -1,4 +1,4 @@
-"""Reads tensorizer files of any release, and writes them like the package's own data files.
+"""Reads tensorizer files of any release, and writes them in the way of this package's data files.
 
 tensorizer parses a file's index and the headers of its tensors. This module reads the tensors by ranges, and compares
 them with the CRC-32 in their headers: ``TensorDeserializer`` returns only whole tensors from a stream that one thread
@@ -63,9 +63,9 @@ def _tensor(storage: Storage, file: str, nbytes: int, entry: Any) -> StoredTenso
     """Makes the tensor of an index entry (``tensorizer.serialization.TensorEntry``)."""
     dtype = _dtype(entry.dtype)
     if not 0 <= entry.data_offset - entry.offset <= _MAX_HEADER:
-        raise ValueError(f"its index is damaged: {str(entry.name)!r} has no header")
+        raise ValueError(f"its index is damaged: {str(entry.name)!r} has no valid header")
     if entry.data_offset + entry.data_length > nbytes:
-        raise ValueError(f"its index is damaged: {str(entry.name)!r} has more bytes than the file")
+        raise ValueError(f"its index is damaged: {str(entry.name)!r} ends beyond the end of the file")
     if entry.data_length != math.prod(entry.shape) * dtype.itemsize:
         raise ValueError(f"it has no data for {str(entry.name)!r}, or its index is damaged")
     tensor = plain_tensor(storage, tuple(entry.name), dtype, tuple(entry.shape), file, entry.data_offset)
@@ -127,7 +127,7 @@ class _VerifiedReads:
         self._expected = hashes.get(HashType.CRC32)
         self._crc32 = header.compute_crc32()
         self._next = 0
-        self._is_verified = self._expected is None  # a release may omit it
+        self._is_verified = self._expected is None  # the header may have no CRC-32
 
     def _add(self, value: torch.Tensor) -> None:
         self._crc32 = crc32(host_bytes(value), self._crc32)
@@ -147,7 +147,7 @@ class _VerifiedReads:
 
 
 def check(view: CheckpointView, options: ConvertOptions) -> None:
-    """Raises `ConversionError` for values that tensorizer cannot hold or read, and for rules that split nothing."""
+    """Raises `ConversionError` for values that tensorizer cannot hold or read, and for rules that cannot be applied."""
     check_no_objects(view, "a tensorizer file")
     keys = list(view.tensors)
     for key, name in zip(keys, stored_names(keys), strict=True):

@@ -3,7 +3,7 @@
 Such a file is a zip archive with a pickle of the state dict and a record per tensor. With fake tensors, ``torch.load``
 returns the locations of the records instead of reading them, and ``torch.save`` writes a temporary archive in which
 these records are empty. This module copies the other records from that archive, and reads the tensors in blocks. It
-writes the result with Python's zipfile, which does not seek, and computes the CRC-32s.
+writes the result with Python's zipfile, which computes the CRC-32s and does not need to seek.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from .._view import (
 from .common import ConvertOptions, FileRange, naming
 
 _ALIGNMENT = 64  # bytes, as in torch.save
-_NOT_LOCATED = "a sparse, quantized or nested tensor, or one without data"
+_NOT_LOCATED = "a sparse, quantized, nested or meta tensor"
 # The bytes before an entry's data in a zip file, without name and padding: the header (30), the head of the extra field
 # that pads (4), and the extra field for 64-bit sizes (20). Readers skip extra fields with unknown tags.
 _BEFORE_DATA = 30 + 4 + 20
@@ -97,7 +97,7 @@ def read(storage: Storage, name: str) -> CheckpointView:
 
 
 def locate(storage: Storage, path: Path, tensor: torch.Tensor, file: str, start: int = 0) -> StoredTensor:
-    """Makes a stored tensor from one that `load_fake` loaded. Its ``torch.save`` bytes begin at ``start`` in the file.
+    """Makes a stored tensor from one that `load_fake` loaded, from bytes that begin at ``start`` in the file.
 
     Raises `ConversionError` if the elements are not stored as plain bytes.
     """
@@ -150,7 +150,7 @@ def _read_strided(storage: Storage, piece: Piece, strides: Sequence[int], region
 
 
 def _read_whole(storage: Storage, piece: Piece, strides: Sequence[int]) -> torch.Tensor:
-    """Reads a tensor in slices of the dimension with the largest stride, without most of the bytes between elements."""
+    """Reads a tensor in slices of the dimension with the largest stride. Skips the bytes between slices."""
     run, dtype = run_of(piece.item), named_dtype(piece.item.dtype)
     elements = empty(piece.shape, dtype)
     dim = max(range(len(strides)), key=strides.__getitem__)
@@ -191,7 +191,7 @@ def write(
 
 
 def _records(view: CheckpointView) -> dict[str, bytes | StoredTensor]:
-    """Returns the records of the archive in order: their bytes, or the tensor that they store."""
+    """Returns the records of the archive by name, in order: the bytes of each, or the tensor that it stores."""
     with FakeTensorMode():
         fakes = {
             key: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for key, tensor in view.tensors.items()
@@ -299,7 +299,7 @@ def load_fake(file: FileRange, nbytes: int, path: str) -> Any:
     except Exception as error:
         refused = error
     try:
-        # `_Unpickler` never calls the functions in NEVER_FAKE. torch 2.15 no longer trusts the one for nested tensors.
+        # `_Unpickler` never calls the functions in NEVER_FAKE. torch 2.15 no longer allows the one for nested tensors.
         needed = [name for name in unsafe_globals(buffered) if name not in NEVER_FAKE]
     except UntrustedObject:  # not a pickle that torch.save writes
         raise refused from None
@@ -323,7 +323,7 @@ def _load(file: IO[bytes], records: Sequence[tuple[int, int]], *, weights_only: 
         nbytes = tensor.untyped_storage().nbytes()
         number = bisect.bisect_right(records, (checkpoint_offset(tensor), 0)) - 1
         if number < 0 or nbytes > records[number][1]:
-            raise ValueError(f"a tensor has {nbytes:,} bytes, more than its record")
+            raise ValueError(f"a tensor has {nbytes:,} bytes, but no record in the file holds that many at its offset")
     return value
 
 

@@ -60,7 +60,7 @@ def report(
 
     Args:
         checkpoints: Checkpoints of any format that `convert` reads. If each name has a step, and no two steps are
-            equal, they are sorted by step.
+            equal, the page sorts the checkpoints by step.
         output: The page: a local path, or a URL. An existing file is replaced.
         storage_options: Passed to the fsspec filesystems of URLs.
         encryption: The key, if a checkpoint is encrypted. The page is not encrypted.
@@ -141,7 +141,7 @@ def _render(data: Mapping[str, Any]) -> bytes:
 def _tensor_row(tensor: StoredTensor, statistics: Sequence[Statistics | None]) -> list[Any]:
     """Returns the page's row of a tensor: key, shape, dtype, bytes, and its statistics in each checkpoint.
 
-    Each statistic has the order of FIELDS in ``data.js``.
+    The statistics of a checkpoint are a list in the order of FIELDS in ``data.js``.
     """
     rows = [
         None

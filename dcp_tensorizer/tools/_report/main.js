@@ -39,7 +39,7 @@ function drawTop() {
   const elements = sum(TENSORS, (tensor) => tensor.shape.reduce((a, b) => a * b, 1));
   const saved = last && last.saved ? new Date(last.saved) : null;
   const facts = [
-    fact("size", bytes(ROOT.bytes), CHECKPOINTS.length > 1 ? `in each of ${many(CHECKPOINTS.length, "checkpoint")}` : "of all tensors"),
+    fact("size", bytes(ROOT.bytes), CHECKPOINTS.length > 1 ? "of all tensors, each counted once" : "of all tensors"),
     fact("tensors", TENSORS.length.toLocaleString("en"), last ? many(last.objects, "other value") : ""),
     fact("elements", count(elements), "in all tensors"),
     fact("dtype", main ? main[0] : "–", others.length ? `and ${others.map((other) => other[0]).join(", ")}` : ""),

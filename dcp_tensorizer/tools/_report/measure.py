@@ -25,11 +25,11 @@ _MAX_THREADS = 4
 
 
 class _Series(NamedTuple):
-    """A tensor over consecutive checkpoints in which its shape is the same."""
+    """A tensor in consecutive checkpoints in which it has the same shape."""
 
     key: str
     tensors: list[StoredTensor]  # without those whose digests equal the previous checkpoint's
-    numbers: list[list[int]]  # for each of `tensors`, the numbers of the checkpoints that hold it
+    numbers: list[list[int]]  # for each of `tensors`, the numbers of the checkpoints with these values
 
     @property
     def blocks(self) -> list[Region]:

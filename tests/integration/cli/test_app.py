@@ -267,7 +267,9 @@ def test_files_and_folders_of_other_formats(checkpoint: Path, tmp_path: Path) ->
     run("convert", checkpoint, tmp_path / "model.pt", "--to", "torch")
     code, out, _ = run("verify", tmp_path / "model.pt")
     assert (code, out.startswith("ok: 1 file, ")) == (0, True)
-    assert out.endswith(". Without digests in the format, only sizes were checked, and that all values can be read\n")
+    assert out.endswith(
+        ". Where the format has no digests, verify checked only the sizes, and that all values can be read\n"
+    )
     code, out, _ = run("inspect", tmp_path / "model.pt")
     assert (code, re.search(r"^model\.pt +- ", out, re.MULTILINE) is not None, "saved by" in out) == (0, True, False)
     shutil.copytree(checkpoint, checkpoint.parent / "step-8")
@@ -741,14 +743,14 @@ def test_gc_that_cannot_remove_something(checkpoint: Path, monkeypatch: pytest.M
 
     def fail(removal: Removal) -> Collected:
         if removal[0].name == "step-7":
-            return dataclasses.replace(removal[1], files=(), kept="cannot remove: not yours", failed=True)
+            return dataclasses.replace(removal[1], files=(), kept="removing its files failed: not yours", failed=True)
         return remove(removal)
 
     monkeypatch.setattr(_gc, "remove", fail)
     code, out, _ = run("gc", checkpoint.parent, "--keep-latest", "1", "--dry-run")
     assert (code, out.count("checkpoint ")) == (0, 2)
     code, out, _ = run("gc", checkpoint.parent, "--keep-latest", "1")
-    assert (code, "kept: cannot remove: not yours" in out, "1 checkpoint removed" in out) == (2, True, True)
+    assert (code, "kept: removing its files failed: not yours" in out, "1 checkpoint removed" in out) == (2, True, True)
     assert {path.name for path in checkpoint.parent.iterdir()} == {"step-7", "step-9"}
 
 

@@ -166,7 +166,7 @@ def test_a_save_in_progress_is_left_alone(tmp_path: Path) -> None:
     leave(fresh)
     leave(old)
     removals = run(tmp_path, keep=1, older_than=0)
-    assert {removal.kept for removal in removals} == {"a save is in progress there"}
+    assert {removal.kept for removal in removals} == {"the directory is in use, for example by a save in progress"}
     assert names(tmp_path) == {"step-1", "step-2", "step-3"}
     assert LEFTOVER in names(old) & names(fresh)
     for lock in locks:
@@ -410,7 +410,8 @@ def test_unrecorded_leftovers_are_removed_by_age(tmp_path: Path, state: str) -> 
     leave(tmp_path / "step-1", age=10_000, recorded=False)
     for older_than in (None, 3600.0):
         assert {removal.kept for removal in run(tmp_path, keep=1, older_than=older_than)} <= {
-            "a save or a copy may be in progress there. Pass --older-than with an age that no save or copy exceeds."
+            "a save or a copy may be in progress there. To remove its files once they are old enough, pass "
+            "--older-than with an age that no save or copy exceeds."
         }
         assert LEFTOVER in names(tmp_path / "step-1")
     run(tmp_path, older_than=0)
@@ -479,9 +480,13 @@ def refused(path: Path, keep: int | None = 1, older_than: float | None = None) -
 
 NOT_STEPS = (
     "its checkpoints might not be steps of one job. Without a manager's records, steps must be named like step-10 and "
-    "step-20, and have equal keys, and no other name there may have a number. Delete old checkpoints by hand."
+    "step-20 and have equal keys, and beside them, no other directory with a checkpoint may have a number in its name. "
+    "Delete old checkpoints by hand."
 )
-IN_A_STEP = "one of its parent directories is named like a step. To collect its checkpoints, pass its own path."
+IN_A_STEP = (
+    "one of its parent directories is named like a step. To delete old checkpoints in this directory, pass its own "
+    "path to gc."
+)
 
 
 @pytest.mark.parametrize("name", ["step-{}", "checkpoint_{}", "iter_{:07}", "global_step{}", "Epoch={}"])

@@ -22,6 +22,6 @@ def test_a_conversion_in_progress_is_not_collected(tmp_path: Path) -> None:
             kept.extend(removed.kept for removed in collect(tmp_path))
 
     convert(tmp_path / "a", tmp_path / "b", "dcp_tensorizer", on_progress=collect_all)
-    assert kept == ["a save is in progress there"]
+    assert kept == ["the directory is in use, for example by a save in progress"]
     assert same(tensors_of(tmp_path / "b")["x"], torch.ones(3))
     assert list_checkpoints(tmp_path / "b")[0].state == "committed"

@@ -72,7 +72,7 @@ def test_parts_of_several_ranks_are_put_together(tmp_path: Path) -> None:
     save_parts(tmp_path / "hf", {names[0]: (whole[:2], [0, 0]), names[1]: (whole[2:], [2, 0])})
     assert torch.equal(tensors_of(tmp_path / "hf")["w"], whole)
     for name in names:
-        with pytest.raises(ConversionError, match=f"{name} has only one rank.s parts .* Name its directory"):
+        with pytest.raises(ConversionError, match=f"{name} has only one rank.s parts .* Name the directory"):
             convert(tmp_path / "hf" / name, tmp_path / "out", "torch")
     (tmp_path / "hf" / names[0]).unlink()
     with pytest.raises(MetadataError, match="chunks of 'w' do not make up its 24 elements"):
