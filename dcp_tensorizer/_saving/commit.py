@@ -33,9 +33,9 @@ from ..errors import CheckpointError, WriteError, listed_ranks
 def begin(storage: Storage, timeout: float) -> DirectoryLock:
     """Locks a directory for a save before any rank writes, and removes the files of dead saves.
 
-    While no save is in progress, recorded files that no metadata names can never become part of a checkpoint. Raises
-    `WriteError` if the directory cannot be opened, or if another save's clean-up holds the directory's lock for longer
-    than ``timeout`` seconds.
+    Removes them only if no save is in progress, so that they can never become part of a checkpoint: see `dead_files`.
+    Raises `WriteError` if the directory cannot be opened, or if another save's clean-up holds the directory's lock for
+    longer than ``timeout`` seconds.
     """
     lock = storage.lock_directory()
     with suppress(Exception):
@@ -46,9 +46,9 @@ def begin(storage: Storage, timeout: float) -> DirectoryLock:
 
 
 def put_records(storage: Storage, save_ids: Iterable[str]) -> None:
-    """Writes a record of each save, if possible.
+    """Writes a record of each save, a small file, into the directory, if possible.
 
-    If a record is in the directory that it names, and no process locks that directory, the save is over.
+    If a record is in the directory that it names, and no process has locked that directory, the record's save is over.
     """
     for save_id in set(save_ids):
         storage.put_record(record_file_name(save_id))
@@ -71,9 +71,10 @@ def drop_record(storage: Storage, save_id: str) -> None:
 
 
 def dead_files(storage: Storage, names: Sequence[str]) -> list[str]:
-    """Returns the files of a directory that provably belong to dead saves. No save may be in progress in it.
+    """Returns the files of a directory that belong to saves with records, and that no metadata names.
 
-    Other files may be copies in progress, or belong to a save whose lock is not visible. Raises `CheckpointError` if
+    No save may be in progress in the directory: then these files provably belong to dead saves. Other files may be
+    copies in progress, or belong to a save whose lock is not visible. Raises `CheckpointError` if
     the metadata or records cannot be read.
     """
     records = {save_id_in(name) for name in names if is_record_file_name(name) and storage.is_record(name)}
@@ -81,7 +82,7 @@ def dead_files(storage: Storage, names: Sequence[str]) -> list[str]:
 
 
 def leftovers(storage: Storage, names: Sequence[str]) -> list[str]:
-    """Returns a directory's files of uncommitted saves, records last.
+    """Returns the files of uncommitted saves in a directory, records last.
 
     Raises `CheckpointError` if the metadata or records cannot be read.
     """
@@ -244,8 +245,8 @@ def _named_files(storage: Storage, name: str) -> set[str]:
 # --- uploads of a model's files, for storages without locks that show whether a save is in progress -------------------
 #
 # A save records its files before it begins their uploads, and then the uploads. The next save to the same directory
-# aborts recorded uploads; if the save that began them is still alive, it then fails. Completed files carry the id of
-# their save. Before another save replaces such files, it writes the record of that id again.
+# aborts recorded uploads, so a save that is still uploading fails. Completed files carry the id of their save. A save
+# that replaces such files first writes the record of that id again.
 
 _decode = msgspec.json.Decoder(dict[str, str]).decode
 
@@ -284,7 +285,7 @@ def remove_uploads(storage: Storage, *save_ids: str) -> None:
 
 
 def recorded_uploads(storage: Storage, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Returns the uploads that a directory's files ``names`` record: for each save id, the tokens by file name."""
+    """Returns the uploads in the record files among ``names``: for each save id, the tokens by file name."""
     found = {}
     for name in filter(is_record_file_name, names) if storage.uploads_are_hidden else ():
         with suppress(CheckpointError, msgspec.MsgspecError):
@@ -315,7 +316,7 @@ def agree_on_key(cipher: Cipher | None, parts: Sequence[RankLocations]) -> None:
     other = find_other_key(cipher, ((part.rank, part.check) for part in parts))
     if other is not None:
         raise WriteError(
-            f"the encryption key of rank {other} differs from the coordinator's, or only one of the two has a key. "
+            f"the encryption key of rank {other} differs from the coordinator's, or only one of these ranks has a key. "
             f"Give every rank's writer the same EncryptionParams, made on one rank and sent to the others, or derived "
             f"from one passphrase and one salt: EncryptionParams.from_string(passphrase, salt=...)."
         )

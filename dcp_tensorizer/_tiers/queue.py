@@ -29,7 +29,7 @@ FOLDER = ".flush"
 
 WRITING, UNFLUSHED, SENT, REMOTE, LOST, REPORTED = "writing", "unflushed", "sent", "remote", "lost", "told"
 OPEN = frozenset({UNFLUSHED, SENT})
-"""The states of saves that are not committed on the remote yet."""
+"""The states of saves that were handed over to the flush, and are not committed on the remote yet."""
 _ORDER = (WRITING, UNFLUSHED, SENT, REMOTE, LOST, REPORTED)
 
 _ENTRY = re.compile(rf"(\d+)-(\d+)-([0-9a-f]{{32}})\.({'|'.join(_ORDER)})")

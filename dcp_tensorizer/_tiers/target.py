@@ -79,7 +79,7 @@ def subpath_of(root: str | os.PathLike[str], path: str | os.PathLike[str]) -> st
 
 
 def _in_process(name: str) -> str:
-    return f"{name} is in the memory of one process, but another process flushes the local folder. Save without local="
+    return f"{name} is in the memory of one process, but another process flushes the local folder. Omit local=."
 
 
 def target_of(
