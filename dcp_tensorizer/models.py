@@ -36,7 +36,7 @@ __all__ = ["Export", "Parts", "SafetensorsStorageWriter"]
 
 @dataclass(frozen=True, slots=True)
 class Export(ModelOptions):
-    """Exports of models by `CheckpointManager`: ``CheckpointManager(..., export=Export("models/{}"))``.
+    """Options for exporting models from `CheckpointManager`: ``CheckpointManager(..., export=Export("models/{}"))``.
 
     An export is written when a save is committed, from the save's staged copy, so training does not wait for a second
     copy. Calls that wait for the save also wait for the export. The error of a failed export is logged, and raised by

@@ -49,7 +49,7 @@ class SavePlanner(DefaultSavePlanner):
 
     The checkpoints and their ``Metadata`` are the same as with torch's planner. torch's planner makes a dozen objects
     per item on each rank, sends all of them, and compares them one by one on the coordinator. This planner sends a
-    plan in column form, as a few arrays, or only its digest if it equals the rank's plan of one of the last saves.
+    plan in column form, as a few arrays; or only the plan's digest, if the plan equals one of the rank's last plans.
 
     If chunks overlap, are missing or lie outside their tensor, or if ranks have tensors of different shapes or dtypes
     under one key, planning raises `WriteError`, naming the keys.

@@ -198,9 +198,9 @@ class TensorizerStorageReader(StorageReader):
         rank. The reader finds the stored chunks when it reads. If the stored chunks do not cover a tensor, or if each
         rank saved for itself, the metadata has the stored chunks, like that of `stored_metadata`.
 
-        DCP swallows an error of this method, and calls the method again with ``rank=``. If that call finds the metadata
-        of the rank's own save, the rank skips the collectives. So without ``rank=`` the method raises only
-        `NotCommitted`, and with ``rank=`` it finds no checkpoint of all ranks. It records all other errors:
+        DCP swallows an error of this method, and calls the method again with ``rank=``. If that call returns, the
+        rank skips the later collectives, in which other ranks may wait. So without ``rank=`` the method raises only
+        `NotCommitted`, and with ``rank=`` it never finds a checkpoint of all ranks. It records all other errors:
         `set_up_storage_reader` raises the recorded error, or the returned metadata raises it when a planner reads the
         metadata earlier. DCP then sends the error to every rank.
 

@@ -200,7 +200,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
         """Starts the writer process, and allocates a staging buffer for state dicts of the size of ``state_dict``.
 
-        Returns at once: memory is allocated in the background, and the first save waits for the allocation if
+        Returns immediately: memory is allocated in the background, and the first save waits for the allocation if
         necessary. ``Stateful`` values are replaced by their ``state_dict()``, as in a save. Call `prewarm` after the
         first optimizer step: before that step, ``get_optimizer_state_dict`` makes the optimizer's state by running an
         extra step, which Adam counts.
@@ -300,7 +300,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                 optimizer.step()
 
         This is not a real lock: several threads may be inside at once, and leaving does nothing. Other checkpointers
-        have this method under the same name. If all remaining copies are from a GPU, entering returns at once, and work
+        have this method under the same name. If all remaining copies are from a GPU, entering returns immediately, and
         that is queued inside the context on the current stream waits for the copies. Otherwise entering waits until the
         state may be changed.
 
@@ -350,7 +350,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """Sets the path of the calling thread's save. DCP calls it before a save with a ``checkpoint_id``.
 
         If a ``state_dict()`` or a planner's ``set_up_planner`` fails before the save begins, the path applies to the
-        next save without an id. A relative path is relative to the working directory at the time of staging.
+        thread's next save without a ``checkpoint_id``. A relative path is relative to the working directory at the time
+        of staging.
         """
         if checkpoint_id is not None:
             check_path(checkpoint_id)

@@ -33,9 +33,9 @@ from ..errors import CheckpointError, WriteError, listed_ranks
 def begin(storage: Storage, timeout: float) -> DirectoryLock:
     """Locks a directory for a save before any rank writes, and removes the files of dead saves.
 
-    Removes them only if no save is in progress, so that they can never become part of a checkpoint: see `dead_files`.
-    Raises `WriteError` if the directory cannot be opened, or if another save's clean-up holds the directory's lock for
-    longer than ``timeout`` seconds.
+    Removes files only if no save is in progress: then these files can never become part of a checkpoint. Raises
+    `WriteError` if the directory cannot be opened, or if another save's clean-up holds the directory's lock for longer
+    than ``timeout`` seconds.
     """
     lock = storage.lock_directory()
     with suppress(Exception):
@@ -46,7 +46,7 @@ def begin(storage: Storage, timeout: float) -> DirectoryLock:
 
 
 def put_records(storage: Storage, save_ids: Iterable[str]) -> None:
-    """Writes a record of each save, a small file, into the directory, if possible.
+    """Writes a record of each save into the directory, as a small file, if possible.
 
     If a record is in the directory that it names, and no process has locked that directory, the record's save is over.
     """
@@ -74,8 +74,8 @@ def dead_files(storage: Storage, names: Sequence[str]) -> list[str]:
     """Returns the files of a directory that belong to saves with records, and that no metadata names.
 
     No save may be in progress in the directory: then these files provably belong to dead saves. Other files may be
-    copies in progress, or belong to a save whose lock is not visible. Raises `CheckpointError` if
-    the metadata or records cannot be read.
+    copies in progress, or belong to a save whose lock is not visible. Raises `CheckpointError` if the metadata or
+    records cannot be read.
     """
     records = {save_id_in(name) for name in names if is_record_file_name(name) and storage.is_record(name)}
     return _leftovers(storage, names, lambda name: save_id_in(name) in records) if records else []
@@ -349,7 +349,7 @@ def remove_files(storage: Storage, names: Sequence[str]) -> None:
 #
 # A rank whose own part fails removes its files. The other ranks learn of the failure from DCP's error, after they have
 # written their files. If locks are visible, the next save or restore removes these files. On other storages only the
-# rank that wrote a file knows of it, so each rank removes its own.
+# rank that wrote a file knows of that file, so each rank removes its own files.
 
 _MARK = "_dcp_tensorizer_before_commit"  # attribute of an error that goes to the other ranks
 

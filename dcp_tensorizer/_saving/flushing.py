@@ -145,7 +145,7 @@ class Flushing:
         except ReadError as error:
             self.unknown = str(error)
         if self.unknown and not before:
-            logger.error("%s. Until that changes, this rank does not wait for the saves there", self.unknown)
+            logger.error("%s. Until that changes, this rank does not wait for the flush", self.unknown)
         return found
 
     def unflushed(self) -> int:

@@ -30,7 +30,7 @@ _SHOWN_SECONDS = 0.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """One save, as one rank sees it. Durations are wall-clock seconds; those of the writer process overlap each other.
+    """Report of one save on one rank. Durations are wall-clock seconds; those of the writer process overlap each other.
 
     Attributes:
         path: The checkpoint's path, without credentials.

@@ -52,7 +52,7 @@ _MANY_ITEMS = 2000  # of a rank: for these, torch's planner takes 0.1 s longer t
 
 @dataclass(slots=True, eq=False)  # not frozen: frozen items take three times as long to make
 class Item:
-    """One write item.
+    """One write item of a plan.
 
     Attributes:
         key: The item's key, and the offset of its chunk.

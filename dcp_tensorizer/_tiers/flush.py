@@ -281,7 +281,7 @@ class Flusher:
             # Find later saves before reading the metadata. Saves are committed in order: if a later save is already on
             # the remote, and the metadata read after that does not name these files, it never will.
             # The later save may be of any rank, because a job may resume with fewer ranks. A part that was sent
-            # very recently is not judged yet.
+            # very recently is left for a later check.
             is_recent = time.time() - entry.changed <= self.target.timeout / 10
             later = [r for e, r in self._queue.records({REMOTE}) if e.number > entry.number and not is_recent]
             named = named_files(self._remote(record.subpath), metadata_file_name())
@@ -563,7 +563,7 @@ _TROUBLE_SECONDS = 10.0
 
 
 class FlushThread:
-    """Flusher of local folders, one after the other, until all saves are on the remote.
+    """Thread that flushes local folders, one after the other, until all saves are on the remote or given up.
 
     ``is_busy`` returns whether a save is in progress. The thread pauses during saves.
     """

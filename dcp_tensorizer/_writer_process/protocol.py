@@ -51,7 +51,7 @@ class EarlierFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileRequest:
-    """One tensorizer file, its tensors in file order."""
+    """A request for one tensorizer file, with its tensors in file order."""
 
     name: str
     tensors: tuple[TensorSource, ...]

@@ -80,8 +80,8 @@ class SharedFilePart(NamedTuple):
 class SharedWriteJob:
     """A job that writes pieces into shared files, and makes them durable.
 
-    If a file has granules (see `SharedFilePart`), the pieces cover each granule as a whole or not at all. ``fill`` reads
-    the bytes of the sources.
+    If a file has granules (see `SharedFilePart`), the pieces cover each granule as a whole or not at all. ``fill``
+    reads the bytes of the sources.
     """
 
     def __init__(

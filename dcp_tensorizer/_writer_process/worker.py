@@ -92,7 +92,7 @@ def _thread_ids() -> set[int]:
 
 
 class Worker:
-    """The server of one trainer's requests."""
+    """Server, in the writer process, for the requests of one trainer."""
 
     def __init__(self, channel: Channel, snapshots: Snapshots | None) -> None:
         self._channel = channel
