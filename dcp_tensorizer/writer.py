@@ -301,8 +301,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
         This is not a real lock: several threads may be inside at once, and leaving does nothing. Other checkpointers
         have this method under the same name. If all remaining copies are from a GPU, entering returns immediately, and
-        that is queued inside the context on the current stream waits for the copies. Otherwise entering waits until the
-        state may be changed.
+        work that is queued inside the context on the current stream waits for the copies. Otherwise entering waits
+        until the state may be changed.
 
         Raises:
             StagingError: a CUDA graph is being captured; its replays would not wait.
