@@ -426,7 +426,7 @@ def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
     """The error names the file and its format, so that no job silently begins anew."""
     torch.save({}, tmp_path / "run.pt")
     with manager_of(tmp_path / "run.pt") as manager:
-        with pytest.raises(MetadataError, match=r"run\.pt is a file that torch\.save wrote: load it with"):
+        with pytest.raises(MetadataError, match=r"run\.pt is a file like those that torch\.save writes: load it with"):
             manager.restore(state_of(0))
         with pytest.raises(TypeError, match=r"as \{\"model\": model\}, got Linear"):
             manager.restore(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
