@@ -76,7 +76,7 @@ class DecryptionError(ReadError):
 
 
 class MetadataError(CheckpointError):
-    """A checkpoint's ``.metadata`` is unusable: damaged, or as a subclass describes."""
+    """A checkpoint's ``.metadata`` is unusable: for example, it is damaged. Subclasses name other reasons."""
 
 
 class NotCommitted(MetadataError, FileNotFoundError):
@@ -102,9 +102,9 @@ class ConversionError(CheckpointError):
 def unwrap(error: BaseException) -> BaseException:
     """Returns the error of a failed rank, without the wrapper in which DCP raises it.
 
-    DCP raises a ``CheckpointException``, which holds the error of each failed rank. This class derives from
-    ``BaseException``, so ``except Exception`` does not catch it. Returns the error of the lowest rank that failed with
-    an error of this package, or, if no rank did, the error of the lowest failed rank::
+    DCP raises a ``CheckpointException``, which holds the error of each failed rank. ``CheckpointException`` derives
+    from ``BaseException``, so ``except Exception`` does not catch it. Returns the error of the lowest rank that failed
+    with an error of this package, or, if no rank did, the error of the lowest failed rank::
 
         try:
             dcp.load(state, storage_reader=reader)

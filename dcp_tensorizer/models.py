@@ -36,7 +36,7 @@ __all__ = ["Export", "Parts", "SafetensorsStorageWriter"]
 
 @dataclass(frozen=True, slots=True)
 class Export(ModelOptions):
-    """Exports of models by `CheckpointManager`: ``CheckpointManager(..., export=Export("models/{}"))``.
+    """Options for exporting models from `CheckpointManager`: ``CheckpointManager(..., export=Export("models/{}"))``.
 
     An export is written when a save is committed, from the save's staged copy, so training does not wait for a second
     copy. Calls that wait for the save also wait for the export. The error of a failed export is logged, and raised by
@@ -53,7 +53,9 @@ class Export(ModelOptions):
 
     Raises:
         TypeError: an option is of a wrong type.
-        ValueError: an option has a value that is not allowed; or several exports would go to one path.
+        ValueError: an option has a value that is not allowed; or, without ``overwrite``, several exports would go to
+            one path.
+        WriteError: as for `SafetensorsStorageWriter`.
     """
 
     path: str | os.PathLike[str]
@@ -135,8 +137,9 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
             library that is missing, or is on a storage where several ranks cannot write one file.
 
     A save raises, on each rank:
-        WriteError: the path holds a model, or a file that would hide one; safetensors cannot hold a value or a dtype;
-            two tensors would have one name; the model cannot be written; or an earlier model could not be published.
+        WriteError: the path holds a model that must not be replaced, or a file that readers would prefer to the new
+            model; safetensors cannot hold a value or a dtype; two tensors would have one name; the model cannot be
+            written; or an earlier model could not be published.
     """
 
     def __init__(

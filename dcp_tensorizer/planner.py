@@ -6,7 +6,7 @@ state dict --create_local_plan()--> columns             each rank
            --one gather-->          or their digest
 columns    --create_global_plan()--> who writes what    coordinator
            --one scatter-->         a bit for each item
-answer     --finish_plan()-->       the rank's items    each rank, made one by one
+bits       --finish_plan()-->       the rank's items    each rank, made when used
 
 `LoadPlanner`, for many tensors:
 
@@ -48,14 +48,14 @@ class SavePlanner(DefaultSavePlanner):
             dcp.async_save(state_dict, storage_writer=writer, planner=planner)
 
     The checkpoints and their ``Metadata`` are the same as with torch's planner. torch's planner makes a dozen objects
-    per item on each rank, sends all of them, and compares them one by one on the coordinator. This planner sends
-    columns, or only a digest if a rank's plan equals its plan of one of the last saves.
+    per item on each rank, sends all of them, and compares them one by one on the coordinator. This planner sends a
+    plan in column form, as a few arrays; or only the plan's digest, if the plan equals one of the rank's last plans.
 
     If chunks overlap, are missing or lie outside their tensor, or if ranks have tensors of different shapes or dtypes
     under one key, planning raises `WriteError`, naming the keys.
 
-    Subclasses may override the methods that subclasses of ``DefaultSavePlanner`` may. If columns cannot hold a plan,
-    torch's planner makes it.
+    Subclasses may override the methods that subclasses of ``DefaultSavePlanner`` may. If the column form cannot hold a
+    plan, torch's planner makes the plan.
 
     Args:
         flatten_state_dict: Save the members of nested dicts and lists one by one.
@@ -80,7 +80,7 @@ class SavePlanner(DefaultSavePlanner):
         dedup_save_to_lowest_rank: bool = False,
         enable_plan_caching: bool = True,
     ) -> None:
-        # torch's own cache is off: all planners of a process share it.
+        # torch's own cache is off, because all planners of a process share it.
         super().__init__(
             flatten_state_dict, flatten_sharded_tensors, dedup_replicated_tensors, dedup_save_to_lowest_rank
         )
@@ -210,8 +210,8 @@ class SavePlanner(DefaultSavePlanner):
 
 
 SavePlanner.plans_as_torch = SavePlanner
-"""Marks the planner whose items describe its plan exactly; see `_saving.write_plan`. Subclasses may plan
-differently."""
+"""The class whose methods plan as torch's do. Subclasses may plan differently, so `_saving.write_plan` compares a
+planner's methods with those of this class."""
 
 _OF_A_SAVE = {"state_dict", "plan", "global_plan", "metadata"}
 

@@ -84,8 +84,8 @@ class TensorizerStorageReader(StorageReader):
         verify: Compare everything that is read with its stored digests. Lengths, coverage and the metadata's own digest
             are always checked.
         allow_pickle: Load objects of any type, which can run any code: only for checkpoints that you trust as you trust
-            a program. Without it, data types of the standard library, NumPy and torch are loaded, and those passed to
-            ``torch.serialization.add_safe_globals``.
+            a program. Without it, only data types of the standard library, NumPy and torch can be loaded, and types
+            passed to ``torch.serialization.add_safe_globals``.
         thread_count: The number of parallel reads; None: the storage's default.
         page_cache: Leave the data of local disks in the page cache, for the next load. None: only if free memory can
             hold twice the bytes that the ranks of this machine read.
@@ -93,16 +93,17 @@ class TensorizerStorageReader(StorageReader):
             that do not respond for a tenth of this time are retried.
         encryption: The key, or the passphrase, of an encrypted checkpoint (`tensorizer.DecryptionParams`). If it is
             given, loading an unencrypted checkpoint is an error.
-        on_progress: Called with the bytes that this rank has loaded and their total, before the first tensor and then
-            often, by several threads, one at a time. `ProgressLine` shows the progress on a terminal.
+        on_progress: Called with the bytes that this rank has loaded and the bytes that it loads in all: before the
+            first tensor and then often; by several threads, one at a time. `ProgressLine` shows them on a terminal.
         exchange: A process group whose ranks read shared data only once: for data that all of them need, each rank
             reads a part, and the ranks exchange the parts. Use it if ranks hold the same state (DDP; for HSDP, pass the
             group of the replicas), and the network between ranks is faster than the storage. An exchange takes up to
             200 MB of memory. All ranks of the group must load together.
         on_report: Called with the `LoadReport` of each load, on the thread that loads. Errors of the callback are
             logged, and do not fail the load.
-        local: The writer's ``local`` folder. Files that are complete in this folder are read from it. Then ``path``
-            must be the writer's path: pass the checkpoint below that path as the ``checkpoint_id`` of ``dcp.load``.
+        local: The writer's ``local`` folder. Files that are complete in this folder are read from it. With ``local``,
+            ``path`` must be the writer's path: pass the checkpoint below that path as the ``checkpoint_id`` of
+            ``dcp.load``.
 
     Attributes:
         load_id: The id of the load, in its report and in ``storage_meta`` of the metadata. `reset` makes a new one.
@@ -112,7 +113,7 @@ class TensorizerStorageReader(StorageReader):
         ValueError, TypeError: an argument is invalid.
         DecryptionError: a key was given, but libsodium is missing.
         WriteError: the path is relative, but there is no working directory; the protocol of the URL is unknown; or a
-            library that it needs is missing.
+            library that the protocol needs is missing.
     """
 
     def __init__(
@@ -195,12 +196,13 @@ class TensorizerStorageReader(StorageReader):
 
         Each tensor is one whole chunk in this metadata, because DCP's planner visits all chunks of all tensors on each
         rank. The reader finds the stored chunks when it reads. If the stored chunks do not cover a tensor, or if each
-        rank saved for itself, the metadata has the stored chunks, as `stored_metadata` always has.
+        rank saved for itself, the metadata has the stored chunks, like that of `stored_metadata`.
 
-        DCP swallows an error of this method, and calls it again with ``rank=``. A rank for which that call succeeds
-        skips the collectives in which the other ranks wait. So for a checkpoint of all ranks, a call with ``rank=``
-        always fails, but this method only records the error. `set_up_storage_reader` raises the error, or the returned
-        metadata raises it when a planner reads the metadata earlier. DCP then sends the error to every rank.
+        DCP swallows an error of this method, and calls the method again with ``rank=``. If that call returns, the
+        rank skips the later collectives, in which other ranks may wait. So without ``rank=`` the method raises only
+        `NotCommitted`, and with ``rank=`` it never finds a checkpoint of all ranks. It records all other errors:
+        `set_up_storage_reader` raises the recorded error, or the returned metadata raises it when a planner reads the
+        metadata earlier. DCP then sends the error to every rank.
 
         Raises:
             NotCommitted: there is no metadata of all ranks, and ``rank`` was not given.
@@ -363,7 +365,7 @@ class TensorizerStorageReader(StorageReader):
         index = read_index(storage, rank)
         if rank is not None:
             check_world_size(storage, index is not None, world_size_of_job())
-        if index is None:  # DCP then asks again with `rank=`
+        if index is None:  # DCP then calls `read_metadata` again, with `rank=`
             raise not_committed(storage.path) if rank is None else nothing_committed(storage)
         return storage, index
 
@@ -396,11 +398,11 @@ def open_reader(
     of safetensors files in Hugging Face's layout: the files that the index names, or the parts of tensors that torch's
     ``HuggingFaceStorageWriter`` writes without consolidation. The reader multiplies FP8 weights by the scales of their
     blocks (``weight_scale_inv``), unless the target has the same FP8 dtype. Each load recognises the format again, so
-    that a job may switch its storage between two saves.
+    that a job may switch to another storage writer between two saves.
 
-    Loading a checkpoint of any format runs no code from it. torch's ``.metadata`` is a pickle, from which only DCP's
-    own records are built. The rules for objects are the same as in checkpoints of this package. ``allow_pickle=True``
-    lifts the rules for the metadata and for objects.
+    By default, loading a checkpoint of any format runs no code from it. torch's ``.metadata`` is a pickle, from which
+    the reader makes only objects that belong in DCP's metadata. The rules for other objects are the same as in
+    checkpoints of this package. ``allow_pickle=True`` lifts the rules for both.
 
     Args:
         path: A local path, or any URL that fsspec opens. The ``checkpoint_id`` of ``dcp.load`` overrides it.
@@ -411,17 +413,18 @@ def open_reader(
 
     Raises:
         ValueError, TypeError: an argument is invalid.
+        DecryptionError, WriteError: see `TensorizerStorageReader`.
 
     ``dcp.load`` then raises, on each rank:
         NotCommitted: there is nothing at the path.
         MetadataError: the path holds no checkpoint in any of these formats; names what was found.
-        ReadError: ``rename`` does not fit the model, or the path does not hold a model.
+        ReadError: ``rename`` does not fit the model, or was given for a checkpoint that is not a model.
     """
     return AnyFormatReader(path, rename=rename, **options)
 
 
 class AnyFormatReader(TensorizerStorageReader):
-    """A reader that recognises the format at the start of each load.
+    """A reader that recognises the checkpoint's format at the start of each load.
 
     The arguments are those of `open_reader`.
     """

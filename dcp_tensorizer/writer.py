@@ -81,7 +81,7 @@ class WriterOptions(TypedDict, total=False):
 
 
 class TensorizerStorageWriter(StorageWriter, AsyncStager):
-    """Writer of checkpoints as tensorizer files, while training continues.
+    """Storage writer that saves checkpoints as tensorizer files while training continues.
 
     Pass the writer as ``storage_writer`` to ``dcp.async_save`` (or ``dcp.save``), and close it before
     ``destroy_process_group()``::
@@ -90,13 +90,13 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             for step in ...:
                 future = dcp.async_save(state_dict, storage_writer=writer, process_group=gloo_group)
 
-    ``async_save`` copies the rank's state into a buffer of shared memory and returns; the writer process hashes and
-    writes the buffer. When every rank's data is durable, the complete checkpoint appears at once. Asynchronous saves
-    of one writer on one process group run one at a time.
+    By default ``async_save`` copies the rank's state into a buffer of shared memory and returns; the writer process
+    hashes and writes the buffer. When every rank's data is durable, the coordinator commits the checkpoint atomically.
+    Asynchronous saves of one writer on one process group run one at a time.
 
-    A writer is a cheap handle. All writers of a process share the buffer and the writer process, which the first
-    ``async_save`` or `prewarm` starts. So you may make a new writer for every save. If you wait for the future of a
-    writer's last save, you need not close the writer.
+    A writer is a cheap handle, so you may make a new one for every save. All writers of a process share the buffer and
+    the writer process; those with ``staging="device"`` share a separate pair. The first ``async_save`` or `prewarm`
+    starts the process. If you wait for the future of a writer's last save, you need not close the writer.
 
     Memory: one buffer of the size of the rank's state is cached between saves. `prewarm` allocates the buffer in the
     background; without `prewarm`, the first save allocates it, and takes longer. If the state outgrows the buffer, the
@@ -122,25 +122,24 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             None, the node's cores divided by its ranks, up to four.
         storage_options: Passed to the fsspec filesystem. They reach the writer process through a socket, and are never
             written to disk.
-        on_report: Called once with the `SaveReport` of each save, on the save's thread: on the coordinator when the
-            save is committed, on other ranks when they have written their parts. With ``local``, called
-            again when the save has arrived at the path. The report is also logged (logger ``dcp_tensorizer``).
+        on_report: Called with the `SaveReport` of each save, on the save's thread: on the coordinator when the save is
+            committed, on other ranks when they have written their parts. With ``local``, called once more, on any
+            thread, when the save has arrived at the path. The report is also logged (logger ``dcp_tensorizer``).
         on_progress: Called with the bytes that this rank has written and the bytes that it writes in all: before the
             first byte, about once a second, and at the end; by one thread at a time. `ProgressLine` shows them on a
             terminal. An error of ``on_progress`` is logged, and ends the calls. It does not fail the save.
         sha256: Store a SHA-256 of each tensor in the files, besides the CRC-32. This takes 0.6 s of CPU time per GB in
             the writer process. Both hashes detect damage. Neither protects against an attacker, who can change the hash
             together with the data.
-        reuse_unchanged: Do not rewrite tensors that have not changed since the last saves. Their files get an
-            additional name by a hard link, or are copied by the object store. Every checkpoint is still complete. This
-            option cannot be combined with encryption or ``local``.
+        reuse_unchanged: Do not write tensors again that have not changed since they were last saved. Their files get
+            an additional name by a hard link, or are copied by the object store. Every checkpoint is still complete.
+            This option cannot be combined with encryption or ``local``.
         encryption: `tensorizer.EncryptionParams`, the same on every rank, with the key that encrypts all tensors and
             objects. Names, shapes and dtypes stay readable. The key reaches the writer process through a socket, and is
             never written to disk.
         limits: Limits on waiting, memory and failures: see `SaveLimits`.
         local: A folder, on each node's own disk, that mirrors the path. Saves are first made durable in the folder, and
-            sent to the path while no save needs the writer process. When a save has arrived at the path, ``on_report``
-            is called again.
+            sent to the path while no save needs the writer process.
         max_unflushed: Training waits when this many checkpoints are only in the local folder; 3 by default.
 
     Raises:
@@ -199,9 +198,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     # --- lifetime -----------------------------------------------------------------------------------------------
 
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
-        """Starts the writer process, and allocates the staging buffer for state dicts of this size.
+        """Starts the writer process, and allocates a staging buffer for state dicts of the size of ``state_dict``.
 
-        Returns at once: memory is allocated in the background, and the first save waits for the allocation if
+        Returns immediately: memory is allocated in the background, and the first save waits for the allocation if
         necessary. ``Stateful`` values are replaced by their ``state_dict()``, as in a save. Call `prewarm` after the
         first optimizer step: before that step, ``get_optimizer_state_dict`` makes the optimizer's state by running an
         extra step, which Adam counts.
@@ -216,7 +215,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
         Then ends the writer process and frees the memory, unless another open writer has used them. Call `close` before
         ``destroy_process_group()``, which would make a running save fail. A signal handler may call `close` at any
-        time. If the handler has interrupted the copy of a state, that state's save is abandoned at once.
+        time. If the handler has interrupted the copy of a state, that state's save is abandoned immediately.
 
         Args:
             timeout: Timeout in seconds for the whole call; 0: do not wait. On timeout the save in progress is
@@ -242,7 +241,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
         Raises:
             TypeError, ValueError: the timeout is not a number of seconds.
-            ReadError: the local folder cannot be read, or cannot be written to, so it is unknown what the path has.
+            ReadError: the local folder cannot be read, or cannot be written to, so it is unknown which checkpoints have
+                arrived at the path.
             WriteError: the flush has given up a checkpoint.
         """
         if timeout is not None:
@@ -300,9 +300,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                 optimizer.step()
 
         This is not a real lock: several threads may be inside at once, and leaving does nothing. Other checkpointers
-        have this method under the same name. If all remaining copies are from a GPU, entering returns at once, and work
-        that is queued inside the context on the current stream waits for the copies. Otherwise entering waits until the
-        state may be changed.
+        have this method under the same name. If all remaining copies are from a GPU, entering returns immediately, and
+        work that is queued inside the context on the current stream waits for the copies. Otherwise entering waits
+        until the state may be changed.
 
         Raises:
             StagingError: a CUDA graph is being captured; its replays would not wait.
@@ -350,7 +350,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """Sets the path of the calling thread's save. DCP calls it before a save with a ``checkpoint_id``.
 
         If a ``state_dict()`` or a planner's ``set_up_planner`` fails before the save begins, the path applies to the
-        next save without an id. A relative path is relative to the working directory at the time of staging.
+        thread's next save without a ``checkpoint_id``. A relative path is relative to the working directory at the time
+        of staging.
         """
         if checkpoint_id is not None:
             check_path(checkpoint_id)
@@ -384,7 +385,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         return StorageMeta(checkpoint_id=path, save_id=self._saver.next_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Sets this rank's role in the save. Begins a save without staging. DCP calls it after `storage_meta`.
+        """Sets this rank's role in the save. DCP calls this method after `storage_meta`.
+
+        If `storage_meta` has not begun the save, for example because no state was staged, this method begins it.
 
         Raises:
             StagingError: this rank could not stage its state dict.
@@ -405,7 +408,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Creates the directory. The rank that commits locks it, and removes the files of dead saves.
+        """Creates the directory. The rank that commits also locks it, and removes the files of dead saves.
+
+        With ``local``, `write_data` creates the local directory.
 
         Raises:
             WriteError: the directory cannot be created, or holds a checkpoint that must not be overwritten.
@@ -417,7 +422,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         return plan_with(prepared, wholes_of(plan, prepared.storage_data))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: adds to each plan the digests of the tables of locations that the rank need not send.
+        """On the coordinator: checks that the ranks' tensors match, and adds a message to each plan.
+
+        The message has the digests of the tables of locations that the rank need not send (see ``_saving.tables``).
 
         Raises:
             WriteError: ranks have tensors of different shapes or dtypes under one key, so all but one would be lost.
@@ -455,15 +462,15 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         return is_location(checkpoint_id)
 
     def _begun(self) -> Save | None:
-        """Returns the calling thread's save of a staged state between `storage_meta` and `set_up_storage_writer`.
+        """Returns the save that `storage_meta` has begun on the calling thread, until `set_up_storage_writer`.
 
-        If a planner has failed between the two hooks, so that DCP uses another path or has dropped the state, returns
-        None.
+        If there is none, or if a planner has failed between the two hooks, so that DCP uses another path or has dropped
+        the state, returns None.
         """
         path, save = getattr(self._local, "begun", None) or (None, None)
         return None if save is None or save.is_dropped or path != self.checkpoint_id else save
 
-    # --- in another process: in PROCESS mode DCP sends a copy of the writer with every save; or in a forked child --
+    # --- copies of the writer: DCP sends one with every save in PROCESS mode, and a forked child has one ------------
 
     def _begin(self, options: SaveOptions, reports: Reports) -> None:
         if options.staging == "device" and (setting := expandable_segments()) is not None:
@@ -486,7 +493,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         return Saver(self._options, reports, closed=closed)
 
     def _renew(self) -> None:
-        """Makes a new saver in a forked child: writer process, buffers and saves belong to the parent."""
+        """Makes a new saver in a forked child: the writer process, buffers and saves belong to the parent."""
         before = self._saver.reports
         self._saver = self._new_saver(Reports(before.on_report, before.on_progress), closed=self._saver.closed)
         self._local = threading.local()
@@ -508,7 +515,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
 
 class DescribedStager(AsyncStager):
-    """A stager for one save, which ``save`` describes. It stages with its writer; `close` does nothing."""
+    """A stager for the one save that ``save`` describes. It stages with its writer; `close` does nothing."""
 
     def __init__(self, writer: TensorizerStorageWriter, save: SaveDescription = SaveDescription()) -> None:  # noqa: B008 - a tuple
         self._writer, self._save = writer, save

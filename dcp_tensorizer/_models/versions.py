@@ -154,7 +154,7 @@ class VersionsOfWriter:
                     previous = None
             except Hung:
                 raise WriteError(
-                    f"{storage.path} has not answered for {timeout:g} s: its disk or its server hangs. Check the "
+                    f"{storage.path} has not responded for {timeout:g} s: its disk or its server hangs. Check the "
                     f"storage."
                 ) from None
         request = Publication(

@@ -33,7 +33,7 @@ from ..errors import CheckpointError, WriteError, listed_ranks
 def begin(storage: Storage, timeout: float) -> DirectoryLock:
     """Locks a directory for a save before any rank writes, and removes the files of dead saves.
 
-    While no save is in progress, recorded files that no metadata names can never become part of a checkpoint. Raises
+    Removes files only if no save is in progress: then these files can never become part of a checkpoint. Raises
     `WriteError` if the directory cannot be opened, or if another save's clean-up holds the directory's lock for longer
     than ``timeout`` seconds.
     """
@@ -46,9 +46,9 @@ def begin(storage: Storage, timeout: float) -> DirectoryLock:
 
 
 def put_records(storage: Storage, save_ids: Iterable[str]) -> None:
-    """Writes a record of each save, if possible.
+    """Writes a record of each save into the directory, as a small file, if possible.
 
-    If a record is in the directory that it names, and no process locks that directory, the save is over.
+    If a record is in the directory that it names, and no process has locked that directory, the record's save is over.
     """
     for save_id in set(save_ids):
         storage.put_record(record_file_name(save_id))
@@ -71,17 +71,18 @@ def drop_record(storage: Storage, save_id: str) -> None:
 
 
 def dead_files(storage: Storage, names: Sequence[str]) -> list[str]:
-    """Returns the files of a directory that provably belong to dead saves. No save may be in progress in it.
+    """Returns the files of a directory that belong to saves with records, and that no metadata names.
 
-    Other files may be copies in progress, or belong to a save whose lock is not visible. Raises `CheckpointError` if
-    the metadata or records cannot be read.
+    No save may be in progress in the directory: then these files provably belong to dead saves. Other files may be
+    copies in progress, or belong to a save whose lock is not visible. Raises `CheckpointError` if the metadata or
+    records cannot be read.
     """
     records = {save_id_in(name) for name in names if is_record_file_name(name) and storage.is_record(name)}
     return _leftovers(storage, names, lambda name: save_id_in(name) in records) if records else []
 
 
 def leftovers(storage: Storage, names: Sequence[str]) -> list[str]:
-    """Returns a directory's files of uncommitted saves, records last.
+    """Returns the files of uncommitted saves in a directory, records last.
 
     Raises `CheckpointError` if the metadata or records cannot be read.
     """
@@ -244,8 +245,8 @@ def _named_files(storage: Storage, name: str) -> set[str]:
 # --- uploads of a model's files, for storages without locks that show whether a save is in progress -------------------
 #
 # A save records its files before it begins their uploads, and then the uploads. The next save to the same directory
-# aborts recorded uploads; if the save that began them is still alive, it then fails. Completed files carry the id of
-# their save. Before another save replaces such files, it writes the record of that id again.
+# aborts recorded uploads, so a save that is still uploading fails. Completed files carry the id of their save. A save
+# that replaces such files first writes the record of that id again.
 
 _decode = msgspec.json.Decoder(dict[str, str]).decode
 
@@ -284,7 +285,7 @@ def remove_uploads(storage: Storage, *save_ids: str) -> None:
 
 
 def recorded_uploads(storage: Storage, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Returns the uploads that a directory's files ``names`` record: for each save id, the tokens by file name."""
+    """Returns the uploads in the record files among ``names``: for each save id, the tokens by file name."""
     found = {}
     for name in filter(is_record_file_name, names) if storage.uploads_are_hidden else ():
         with suppress(CheckpointError, msgspec.MsgspecError):
@@ -315,7 +316,7 @@ def agree_on_key(cipher: Cipher | None, parts: Sequence[RankLocations]) -> None:
     other = find_other_key(cipher, ((part.rank, part.check) for part in parts))
     if other is not None:
         raise WriteError(
-            f"the encryption key of rank {other} differs from the coordinator's, or only one of the two has a key. "
+            f"the encryption key of rank {other} differs from the coordinator's, or only one of these ranks has a key. "
             f"Give every rank's writer the same EncryptionParams, made on one rank and sent to the others, or derived "
             f"from one passphrase and one salt: EncryptionParams.from_string(passphrase, salt=...)."
         )
@@ -348,7 +349,7 @@ def remove_files(storage: Storage, names: Sequence[str]) -> None:
 #
 # A rank whose own part fails removes its files. The other ranks learn of the failure from DCP's error, after they have
 # written their files. If locks are visible, the next save or restore removes these files. On other storages only the
-# rank that wrote a file knows of it, so each rank removes its own.
+# rank that wrote a file knows of that file, so each rank removes its own files.
 
 _MARK = "_dcp_tensorizer_before_commit"  # attribute of an error that goes to the other ranks
 

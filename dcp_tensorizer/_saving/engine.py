@@ -61,7 +61,7 @@ class Engine:
         self._open: list[weakref.ref[object]] = []
         # Reentrant, because a signal handler that closes a writer may interrupt the lock's holder.
         self._opening = free_in_child(threading.RLock())
-        # Not `atexit`, which multiprocessing's processes do not call.
+        # Not `atexit`, whose functions multiprocessing's processes do not call.
         Finalize(None, _exit, (weakref.ref(self),), exitpriority=1)
 
     def open(self, user: object) -> None:
@@ -107,7 +107,7 @@ class Engine:
 
 
 def _exit(reference: weakref.ref[Engine]) -> None:
-    """Finishes a save in progress at the end of the program. If it is not committed, logs the error."""
+    """Waits for a save in progress at the end of the program. If it is not committed, logs the error."""
     engine = reference()
     if engine is not None:
         engine.saves.drain_at_exit()

@@ -48,11 +48,11 @@ _following: weakref.WeakValueDictionary[str, _Followed] = weakref.WeakValueDicti
 
 
 class CommittedMeta(StorageMeta):
-    """The storage's metadata of a committed save, which informs the other ranks of the commit.
+    """The ``StorageMeta`` of a committed save, which informs the other ranks of the commit.
 
-    DCP has no hook for that. But after the commit DCP sends the metadata to all ranks: unpickling this object records
-    the commit on the rank (`Queue.confirm`), and returns an ordinary ``StorageMeta``. Until the remote has the
-    confirmed save, but for the timeout at most, the rank sends no later save. The loss of a confirmed save is an error.
+    DCP has no hook for that. But after the commit DCP sends the metadata to all ranks: unpickling this object on a rank
+    records the commit there (`Queue.confirm`), and returns an ordinary ``StorageMeta``. Until the remote has the
+    confirmed save, or the timeout is over, the rank sends no later save. The loss of a confirmed save is an error.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -145,7 +145,7 @@ class Flushing:
         except ReadError as error:
             self.unknown = str(error)
         if self.unknown and not before:
-            logger.error("%s: gave up waiting for the saves there", self.unknown)
+            logger.error("%s. Until that changes, this rank does not wait for the flush", self.unknown)
         return found
 
     def unflushed(self) -> int:
@@ -311,7 +311,7 @@ class Flushing:
 
     def _report_given_up(self, entry: FlushEntry) -> None:
         record, followed = self.queue.record(entry), self._followed.pop(entry.stem, None)
-        reason = "it was removed" if record is None else record.reason
+        reason = "its record was removed or cannot be read" if record is None else record.reason
         subpath = "" if record is None else record.subpath
         words = (
             f"rank {entry.rank}'s part of {self.target.name}/{subpath} is given up, and will not be on the remote: "

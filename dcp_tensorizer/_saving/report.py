@@ -1,4 +1,4 @@
-"""The cost of a save, for logs and for users' own metrics."""
+"""The cost of a save, for logs and for users' own metrics, and a warning if saved states do not change."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHOWN_SECONDS = 0.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport:
-    """One save, as one rank sees it. Durations are wall-clock seconds; those of the writer process overlap each other.
+    """Report of one save on one rank. Durations are wall-clock seconds; those of the writer process overlap each other.
 
     Attributes:
         path: The checkpoint's path, without credentials.
@@ -44,15 +44,17 @@ class SaveReport:
         started_at: When staging, or a save without staging, began (``time.time()``).
         seconds: Time from ``started_at`` to ``durable_at``.
         wait_seconds: Time in `stage` until the previous save was over; before ``started_at``.
-        stage_seconds: Time in `stage` for the copy; 0 for a synchronous save.
+        stage_seconds: Time in `stage` for the copy, including any wait because of ``max_unflushed``; 0 for a
+            synchronous save.
         plan_seconds: Time in DCP's planning and its collectives.
-        resolve_seconds: Time in this process from the finished plan to the request to the writer process, and from the
-            answer to the results for DCP.
+        resolve_seconds: Time in this process from the finished plan to the request to the writer process, and from its
+            response to the results for DCP.
         hash_seconds: Time in the process that writes, until all hashes were known; writes overlap this time.
         write_seconds: Time in write calls and fsync, which overlaps ``hash_seconds``.
-        commit_seconds: Time to publish ``.metadata``; None on ranks that do not commit.
+        commit_seconds: Time to commit the save; None on ranks that do not commit.
         durable_at: When this rank's data, and on the coordinator the checkpoint, was durable (``time.time()``).
-        remote_durable_at: When the remote had the whole checkpoint; None before that, and without ``local``.
+        remote_durable_at: With ``local``, when the whole checkpoint had arrived at the path; None before that, and
+            without ``local``.
         spans: The steps as spans of time, including those of the writer process and of each file; the whole save comes
             first. `trace` draws them.
         clock_offset: Seconds to add to the times of ``spans`` to get those of ``time.time()``.
@@ -81,7 +83,7 @@ class SaveReport:
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds that training waited: for the previous save, and for the copy."""
+        """Seconds that training waited in `stage`: ``wait_seconds`` and ``stage_seconds`` together."""
         return self.wait_seconds + self.stage_seconds
 
     @property
@@ -227,7 +229,7 @@ class Freshness:
 
 
 def warn_if_stale(path: str, step: int, unchanged: Sequence[tuple[str, ...] | None]) -> None:
-    """Logs a warning if no rank has saved a tensor that differs from its previous save.
+    """Logs a warning if every compared tensor of every rank equals that of the rank's previous save.
 
     ``unchanged`` are the results of `Freshness.compare` by rank.
     """

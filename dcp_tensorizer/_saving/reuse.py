@@ -32,7 +32,9 @@ from .write_plan import Item, plan_files
 logger = logging.getLogger("dcp_tensorizer")
 
 _LOCATIONS = 4  # of a file in the last saves: if the newest save was not committed, its file is gone
-_SAVES = 4  # saves: a job may save its model and its optimizer in turn, and other states between them
+# A file or a history is retained for this many saves that do not use it: a job may save its model and its optimizer in
+# turn, and other states between them.
+_SAVES = 4
 _MAX_NEEDED = 64
 # If one tensor changes, its whole file must be written. The header is 0.03% of a file of 1 GiB.
 _MAX_STEADY_BYTES = 1 << 30

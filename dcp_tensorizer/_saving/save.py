@@ -138,8 +138,8 @@ class Save:
         """Creates the directory. The rank that commits locks it, and removes the files of dead saves.
 
         Returns the plan. On a rank that does not commit, the plan has the digests of the tables of locations that the
-        rank could leave out of its results. Raises `WriteError` if the directory cannot be created, or holds a
-        checkpoint that must not be overwritten.
+        rank could leave out of its results (see `tables`). Raises `WriteError` if the directory cannot be created, or
+        holds a checkpoint that must not be overwritten.
         """
         with self.or_fail():
             self.open()
@@ -410,10 +410,10 @@ class Save:
             self._saver.owner.check()
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes files that no checkpoint names, and the records of their saves, as `_clean_up` does.
+        """Removes files that no checkpoint names, and the records of their saves.
 
-        The removal takes 0.25 s for 2 GB. It runs before this method returns, because a caller may copy the directory
-        as soon as the save is over.
+        The removal takes 0.25 s for 2 GB. Unless the storage was given up (see `_clean_up`), it runs before this method
+        returns, because a caller may copy the directory as soon as the save is over.
         """
         self._clean_up(functools.partial(remove_with_records, self.storage, tuple(names)))
 
@@ -443,7 +443,7 @@ class Save:
         except Hung:
             self._give_up()
             raise WriteError(
-                f"{self.storage.path} has not answered for {timeout:g} s: its disk or its server hangs. Writes that "
+                f"{self.storage.path} has not responded for {timeout:g} s: its disk or its server hangs. Writes that "
                 f"have begun may still complete. Check the storage."
             ) from None
 

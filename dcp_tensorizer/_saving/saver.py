@@ -110,7 +110,7 @@ class Saver:
     def wait_remote(self, deadline: Deadline) -> bool:
         """Waits until the remote has everything from the local folder; returns False on timeout.
 
-        Raises `WriteError` if a checkpoint was given up.
+        Raises `WriteError` if a checkpoint was given up, and `ReadError` if it is unknown what the remote has.
         """
         if self.flushing is None:
             return True
@@ -177,7 +177,7 @@ class Saver:
         """Begins the calling thread's save, inside the step in which DCP sends errors to all ranks.
 
         If the save writes from the tensors themselves, ``staged_save`` is None. If another process has staged the
-        tensors, ``context`` and ``error`` are those of staging.
+        tensors, ``context`` and ``error`` are those of that staging.
 
         Raises `StagingError` if this rank could not stage its state dict, and `WriteError` if the save has no path, if
         the writer is closed, or if too many saves in a row were not committed.

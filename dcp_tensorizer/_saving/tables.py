@@ -1,9 +1,9 @@
 """Tables of locations that the coordinator knows from earlier saves, so that ranks need not send them again.
 
-A rank sends the digests of its last tables with its plan. The coordinator answers, in the plan that it returns,
-with those of the digests whose tables it has cached, and holds these tables until the save ends. The answer names the
-rank's save. So if a planner has cached an answer from an earlier save, the rank ignores that answer, and sends its
-table.
+A rank's table of locations has the file, offset and length of each item that the rank has written. With its plan, a
+rank sends the digests of its last tables. The coordinator responds, in the plan that it returns, with those of the
+digests whose tables it has cached, and holds these tables until the save ends. The response names the rank's save. So
+if a planner has cached a response from an earlier save, the rank ignores that response, and sends its table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from ..errors import WriteError
 from .write_plan import plan_with
 
 SAVES = 4
-"""Saves whose tables are cached: a job may save its model and its optimizer in turn, and other states between them."""
+"""The number of last saves whose tables a rank offers: a job may save its model and its optimizer in turn, and other
+states between them."""
 
 _MAX_BYTES = 256 << 20  # 34 bytes per item: 7 million items of all ranks
 
@@ -28,7 +29,7 @@ _MAX_BYTES = 256 << 20  # 34 bytes per item: 7 million items of all ranks
 class Offer(NamedTuple):
     """A rank's message in ``SavePlan.storage_data``: the id of the rank's save, and digests of tables.
 
-    The coordinator's answer has the same id, and in ``save`` the id of the coordinator's save.
+    The coordinator's response has the same id, and in ``save`` the id of the coordinator's save.
     """
 
     save_id: str

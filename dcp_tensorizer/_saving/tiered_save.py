@@ -172,8 +172,8 @@ class TieredSave(Save):
     def _commit_remotely(self, index: bytes, commit: Commit) -> set[str]:
         """Waits for earlier saves and the files of all ranks, and commits the save on the remote.
 
-        Raises `WriteError` on timeout, or if the commit fails. Removes the save's files then, unless the outcome of the
-        commit is unknown.
+        Raises `WriteError` on timeout, or if the commit fails. In both cases removes the save's files, unless the
+        outcome of the commit is unknown.
         """
         is_known = True
         try:

@@ -52,7 +52,7 @@ _MANY_ITEMS = 2000  # of a rank: for these, torch's planner takes 0.1 s longer t
 
 @dataclass(slots=True, eq=False)  # not frozen: frozen items take three times as long to make
 class Item:
-    """One write item.
+    """One write item of a plan.
 
     Attributes:
         key: The item's key, and the offset of its chunk.
@@ -133,7 +133,8 @@ def resolve(
 def _recommend_planner() -> None:
     logger.info(
         "this rank saves thousands of items with torch's planner, which holds the GIL for 55 to 88 us per item while "
-        "training runs; dcp_tensorizer.SavePlanner holds it for 13 to 15 us. Pass planner=SavePlanner() to saves."
+        "training runs; dcp_tensorizer.SavePlanner holds it for 13 to 15 us. Make one, and pass it as planner= to all "
+        "saves."
     )
 
 
@@ -205,7 +206,7 @@ def _known(planner: SavePlanner) -> type[SavePlanner]:
 
 
 def _inline(items: Sequence[Item], cipher: Cipher | None) -> list[InlineItem]:
-    """Returns a rank's small items that are whole, as many as fit into the rank's share of the index."""
+    """Returns the small, whole items to store in the index, as many as fit into the rank's share of it."""
     free = max(INLINE_BYTES, MAX_INLINE_BYTES // world_size_of_job())
     small: list[InlineItem] = []
     for item in items:

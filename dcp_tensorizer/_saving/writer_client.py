@@ -37,7 +37,7 @@ _PROGRESS_SECONDS = 1.0
 
 
 class WriterClient:
-    """The owner of the writer process, for all writers of a process. Writes one rank's items through it.
+    """The owner of the writer process that the writers of a trainer share. Writes one rank's items through it.
 
     With ``devices`` the writer process sees the trainer's GPUs. ``device`` is the accelerator of unstaged tensors.
 
@@ -92,9 +92,9 @@ class WriterClient:
         """Writes the items, in the writer process if they were staged and the process can reach the storage.
 
         Otherwise this process writes them: if nothing was staged, if the storage is this process's memory, or if the
-        writer process cannot be started. If the writer process dies, a fresh one writes everything again from the
-        staging buffer, unless ``is_closed`` returns true. ``progress`` is called with the bytes written so far, about
-        once a second.
+        writer process cannot be started. If the writer process dies, a fresh one writes everything once more from
+        the staging buffer, unless ``is_closed`` returns true, or the process was killed because it made no progress.
+        ``progress`` is called with the bytes written so far, about once a second.
 
         On failure, removes the files, except shared ones, and raises `WriteError`.
         """
@@ -172,7 +172,8 @@ class WriterClient:
         """Publishes a version in the writer process. If that process dies, retries once with a fresh one.
 
         If ``is_closed`` returns true, does not retry. Raises `WriteError` if the version cannot be published, and
-        `WriterProcessDied` if the second process has also died, or if a process was killed because it made no progress.
+        `WriterProcessDied` if the second process has also died, if a process was killed because it made no progress, or
+        if the first process has died and ``is_closed`` returns true.
         """
         done: tuple[PublishedVersion, LeaseRecord]
         try:

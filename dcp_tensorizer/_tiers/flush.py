@@ -1,8 +1,8 @@
 """Flushes a local folder to the remote in the order of its saves: for each save, first the files, then the metadata.
 
-The states of saves are in the records, so that another process can continue if this one dies. If the local disk refuses
-a new state, only this process knows that state. The next process then repeats the step. That changes nothing on a
-remote that already has the files.
+The state of each save is in its record in the local folder (see `queue`), so that another process can continue if this
+one dies. If the local disk refuses a new state, only this process knows that state. The next process then repeats the
+step. That changes nothing on a remote that already has the files.
 """
 
 from __future__ import annotations
@@ -165,7 +165,10 @@ class Flusher:
         self._queue.set_trouble(entry, None)
 
     def _is_hopeless(self, entry: FlushEntry) -> bool:
-        """Returns whether the timeout for unreadable local files is over, so that they are given up."""
+        """Returns whether the timeout for unreadable local files is over, so that their save is given up.
+
+        The first call for a record starts the timeout.
+        """
         return self._failing.setdefault(entry.stem, self.target.progress_timeout()).is_over()
 
     def _reporting(self, entry: FlushEntry) -> Callable[[], None]:
@@ -277,8 +280,8 @@ class Flusher:
         if committed is None:  # the coordinator is on another node
             # Find later saves before reading the metadata. Saves are committed in order: if a later save is already on
             # the remote, and the metadata read after that does not name these files, it never will.
-            # The later save may be of any rank, because a job may resume with fewer ranks. A very recent save is given
-            # time.
+            # The later save may be of any rank, because a job may resume with fewer ranks. A part that was sent
+            # very recently is left for a later check.
             is_recent = time.time() - entry.changed <= self.target.timeout / 10
             later = [r for e, r in self._queue.records({REMOTE}) if e.number > entry.number and not is_recent]
             named = named_files(self._remote(record.subpath), metadata_file_name())
@@ -466,7 +469,7 @@ def publish(
 ) -> set[str] | None:
     """Commits a save on the remote. All of its files must be there.
 
-    Idempotent: call it again after a lost answer or the death of a process.
+    Idempotent: call it again after a lost response or the death of a process.
 
     Args:
         remote: The checkpoint's directory.
@@ -560,7 +563,7 @@ _TROUBLE_SECONDS = 10.0
 
 
 class FlushThread:
-    """Flusher of local folders, one after the other, until all saves are on the remote.
+    """Thread that flushes local folders, one after the other, until all saves are on the remote or given up.
 
     ``is_busy`` returns whether a save is in progress. The thread pauses during saves.
     """

@@ -29,7 +29,7 @@ FOLDER = ".flush"
 
 WRITING, UNFLUSHED, SENT, REMOTE, LOST, REPORTED = "writing", "unflushed", "sent", "remote", "lost", "told"
 OPEN = frozenset({UNFLUSHED, SENT})
-"""The states of saves that are not committed on the remote yet."""
+"""The states of saves that were handed over to the flush, and are not committed on the remote yet."""
 _ORDER = (WRITING, UNFLUSHED, SENT, REMOTE, LOST, REPORTED)
 
 _ENTRY = re.compile(rf"(\d+)-(\d+)-([0-9a-f]{{32}})\.({'|'.join(_ORDER)})")
@@ -48,7 +48,7 @@ class Commit(msgspec.Struct, frozen=True):
 
 
 class FlushRecord(msgspec.Struct, frozen=True, rename={"subpath": "place"}):
-    """One rank's part of one save."""
+    """The contents of a record: one rank's part of one save."""
 
     remote: str  # the remote folder, without credentials
     subpath: str  # the path of the checkpoint, relative to both folders, with slashes; empty for the folders themselves
@@ -61,7 +61,7 @@ class FlushRecord(msgspec.Struct, frozen=True, rename={"subpath": "place"}):
 
 
 class FlushEntry(NamedTuple):
-    """A record, as listed in the folder."""
+    """A record, as the name of its file describes it."""
 
     number: int
     """The position of the save: later saves have larger numbers."""

@@ -1,4 +1,4 @@
-"""A local folder and the remote one that it is flushed to: LOCAL/x on a node is a copy of PATH/x.
+"""A local folder and the remote folder that it is flushed to: LOCAL/x on a node is a copy of PATH/x.
 
 ``subpath`` is the path x of a checkpoint, relative to both folders and with slashes; empty for the folders themselves.
 """
@@ -27,7 +27,7 @@ So a suspended job does not time out. Slow disks and the waits between two attem
 
 @dataclass(frozen=True, slots=True, repr=False)  # it contains secrets
 class FlushTarget:
-    """A local folder, and the remote one that it is flushed to.
+    """A local folder, and the remote folder that it is flushed to.
 
     ``remote`` is a path or URL, which `open_storage` opens with ``options``. A flush without progress times out after
     ``timeout`` seconds.
@@ -79,7 +79,7 @@ def subpath_of(root: str | os.PathLike[str], path: str | os.PathLike[str]) -> st
 
 
 def _in_process(name: str) -> str:
-    return f"{name} is in the memory of one process, but another process flushes the local folder. Save without local="
+    return f"{name} is in the memory of one process, but another process flushes the local folder. Omit local=."
 
 
 def target_of(

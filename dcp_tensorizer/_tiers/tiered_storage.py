@@ -1,7 +1,7 @@
 """A checkpoint that is read from the nearest copy: each file from the local folder if it is complete there.
 
 A save that is committed locally, but not on the remote yet, is visible if this node's local folder has the files of all
-ranks. If each node has its own folder, such a save is visible on no node, so that all ranks find the same checkpoint.
+ranks. If several nodes have parts of such a save, it is visible on no node, so that all ranks find the same checkpoint.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ def nearest(
 ) -> Callable[[str | os.PathLike[str]], Storage]:
     """Returns a function that opens the storage of a checkpoint by its path.
 
-    The function raises `WriteError` if the storage cannot be opened, and `ReadError` if its path is not below ``path``.
+    The function raises `WriteError` if the storage cannot be opened, and `ReadError` if the checkpoint is not below
+    ``path``.
 
     Args:
         path: The folder that the local folder mirrors.
@@ -184,7 +185,7 @@ def nearest(
         if subpath is None:
             raise ReadError(
                 f"{redact(os.fspath(path))} is not below {target.name}, which {target.local} mirrors. Give the reader "
-                f"a path below it, or no local folder."
+                f"a path below {target.name}, or omit local=."
             )
         return NearestStorage(target, target.open(subpath), subpath)
 

@@ -28,7 +28,7 @@ class WriterProcessHung(WriterProcessDied):
     """The process made no progress for too long, and was killed. The storage may also hang for other processes."""
 
     cleaning: Future[None] | None = None
-    """Done when the process has ended, which may take long, and the files of the save are removed."""
+    """A future that is done when the process has ended, which may take long, and the save's files are removed."""
 
 
 class Unsendable(WriteError):
@@ -42,7 +42,7 @@ class NotStarted(WriterProcessDied):
 class WriterProcess(ChildProcess):
     """A process that writes files from shared memory. It ends with `close`, or when this object is freed.
 
-    With ``devices`` the process sees the trainer's GPUs, and makes a CUDA context for its first snapshot.
+    With ``devices`` the process sees the trainer's GPUs, and makes a CUDA context for its first copy from a GPU.
 
     Raises:
         NotStarted: memory, processes or descriptors are exhausted.
@@ -65,12 +65,12 @@ class WriterProcess(ChildProcess):
         context: ProcessContext | None = None,
         progress: Callable[[int], object] = lambda nbytes: None,
     ) -> Any:
-        """Sends a request, waits for the answer, and returns it as `protocol` describes.
+        """Sends a request, waits for the response, and returns what `protocol` describes for the request.
 
         Args:
             request: The request.
-            buffers: The shared memory that the request refers to; the process releases all other buffers. If None, it
-                retains its buffers.
+            buffers: The shared memory that the request refers to; the process releases all other buffers. If None, the
+                process retains all of its buffers.
             timeout: Seconds without progress after which the process is killed.
             context: The process context that the process applies.
             progress: Called about once a second with the number of bytes done.
@@ -92,7 +92,7 @@ class WriterProcess(ChildProcess):
             call = Call(request, tuple(retained), tuple((buffer.id, buffer.nbytes) for buffer in new), context)
             try:
                 body = pickled(call)
-            except Exception as error:  # only the user's options in it can fail to pickle
+            except Exception as error:  # only the user's options can fail to pickle
                 raise Unsendable(
                     f"storage_options cannot be sent to the writer process, because they cannot be pickled: "
                     f"{describe(error)}"

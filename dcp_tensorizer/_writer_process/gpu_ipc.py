@@ -34,7 +34,7 @@ _MAX_DEATHS = 2  # of writer processes while copying from GPUs: each death costs
 
 
 class DeviceWay(BufferWay):
-    """The way of ``staging="device"``: the writer process copies from GPUs. If it cannot, this process copies.
+    """The way to stage with ``staging="device"``: the writer process copies from GPUs, or if it cannot, this process.
 
     If the writer process makes no progress for ``timeout`` seconds, it is killed.
     """
@@ -81,7 +81,7 @@ def export(
 
     ``offsets`` are those of the copies in the buffer with the number ``buffer``. ``streams`` has, for each GPU, a
     stream that is ordered after all pending work on the tensors; the function synchronizes with it. Returns the request
-    for the other process, and tensors to hold until that process has answered. Raises `WriteError` if another process
+    for the other process, and tensors to hold until that process has responded. Raises `WriteError` if another process
     cannot open memory of this kind.
     """
     for stream in streams.values():

@@ -37,8 +37,9 @@ class SaveLimits:
 
     Attributes:
         timeout: Seconds after which a wait for the storage times out, 600 by default: for a write that makes no
-            progress, a disk or a mount that does not answer an asynchronous save, or another save's clean-up of the
-            same directory. Requests to S3 and SFTP servers that stay silent for a tenth of the timeout are retried.
+            progress, a disk or a mount that does not respond to an asynchronous save, or another save's clean-up of
+            the same directory. If an S3 or SFTP server does not respond for a tenth of the timeout, the request is
+            retried.
         buffer_bytes: Memory in the writer process for the parts of files that are being made or sent; 256 MiB by
             default. With less memory, fewer parts are sent at once.
         max_consecutive_failures: After this many failed saves in a row of one process group, to paths that differ only

@@ -41,7 +41,7 @@ class TensorSource(NamedTuple):
 
 
 class EarlierFile(NamedTuple):
-    """The location of an earlier save's file of the same bytes."""
+    """The location of a file of an earlier save that has the same bytes as a file to write."""
 
     location: str
     """The directory, as `open_storage` takes it."""
@@ -51,7 +51,7 @@ class EarlierFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FileRequest:
-    """One tensorizer file, its tensors in file order."""
+    """A request for one tensorizer file, with its tensors in file order."""
 
     name: str
     tensors: tuple[TensorSource, ...]
@@ -94,7 +94,7 @@ class SnapshotRequest:
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
 class WriteRequest:
-    """A request to write ``files`` below ``path`` and make them durable. The answer is a `WriteDone`."""
+    """A request to write ``files`` below ``path`` and make them durable. The response is a `WriteDone`."""
 
     path: str
     options: SaveOptions
@@ -105,7 +105,7 @@ class WriteRequest:
 class SharedWriteRequest:
     """A request to write pieces of tensors into files below ``path`` that several processes write.
 
-    The writer process makes the pieces durable. The answer is a `WriteDone` with parts.
+    The writer process makes the pieces durable. The response is a `WriteDone` with parts.
     """
 
     path: str
@@ -118,14 +118,14 @@ class SharedWriteRequest:
 
 @dataclass(frozen=True, slots=True)
 class DigestRequest:
-    """A request for the XXH3-128 of each tensor. The answer has the digests in the same order."""
+    """A request for the XXH3-128 of each tensor. The response has the digests in the same order."""
 
     tensors: tuple[TensorSource, ...]
     thread_count: int
 
 
 Request: TypeAlias = "WriteRequest | SharedWriteRequest | DigestRequest | SnapshotRequest | Publication | FlushTarget"
-"""A `FlushTarget` is a request to flush its local folder from now on, between other requests. The answer to a
+"""A `FlushTarget` is a request to flush its local folder from now on, between other requests. The response to a
 `Publication` is the version, and the lease for publishing the next version."""
 
 
@@ -152,7 +152,7 @@ class FileResult:
 
 @dataclass(frozen=True, slots=True)
 class WriteDone:
-    """The answer to a write request that has succeeded."""
+    """The response to a write request that has succeeded."""
 
     files: tuple[FileResult, ...]
     seconds: float

@@ -80,8 +80,8 @@ class SharedFilePart(NamedTuple):
 class SharedWriteJob:
     """A job that writes pieces into shared files, and makes them durable.
 
-    If a file has granules, the pieces cover each granule as a whole or not at all. ``fill`` reads the bytes of the
-    sources.
+    If a file has granules (see `SharedFilePart`), the pieces cover each granule as a whole or not at all. ``fill``
+    reads the bytes of the sources.
     """
 
     def __init__(
@@ -177,8 +177,8 @@ class SharedWriteJob:
                 except FileNotFoundError as error:
                     raise WriteError(
                         f"{self._storage.path}/{file.token}, which the coordinator has created, does not exist: the "
-                        f"ranks do not share this path (a local disk of each machine), or the file was removed during "
-                        f"the save. Pass a path that all ranks share."
+                        f"ranks do not share this path (for example, it is on each machine's local disk), or the file "
+                        f"was removed during the save. Pass a path that all ranks share."
                     ) from error
             return self._sinks[number]
 

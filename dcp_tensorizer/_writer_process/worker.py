@@ -92,7 +92,7 @@ def _thread_ids() -> set[int]:
 
 
 class Worker:
-    """The server of one trainer's requests."""
+    """Server, in the writer process, for the requests of one trainer."""
 
     def __init__(self, channel: Channel, snapshots: Snapshots | None) -> None:
         self._channel = channel
@@ -135,7 +135,7 @@ class Worker:
                 self._snapshots.take(request, self._buffers[request.buffer])
             case FlushTarget() as target:
                 if self._flushes is None:
-                    from .._tiers.flush import FlushThread  # at the top, its imports would make every start 20% longer
+                    from .._tiers.flush import FlushThread  # at the top, this import would make every start 20% longer
 
                     self._flushes = FlushThread(lambda: self._progress is not None)
                 self._flushes.add(target)

@@ -107,8 +107,10 @@ def test_a_save_to_a_disk_that_hangs(small_disk, tmp_path, step):
     disk, elsewhere = small_disk(64 << 20, "ext4"), tmp_path / "elsewhere"
     output, _ = run_beside(disk, JOB, elsewhere, step, seconds=60)
     told = json.loads(output)
-    waited = "made no progress for 3 s" if step == "write" else "has not answered for 3 s: its disk or its server hangs"
-    assert waited in told["first"] and "has not answered for 3 s" in told["second"]
+    waited = (
+        "made no progress for 3 s" if step == "write" else "has not responded for 3 s: its disk or its server hangs"
+    )
+    assert waited in told["first"] and "has not responded for 3 s" in told["second"]
     assert "twice" not in told["first"]
     assert TIMEOUT <= told["seconds"] < 20 and TIMEOUT <= told["again"] < 20  # and not for ever, on a busy machine
     assert told["elsewhere"] is None and told["closing"] < 10

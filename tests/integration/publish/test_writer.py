@@ -358,6 +358,6 @@ def test_a_model_on_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path, caplo
     assert "a: files of the replaced model may be left over: " in caplog.text
     versions._write = SaveOptions(thread_count=1, limits=SaveLimits(timeout=0.01))
     versions.add(SavedModel(LocalStorage(tmp_path / "b"), None, None, lambda: None))
-    with pytest.raises(WriteError, match=r"a has not answered for 0\.01 s: its disk or its server hangs"):
+    with pytest.raises(WriteError, match=r"a has not responded for 0\.01 s: its disk or its server hangs"):
         versions.wait(Deadline(WAIT))
     versions.end(Deadline(WAIT))
