@@ -46,7 +46,8 @@ class ModelCatalog(Catalog):
     Args:
         storage: The model's directory.
         rename: The rules by which the model was saved, applied in reverse.
-        files: The headers of the files to read instead of these.
+        files: The headers of the files to read, instead of those that `read_weight_files` would choose. No index is
+            read.
 
     Raises:
         NotCommitted: there are no safetensors files.
@@ -127,7 +128,7 @@ class ModelCatalog(Catalog):
         for key, name in missing.items():
             raise MetadataError(
                 f"{self.path}/{name} lacks {key!r}, which the index locates there. The files were replaced, or "
-                f"belong to different models. Load another model."
+                f"belong to different models. Copy or download the whole model again."
             )
 
     def _renamed(self, tensors: Sequence[tuple[WeightFile, StoredBytes]], rename: Rules) -> dict[str, Placed]:
@@ -143,7 +144,7 @@ class ModelCatalog(Catalog):
         try:
             placed = place(Renaming(rename).inverse(), {key: shape for key, (_, shape) in self._items.items()})
         except ValueError as error:
-            raise ReadError(f"{self.path} cannot be loaded with these names: {error}") from None
+            raise ReadError(f"{self.path} cannot be loaded with these rules of rename=: {error}") from None
         for key, of_key in placed.items():
             sources = [box.source for box in of_key.boxes]
             if len({self._items[source][0].dtype for source in sources}) > 1:
@@ -176,7 +177,8 @@ class ModelCatalog(Catalog):
             if first.dtype != item.dtype or len(whole.shape) != len(shape):
                 raise MetadataError(
                     f"{self.path}/{file.name}: its part of {tensor.key!r} differs in the dtype or the number of "
-                    f"dimensions from the parts in other files. Load another model."
+                    f"dimensions from the parts in other files. The files may belong to different models. "
+                    f"Copy the whole model again."
                 )
             whole.shape = tuple(map(max, whole.shape, ends))
             whole.boxes.append(Box(source, Region(origin, shape), Region(offset, shape)))

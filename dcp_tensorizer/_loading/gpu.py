@@ -6,7 +6,7 @@ copies.
 
 Each call that releases the GIL may have to wait to reacquire it: about 25 calls for each 8 MiB, with blocks hashed one
 by one, limited loads to 6 to 8 GB/s where 26 were possible. So on machines with many cores a read has `DEVICE_BYTES`
-bytes, items up to that size have one digest to compare, and small tensors cross the bus together.
+bytes, items up to that size have one digest to compare, and small tensors are copied in one transfer.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def fetch(
         targets: The regions to read, and the tensors that receive them.
         threads: The maximum number of parallel reads; None: the storage's default.
         verify: Compare the data with its digests.
-        progress: Called with the bytes done and their total, by one reading thread at a time.
+        progress: Called with the number of bytes done and the total number, by one reading thread at a time.
         cipher: Decrypts encrypted items.
         limits: The limits for joining and cutting reads; None: the storage's.
         page_cache: Leave data of local disks in the page cache; None: only if memory is sufficient.
@@ -107,7 +107,7 @@ def fetch(
     total = sum(operation.nbytes for operation in operations)
     if page_cache is None:
         # For each rank of this machine, free memory must hold twice what this rank reads. Otherwise the load would
-        # evict other data, and the next load would not find its own.
+        # evict other data from the page cache, and the next load would not find its data there.
         available = available_memory()
         page_cache = available is None or available >= 2 * (ranks_of_node() or 1) * total
     with pools.pool_for(operations, max_threads) as pool:
@@ -357,7 +357,7 @@ _InSlot = tuple[Segment, memoryview, int]
 
 
 def _scatter_slot(parts: Iterable[_InSlot], slot: torch.Tensor, pool: PinnedPool) -> None:
-    """Scatters the segments of a slot. Adjacent small segments for one device cross the bus together."""
+    """Scatters the segments of a slot. Adjacent small segments for one device are copied in one transfer."""
 
     def device_of_small(part: _InSlot) -> int | None:
         segment = part[0]
@@ -374,8 +374,8 @@ def _scatter_slot(parts: Iterable[_InSlot], slot: torch.Tensor, pool: PinnedPool
 def _scatter_together(parts: Sequence[_InSlot], slot: torch.Tensor, pool: PinnedPool) -> bool:
     """Scatters adjacent segments of a slot to targets on one device.
 
-    One copy moves the segments over the bus, and one call per element size scatters them on the device. If the device
-    has no memory for that, returns False.
+    One copy moves the segments over the bus. On the device, one call for each element size copies them to the targets
+    with the stored layout. If the device has no memory for the segments, returns False.
     """
     (first, _, begin), *_, (_, memory, last) = parts
     try:
@@ -472,11 +472,11 @@ def _with_copy_kernel(target: torch.Tensor, source: torch.Tensor) -> _Pair:
 
 _T = TypeVar("_T")
 
-# A thread waits for the storage if it spent less than a quarter of its time on a core. With a higher share, it
-# may have waited for a core or for the GIL: twice as many threads as cores read the page cache a tenth slower.
+# A thread counts as waiting for the storage if it spent less than a quarter of its time on a core. With a higher
+# share, it may have waited for a core or for the GIL: twice as many threads as cores read the page cache 10% slower.
 _WAITING_FACTOR = 4
-# A thread also waits for a disk if more than half of its bytes came from one: it may spend half of the time decrypting
-# or copying them.
+# A thread also counts as waiting if more than half of its bytes came from a disk: it may spend half of the time
+# decrypting or copying them.
 _FROM_DISK = 0.5
 _RUSAGE_THREAD = getattr(resource, "RUSAGE_THREAD", None)
 

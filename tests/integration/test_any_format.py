@@ -267,7 +267,7 @@ def test_new_names_are_for_safetensors(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     save_file({"e.0": torch.ones(2), "e.1": torch.ones(3)}, tmp_path / "model" / "model.safetensors")
     error = error_of(tmp_path / "model", rename={"w": Parts("e.{}")})
-    assert "cannot be loaded with these names: 'e.1' has the shape (3,)" in str(error)
+    assert "cannot be loaded with these rules of rename=: 'e.1' has the shape (3,)" in str(error)
     save_file({"e.0": torch.ones(2), "e.1": torch.ones(2).half()}, tmp_path / "model" / "model.safetensors")
     assert "differ in their dtypes" in str(error_of(tmp_path / "model", rename={"w": Parts("e.{}")}))
 
