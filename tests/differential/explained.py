@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -195,12 +194,14 @@ def _disagrees(context: Context, difference: Difference) -> bool:
 
 
 def _is_empty_in_list(context: Context, difference: Difference) -> bool:
-    """torch's planner makes None of an empty mapping in a list before it looks for its key."""
+    """torch's planner makes None of an empty mapping in a list before it looks for its key, or for that of the list."""
     load = context.load(difference)
     if load is None or load.planner != EACH_ITS_OWN or isinstance(difference.ours, Failed):
         return False
     return (
-        isinstance(difference.theirs, Failed) and re.search(r"Missing key.*\.\d+\.", difference.theirs.what) is not None
+        isinstance(difference.theirs, Failed)
+        and "Missing key in checkpoint state_dict" in difference.theirs.what
+        and "items=()" in repr(load.target)
     )
 
 
@@ -234,7 +235,7 @@ DIFFERENCES: dict[str, Holds] = {
     "ranks that disagree": _disagrees,
     "dtypes that do not convert": _does_not_convert,
     "staged tensors are plain": _is_plain_copy,
-    "described parts in objects": _is_described_in_object,
+    "tensors that describe their part, inside objects": _is_described_in_object,
     "containers that contain themselves": _contains_itself,
     "empty mappings in lists": _is_empty_in_list,
     "overwrites that fail": _is_failed_overwrite,
