@@ -37,8 +37,8 @@ def _walk(title: str) -> list[tuple[list[str], list[str]]]:
 
 
 WALKS = [
-    "The walk of one byte: from `stage()` to the file",
-    "The walk of one byte: from the file to the target",
+    "The path of one byte: from `stage()` to the file",
+    "The path of one byte: from the file to the target",
 ]
 STEPS = [(paths, functions) for title in WALKS for paths, functions in _walk(title)]
 
