@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -195,12 +194,14 @@ def _disagrees(context: Context, difference: Difference) -> bool:
 
 
 def _is_empty_in_list(context: Context, difference: Difference) -> bool:
-    """torch's planner makes None of an empty mapping in a list before it looks for its key."""
+    """torch's planner makes None of an empty mapping in a list before it looks for its key, or for that of the list."""
     load = context.load(difference)
     if load is None or load.planner != EACH_ITS_OWN or isinstance(difference.ours, Failed):
         return False
     return (
-        isinstance(difference.theirs, Failed) and re.search(r"Missing key.*\.\d+\.", difference.theirs.what) is not None
+        isinstance(difference.theirs, Failed)
+        and "Missing key in checkpoint state_dict" in difference.theirs.what
+        and "items=()" in repr(load.target)
     )
 
 
