@@ -235,7 +235,7 @@ DIFFERENCES: dict[str, Holds] = {
     "ranks that disagree": _disagrees,
     "dtypes that do not convert": _does_not_convert,
     "staged tensors are plain": _is_plain_copy,
-    "described parts in objects": _is_described_in_object,
+    "tensors that describe their part, inside objects": _is_described_in_object,
     "containers that contain themselves": _contains_itself,
     "empty mappings in lists": _is_empty_in_list,
     "overwrites that fail": _is_failed_overwrite,
