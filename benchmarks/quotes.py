@@ -131,9 +131,9 @@ def _gpu_speeds() -> str:
         "staging, 300 tensors": ("staging", "300 large"),
         "staging, 5,000 tensors of 215 kB": ("staging", "5,000 small"),
         "verified load from the page cache": ("loading", "dcp_tensorizer | page cache"),
-        "the same, safetensors": ("loading", "safetensors | page cache"),
-        "the same, fastsafetensors without GPUDirect Storage": ("loading", "fastsafetensors | page cache"),
-        "the same, InstantTensor": ("loading", "InstantTensor | page cache"),
+        "load from the page cache, safetensors": ("loading", "safetensors | page cache"),
+        "load from the page cache, fastsafetensors, no GPUDirect Storage": ("loading", "fastsafetensors | page cache"),
+        "load from the page cache, InstantTensor": ("loading", "InstantTensor | page cache"),
         "bare reads, hashes and copies by eight threads": read,
     }
     rows = [[title, _gpu(*which, "gb_per_s")] for title, which in speeds.items()]
