@@ -337,7 +337,7 @@ def test_torchs_planner_for_many_items_is_logged_once(who: str, caplog: pytest.L
             resolve(*planned(state, cls))
     said = [text for record in caplog.records if "planner" in (text := record.getMessage())]
     assert len(said) == (who == "torch")
-    assert all("55 to 88 us per item" in text and "planner=SavePlanner()" in text for text in said)
+    assert all("55 to 88 us per item" in text and "pass it as planner= to all saves" in text for text in said)
 
 
 class PlansItself(SavePlanner):
