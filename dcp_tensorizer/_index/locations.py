@@ -54,8 +54,9 @@ class RankLocations(NamedTuple):
     table_digest: bytes
     """XXH3-128 of the table; equal for equal items in files of equal layout."""
     digests: bytes
+    """The digests of the items, joined."""
     seals: bytes
-    """The rest of the section."""
+    """The nonces and MACs of encrypted items, joined: the end of the section."""
     inline: tuple[InlineItem, ...] = ()
     check: bytes = b""
     """The check value of the encryption key (`Cipher.check_value`)."""

@@ -20,7 +20,8 @@ class BufferWay:
     """The way of ``staging="buffer"``: this process copies everything. The other ways override methods of this one.
 
     Attributes:
-        copies_from_devices: Whether this process copies from devices. If it does, it pins the buffer, and may cast.
+        copies_from_devices: Whether this process copies from devices. If it does, it pins the buffer, and may
+            convert the tensors to another dtype while it copies them (`Stager.dtype_of`).
         holds_training: Whether training waits for the save, because the save reads the live state.
     """
 

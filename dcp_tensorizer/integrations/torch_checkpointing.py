@@ -299,7 +299,9 @@ def _found(key: str, item: CheckpointItem, rank: int, there: set[str]) -> str:
 def _check(key: str, item: CheckpointItem) -> None:
     """Raises `ValueError` if an item needs an unsupported feature."""
     if item.layout is not None:
-        raise ValueError(f"item {key!r} has a layout, and files of this package have their own. Leave it out.")
+        raise ValueError(
+            f"item {key!r} has a layout, but files of this package have their own. Remove the item's layout."
+        )
     if item.resharder is None:
         return
     if type(item.resharder) is not DefaultResharder:
