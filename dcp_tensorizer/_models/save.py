@@ -1,6 +1,6 @@
 """One rank's part in saving a model as a directory in Hugging Face's format.
 
-The coordinator lays out the files, and begins them under temporary names, which readers ignore. All ranks write the
+The coordinator lays out the files, and creates them under temporary names, which readers ignore. All ranks write the
 files. The coordinator completes them, and writes the index last. The commit is the writing of the index, or, for a
 model of one file without an index, the completion of that file.
 """
@@ -137,9 +137,9 @@ class ModelSave(Save):
             return plan_with(plan, dict(self._ties))
 
     def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Lays out the files, and begins them; returns the plans with the layout. Called on the coordinator.
+        """Lays out and creates the files; returns the plans with the layout. Called on the coordinator.
 
-        Raises `WriteError` if the format cannot hold the model, or the files cannot be begun.
+        Raises `WriteError` if the format cannot hold the model, or if the files cannot be created.
         """
         with self.or_fail():
             ties = [plan.storage_data if isinstance(plan.storage_data, dict) else {} for plan in plans]
@@ -282,7 +282,7 @@ class ModelSave(Save):
                 remove_uploads(storage, *dead)
 
     def _begin_files(self, plan: ModelPlan) -> list[SharedFilePart]:
-        """Begins the files of a model. On failure, removes them and raises `WriteError`. Called on the coordinator."""
+        """Creates the files of a model. On failure, removes them and raises `WriteError`. Called on the coordinator."""
         storage, count = self.storage, len(plan.files)
         if self._is_adapter and count > 1:
             raise WriteError(
@@ -291,8 +291,8 @@ class ModelSave(Save):
             )
         if self._has_single and (count > 1 or self._index_before is not None):
             raise WriteError(
-                f"{storage.path} holds {self._single}, which readers prefer to an index, but this model needs an index "
-                f"of its files ({count}). Save to another path."
+                f"{storage.path} holds {self._single}, which readers prefer to an index, but the new model needs "
+                f"an index (of {count} file(s)). Save to another path."
             )
         # The files of a model stay until the model is published, even if the next save replaces the model earlier.
         has_readers = self.model.publish is not None and self.model.overwrite
@@ -345,7 +345,7 @@ class ModelSave(Save):
         self._others = (*self._others[:-1], _OtherFile(file, sink.parts, replaces))
 
     def _drop_files(self) -> None:
-        """Removes the files that were begun and are not committed. Idempotent."""
+        """Removes the files that this save has created but not committed. Idempotent."""
         if self._begun or self._completed or self._others:
             self._clean_up(self._drop)
 
@@ -379,9 +379,9 @@ class ModelSave(Save):
         """Commits the files as the model at the path, when all ranks have written their parts.
 
         Called on the coordinator. ``parts`` are the ranks' parts by the number of the file. Returns the files of the
-        replaced model, for removal. Raises `WriteError` if the save is not committed, and the previous model is
-        untouched; if it is unknown whether the save is committed; or if the save is committed, but another file of the
-        user's could not be replaced.
+        replaced model, for removal. Raises `WriteError` in three cases: the save is not committed (the previous
+        model is then untouched), it is unknown whether the save is committed, or the save is committed but one of the
+        user's `files` could not be replaced.
         """
         storage, sync = self.storage, self._saver.options.sync_files
         is_lone = self._begun[0].name == self._single

@@ -258,8 +258,8 @@ def allocation_order(
 ) -> list[int]:
     """Returns the order in which to allocate the staged tensors: first those that are gathered together.
 
-    Small tensors are gathered together if they have one device (of ``indices``) and one element size, and are not
-    copied in batches.
+    Small tensors are gathered together if they are on the same device (see ``indices``), have the same element size,
+    and are not copied in batches.
     """
     gathered: dict[int, tuple[int, bool, int]] = {}
     for number, (source, index) in enumerate(zip(sources, indices, strict=True)):
@@ -272,8 +272,8 @@ def queue_on_device(pairs: Sequence[Pair], stream: SideStream, limits: GatherLim
     """Queues the copies of one device's tensors, in few calls.
 
     Staged tensors are C-contiguous and on the host. One copy over the bus fills the staged tensors of several small
-    tensors, if they are adjacent and have one element size. The device casts tensors whose staged tensors have another
-    dtype.
+    tensors, if these are adjacent and have the same element size. The device casts tensors whose staged tensors have
+    another dtype.
     """
     small: list[_Small] = []
     plain: list[Pair] = []

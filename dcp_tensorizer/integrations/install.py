@@ -178,7 +178,7 @@ def _torch_path(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 
 def _replace() -> None:
-    """Replaces the functions that torch calls, and the classes that its classes make."""
+    """Replaces functions and classes in DCP's modules, and makes torch's classes create this package's objects."""
     process_executor = getattr(saver, PROCESS_EXECUTOR)
 
     class ProcessExecutor(process_executor):  # type: ignore[misc,valid-type]

@@ -330,7 +330,7 @@ def test_a_model_of_one_file_is_replaced_by_one_of_one_file(tmp_path: Path) -> N
     save(tmp_path / "model", {"a": torch.zeros(3)}, overwrite=True)
     assert loaded(tmp_path / "model")["a"].tolist() == [0.0] * 3
     words = refused(tmp_path / "model", state(), max_shard_bytes=10_000, overwrite=True)
-    assert "holds model.safetensors, which readers prefer to an index, but this model needs an index of" in words
+    assert "holds model.safetensors, which readers prefer to an index, but the new model needs an index" in words
     assert names(tmp_path / "model") == ["model.safetensors"]
 
 

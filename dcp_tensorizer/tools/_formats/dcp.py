@@ -67,7 +67,11 @@ def read(storage: Storage, pickled: bytes) -> CheckpointView:
 
 
 def check(view: CheckpointView, options: ConvertOptions) -> None:
-    """Raises `ConversionError` for unsupported dtypes, and for keys that would change or form no state dict."""
+    """Checks that a checkpoint can be converted.
+
+    Raises `ConversionError` for unsupported dtypes, for keys that would change, and for keys that cannot form a state
+    dict.
+    """
     check_paths(view)
     check_names(view)
     check_lists(view)
