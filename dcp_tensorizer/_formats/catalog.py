@@ -92,6 +92,12 @@ def check_length(path: str, key: str, item: StoredItem, shape: tuple[int, ...]) 
         )
 
 
+def no_data(path: str, key: Any, offset: Sequence[int] | None) -> MetadataError:
+    """Returns the error of a stored chunk, or of an object if there is no ``offset``, that has no location."""
+    at = "" if offset is None else f" at offset {tuple(offset)}"
+    return MetadataError(f"{path} has no data for {key!r}{at}")
+
+
 def check_chunks(path: str, key: str, shape: Sequence[int], regions: Sequence[Region]) -> None:
     """Raises `MetadataError`, naming the key, unless the stored chunks of a tensor hold each of its elements once."""
     if not covers(shape, regions):

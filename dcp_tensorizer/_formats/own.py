@@ -46,7 +46,7 @@ from .._tensor_file.names import StoredItem, metadata_file_name
 from .._tensor_file.regions import Region
 from .._trust.objects import load_object
 from ..errors import CheckpointError, MetadataError
-from .catalog import Catalog, Piece
+from .catalog import Catalog, Piece, no_data
 from .recognise import nothing_committed
 
 if TYPE_CHECKING:
@@ -131,15 +131,21 @@ class Index(Catalog):
         if (key := file.head.encryption) is not None:
             self.encryption = {"derivation": key.derivation, "check": key.check, "seal": file.seal}
 
-    def metadata(self) -> Metadata:
+    def metadata(self, *, whole: bool = True) -> Metadata:
         """Returns DCP's metadata for a load. Describes a tensor as one chunk if its stored chunks cover it.
+
+        Unless ``whole``, describes all chunks as they are stored.
 
         DCP's planners visit each chunk of each tensor on each rank. `locate` finds the stored chunks that a rank needs.
         Tensors with equal descriptions share one object.
         """
         head = self._file.head
         with _valid(self.path), collector_paused():
-            shared = {value: self._described(value, whole=True) for value in set(self._values.values())}
+            if whole:
+                shared = {value: self._described(value, whole=True) for value in set(self._values.values())}
+                described = {key: shared[value] for key, value in self._values.items()}
+            else:
+                described = {key: self._described(value, whole=False) for key, value in self._values.items()}
             meta = StorageMeta(
                 checkpoint_id=_maybe(head.checkpoint_id),
                 save_id=_maybe(head.save_id),
@@ -147,7 +153,7 @@ class Index(Catalog):
                 modules=[from_text(module) for module in head.modules],
             )
             return Metadata(
-                {key: shared[value] for key, value in self._values.items()},
+                described,
                 planner_data=self._planner_data(),
                 storage_data={
                     "rank": head.rank,
@@ -167,10 +173,8 @@ class Index(Catalog):
         each `item_key`; ``rank``; ``encryption``, for encrypted checkpoints; ``release``, ``torch`` and ``saved_at``;
         and ``record``, a manager's `SaveRecord` or None.
         """
-        metadata = self.metadata()
+        metadata = self.metadata(whole=False)
         with _valid(self.path), collector_paused():
-            described = {key: self._described(value, whole=False) for key, value in self._values.items()}
-            metadata.state_dict_metadata = described
             metadata.storage_data |= {"files": self.files, "items": self._items()}
         if self.encryption is not None:
             metadata.storage_data["encryption"] = self.encryption
@@ -231,7 +235,7 @@ class Index(Catalog):
                 stored = self._stored(keys, [hashes[number] for number in numbers], owner)
                 for number, key, chunk_region, found in zip(numbers, keys, regions, stored, strict=True):
                     if found is None:
-                        raise self._missing(key, items[number].storage_index.offset)
+                        raise no_data(self.path, key, items[number].storage_index.offset)
                     pieces[number] = [Piece(found, chunk_region.size, chunk_region, chunk_region)]
             for number, wanted in others.items():
                 pieces[number] = self._pieces(*wanted, hashes[number])
@@ -251,11 +255,11 @@ class Index(Catalog):
             assert common is not None
             item = self._find(key, hash_of(key, chunk.start), int(value.owners[number]))
             if item is None:
-                raise self._missing(key, chunk.start)
+                raise no_data(self.path, key, chunk.start)
             pieces.append(Piece(item, chunk.size, common.within(chunk), common.within(wanted)))
         found, elements = sum(math.prod(piece.part.size) for piece in pieces), math.prod(region.size)
         if not pieces:
-            raise self._missing(key, offset)
+            raise no_data(self.path, key, offset)
         if found != elements:
             raise MetadataError(
                 f"{self.path}: {found:,} of {elements:,} elements of {key!r} are stored in the region to be loaded: a "
@@ -268,13 +272,9 @@ class Index(Catalog):
         found = (self._find(key, item_hash, owner) for owner in owners)
         item = next((item for item in found if item is not None), None)
         if item is None:
-            raise self._missing(key, offset)
+            raise no_data(self.path, key, offset)
         whole = Region((0,), (item.length,))
         return Piece(item, whole.size, whole, whole)
-
-    def _missing(self, key: Any, offset: Sequence[int] | None) -> MetadataError:
-        at = "" if offset is None else f" at offset {tuple(offset)}"
-        return MetadataError(f"{self.path} has no data for {key!r}{at}")
 
     def _items(self) -> dict[ItemKey, StoredItem]:
         """Returns the location of every stored item."""

@@ -163,9 +163,11 @@ def _losses(flushing: Flushing, suspects: Sequence[tuple[list[UnflushedPart], se
             continue
         ranks = listed_ranks([part.record.rank for part in parts])
         is_known = any(part.is_confirmed for part in parts)
-        lost = "the coordinator's node is lost"
-        lost = lost if is_known else f"the save never finished, or {lost}"
-        reason = f"no node of this job has its metadata, only data of rank(s) {ranks}: {lost}"
+        unfinished = "" if is_known else "the save never finished, or "
+        reason = (
+            f"no node of this job has its metadata, only data of rank(s) {ranks}: "
+            f"{unfinished}the coordinator's node is lost"
+        )
         losses.append(_Loss(subpath, files, reason, is_known))
     return losses
 

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from .._formats.catalog import Catalog, Piece, check_chunks, check_length
+from .._formats.catalog import Catalog, Piece, check_chunks, check_length, no_data
 from .._formats.own import read_metadata
 from .._formats.recognise import nothing_committed
 from .._index.schema import item_key
@@ -449,8 +449,7 @@ def _pieces(path: str, metadata: Metadata, key: Any, entry: Any) -> dict[torch.S
     for offset, size in sizes.items():
         item = metadata.storage_data["items"].get(item_key(MetadataIndex(key, offset)))
         if item is None:
-            at = "" if offset is None else f" at offset {tuple(offset)}"
-            raise MetadataError(f"{path} has no data for {key!r}{at}")
+            raise no_data(path, key, offset)
         if item.kind == "tensor":
             check_length(path, key, item, size)
         pieces[offset] = Piece(item, size, whole(size), Region(tuple(offset or ()), size))
