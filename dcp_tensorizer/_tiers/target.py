@@ -1,4 +1,4 @@
-"""A local folder and the remote folder that it is flushed to: LOCAL/x on a node is a copy of PATH/x.
+"""A local folder and the remote folder that it is flushed to: the checkpoint LOCAL/x becomes REMOTE/x.
 
 ``subpath`` is the path x of a checkpoint, relative to both folders and with slashes; empty for the folders themselves.
 """
@@ -40,7 +40,7 @@ class FlushTarget:
 
     @property
     def name(self) -> str:
-        """The remote folder without credentials, for records and messages."""
+        """Returns the remote folder without credentials, for records and messages."""
         return redact(self.remote).rstrip("/")
 
     def progress_timeout(self) -> ProgressTimeout:

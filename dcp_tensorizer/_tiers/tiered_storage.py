@@ -25,7 +25,7 @@ _WHOLE = OPEN | {REMOTE}
 
 
 class _Copies(NamedTuple):
-    sizes: Mapping[str, int]  # the complete files
+    sizes: Mapping[str, int]  # the files that are complete here
     indexes: Mapping[str, bytes]  # the metadata of checkpoints that are complete here, but not on the remote yet
 
 
@@ -130,7 +130,7 @@ class NearestStorage(Storage):
         if name in self._copies.sizes:
             try:
                 return self._local.open(name)
-            except OSError:  # another process has removed the copy, because there is a newer checkpoint
+            except OSError:  # for example, another process has removed the copy of an older checkpoint
                 return self.remote.open(name)
         return self.remote.open(name)
 
