@@ -48,7 +48,7 @@ class Vote:
         force: The rank's caller wants to save, even if no save is due.
         is_due: First: a save is due.
         is_last: First: the last save is of this step, and has not failed.
-        is_there: First: a checkpoint of the step exists.
+        is_there: First: a checkpoint of the step exists on the job's branch.
         failures: First: the number of saves that have failed in a row.
         must_write: If a save is due, the rank's caller wants the step on storage, not only in memory.
         is_busy: The previous save still runs, and the rank can hold this step in memory instead of saving it.

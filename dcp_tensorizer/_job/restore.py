@@ -63,7 +63,7 @@ class Selection:
     """Selection of keys of a flattened state dict.
 
     Patterns are those of `fnmatch`. They match a key, or the name of a list that contains the key: for ``exclude`` of a
-    save, a list is one key. Without ``include`` all keys are selected. In both cases ``exclude`` takes precedence.
+    save, a list is one key. Without ``include`` all keys are selected. ``exclude`` always takes precedence.
 
     Attributes:
         include: Patterns of the selected keys.

@@ -235,7 +235,7 @@ class Retaining:
     def _retain(self, saved: Step) -> None:
         """Updates `LATEST`, and deletes the checkpoints of the branch that no rule retains, except ``saved``.
 
-        Logs failures, and why a checkpoint stays that no rule retains. A failure here fails no save.
+        Logs failures, and the reason if a checkpoint that no rule retains must stay. A failure here fails no save.
         """
         rules, folder = self._rules, self._folder
         assert rules is not None

@@ -186,7 +186,7 @@ class Saves:
             self._exports.release_staged()
 
     def wait_published(self, deadline: Deadline, *, on_all_ranks: bool = True) -> None:
-        """Waits until the last export is published, or until the deadline. One rank publishes. Sets ``error``.
+        """Waits until the last export is published, or until the deadline. One rank publishes. Sets `error`.
 
         With ``on_all_ranks``, the call is collective, and all ranks get the error.
         """
@@ -405,7 +405,7 @@ def collected_part(
 
 
 def _frozen(state: Mapping[str, Any], collected: Mapping[str, Any]) -> set[str]:
-    """Returns the keys that the modules' frozen parameters have in the collected state, under each of their names."""
+    """Returns the keys that the modules' frozen parameters have in the collected state, one for each of their names."""
     frozen = set()
     for key, value in state.items():
         if isinstance(value, torch.nn.Module):

@@ -26,8 +26,8 @@ logger = logging.getLogger("dcp_tensorizer")
 # --- branches: a job that goes back to an earlier checkpoint begins a branch ------------------------------------------
 #
 # A `Branch` has its whole history: for each branch from the first one to itself, the name, and the step at which that
-# branch left the one before. So no history needs a checkpoint, and any may be deleted. Checkpoints that were saved
-# without a manager are on the `TRUNK`.
+# branch left the one before. So the history does not depend on checkpoints, any of which may be deleted. Checkpoints
+# that were saved without a manager are on the `TRUNK`.
 
 Branch = tuple[tuple[str, int], ...]
 TRUNK: Branch = (("", 0),)

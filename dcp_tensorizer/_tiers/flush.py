@@ -263,8 +263,10 @@ class Flusher:
             )
 
     def _index(self, entry: FlushEntry) -> bytes | None:
-        """Reads the metadata of a checkpoint. If it is lost or damaged, returns None. If a retry may help, raises
-        `ReadError`."""
+        """Reads the metadata of a checkpoint. If it is lost or damaged, returns None.
+
+        Raises `ReadError` if a retry may help.
+        """
         try:
             index = self._queue.index(entry)
             read_head(index, f"{entry.stem}.index")
@@ -345,7 +347,7 @@ def copy_file(source: Storage, target: Storage, name: str, nbytes: int, gate: Ca
 
     On a file system, the file has a temporary name until it is complete: its space is reserved first, so its size does
     not prove that it is complete. Other storages show only complete files. ``gate`` is called before each part, and
-    blocks until the part may be sent.
+    may block or raise.
 
     Raises `Unreadable` if the local file cannot be read, and `CheckpointError` or `OSError` if the copy fails. After an
     error, call `discard`: parts of the copy may be left.

@@ -69,7 +69,7 @@ class FlushEntry(NamedTuple):
     id: str
     state: str
     changed: float
-    """The time when the flush last made progress or ended (``time.time()``)."""
+    """The time when the state last changed or the flush last made progress (``time.time()``)."""
 
     @property
     def stem(self) -> str:

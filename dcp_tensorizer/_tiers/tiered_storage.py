@@ -30,12 +30,12 @@ class _Copies(NamedTuple):
 
 
 class NearestStorage(Storage):
-    """A checkpoint's directory on the remote, of which this node may have a copy. Writes to the remote only.
+    """A directory on the remote, of which this node may have a copy. Writes to the remote only.
 
     Args:
         target: The local folder and the remote one.
-        remote: The checkpoint's directory on the remote.
-        subpath: The path of the checkpoint, relative to both folders.
+        remote: The directory itself.
+        subpath: The path of the directory, relative to both folders; empty for the folders themselves.
     """
 
     def __init__(self, target: FlushTarget, remote: Storage, subpath: str) -> None:
@@ -162,10 +162,10 @@ def nearest(
     timeout: float,
     local: str | os.PathLike[str] | None,
 ) -> Callable[[str | os.PathLike[str]], Storage]:
-    """Returns a function that opens the storage of a checkpoint by its path.
+    """Returns a function that opens the storage of a checkpoint, or of the folder of checkpoints, by its path.
 
-    The function raises `WriteError` if the storage cannot be opened, and `ReadError` if the checkpoint is not below
-    ``path``.
+    The function raises `WriteError` if the storage cannot be opened. With a local folder, it raises `ReadError` if the
+    path that it gets is neither ``path`` nor below it.
 
     Args:
         path: The folder that the local folder mirrors.
