@@ -80,7 +80,7 @@ class TensorizerStorageReader(StorageReader):
     Args:
         path: The checkpoint: a local path, or any URL that fsspec opens. The ``checkpoint_id`` of ``dcp.load``
             overrides it.
-        storage_options: Passed to the fsspec filesystem.
+        storage_options: Options of a URL's storage, such as credentials.
         verify: Compare everything that is read with its stored digests. Lengths, coverage and the metadata's own digest
             are always checked.
         allow_pickle: Load objects of any type, which can run any code: only for checkpoints that you trust as you trust

@@ -120,8 +120,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             or damaged when the machine fails, but not when only the job fails.
         thread_count: Number of threads for the copy, while training waits, and for hashing in the writer process. If
             None, the node's cores divided by its ranks, up to four.
-        storage_options: Passed to the fsspec filesystem. They reach the writer process through a socket, and are never
-            written to disk.
+        storage_options: Options of a URL's storage, such as credentials. They reach the writer process through a
+            socket, and are never written to disk.
         on_report: Called with the `SaveReport` of each save, on the save's thread: on the coordinator when the save is
             committed, on other ranks when they have written their parts. With ``local``, called once more, on any
             thread, when the save has arrived at the path. The report is also logged (logger ``dcp_tensorizer``).

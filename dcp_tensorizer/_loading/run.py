@@ -280,7 +280,8 @@ class _Reads:
         step = segment.item.block
         for number, start in enumerate(range(0, data.nbytes, step), segment.start // step):
             if not self._cipher.decrypt(data[start : start + step], segment.item.nonce_and_macs, number):
-                raise self._mismatch(segment, f"bytes {number * step:,} to {number * step + step:,}")
+                end = min(number * step + step, segment.item.length)
+                raise self._mismatch(segment, f"bytes {number * step:,} to {end:,}")
 
     def _mismatch(self, segment: Segment, damaged_bytes: str, advice: str = "") -> ChecksumMismatch:
         keys = ", ".join(repr(target.key) for target in segment.targets)

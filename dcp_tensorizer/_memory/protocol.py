@@ -97,7 +97,7 @@ class OpenToPeers:
     """Request of the trainer to exchange replicas with keepers on other hosts. The answer is an `Address`."""
 
     host: str  # the address of this host to listen on
-    secret: bytes  # the secret of the run
+    secret: bytes  # of this keeper: who knows it may connect
     anew: bool = False  # stop listening at the previous address, and close its connections
 
 

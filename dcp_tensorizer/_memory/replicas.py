@@ -198,9 +198,10 @@ class _Incoming:
 
 
 class ReplicaServer:
-    """Server that receives replicas from other hosts, and serves parts of states. Clients must know the run's secret.
+    """Server that receives replicas from other hosts, and serves parts of states.
 
-    ``keeper`` holds the parts. ``host`` is the address of this host to listen on. ``address`` is that of the server.
+    ``keeper`` holds the parts. ``host`` is the address of this host to listen on. ``secret`` is the keeper's, which
+    clients must know. ``address`` is that of the server.
     """
 
     def __init__(self, keeper: Keeper, host: str, secret: bytes) -> None:

@@ -1,4 +1,4 @@
-"""TCP connections to keepers on other hosts. Both ends know the secret of one run of a job.
+"""TCP connections to keepers on other hosts. Both ends know the secret of the keeper that accepts.
 
     client ──▶ hello: magic, version, its ciphers, nonce
            ◀── cipher, nonce, proof      keyed BLAKE2b of all messages so far: an end without the secret learns nothing
@@ -99,7 +99,7 @@ class Wire:
             expected = _derived(secret, b"server", nonces)
             cipher = FrameCipherKind.AES if answer[0] == FrameCipherKind.AES else FrameCipherKind.CHACHA
         if not hmac.compare_digest(bytes(proof), expected):
-            raise WireError("the peer does not know the secret of this run")
+            raise WireError("the peer does not know the keeper's secret")
         if not is_server:
             self._sock.sendall(_derived(secret, b"client", nonces))
         keys = _derived(secret, b"to server", nonces), _derived(secret, b"to client", nonces)

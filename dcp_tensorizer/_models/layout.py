@@ -151,7 +151,8 @@ def plan_model(
             )
         (stored,) = dtypes
         if (fault := fault_of(key, stored, placed.shape)) is not None:
-            raise WriteError(f"{path}: {placed.boxes[0].source!r} {fault}")
+            renamed_from = "" if placed.boxes[0].source == key else f" (renamed from {placed.boxes[0].source!r})"
+            raise WriteError(f"{path}: {key!r}{renamed_from} {fault}")
         pairs = zip(placed.boxes, sources, strict=True)
         carried = tuple(chunk for box, source in pairs for chunk in _carried(box, source, layouts))
         found.append(ModelTensor(key, stored, placed.shape, carried, tuple(placed.boxes)))

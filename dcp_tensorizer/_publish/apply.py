@@ -82,7 +82,7 @@ def apply_delta(
             were not published are ignored.
         delta: The directory of versions, or the directory of one version.
         version: The wanted version. By default the newest, or the one that ``delta`` names.
-        storage_options: Passed to the fsspec filesystem of a URL.
+        storage_options: Options of a URL's storage, such as credentials.
         on_progress: Called with the number of bytes done, and the total.
 
     Raises:
@@ -648,7 +648,7 @@ def verify_versions(
         path: A directory of versions, or a directory to which deltas are applied.
         version: In a directory of versions, the version to verify. By default, for each whole version, verifies the
             last version that builds on it. To rebuild that version, all deltas that follow the whole version are read.
-        storage_options: Passed to the fsspec filesystem of a URL.
+        storage_options: Options of a URL's storage, such as credentials.
         on_progress: Called with the number of bytes done, and the total.
 
     Raises:

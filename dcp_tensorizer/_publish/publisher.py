@@ -93,7 +93,7 @@ def publish(
         max_deltas: The number of deltas that may follow a whole version. A new reader has to read all of them.
         keep_latest: The number of newest versions to keep, with all versions on which they build. The other
             versions are removed.
-        storage_options: Passed to the fsspec filesystems of URLs.
+        storage_options: Options of the storages of URLs, such as credentials.
         on_progress: Called with the number of bytes read, and the size of the model.
 
     Raises:

@@ -397,7 +397,7 @@ def list_versions(
 
     Args:
         path: The directory of versions.
-        storage_options: Passed to the fsspec filesystem of a URL.
+        storage_options: Options of a URL's storage, such as credentials.
 
     Raises:
         NotCommitted: nothing has been published there.
@@ -424,7 +424,7 @@ def collect_versions(
         path: The directory of versions.
         keep_latest: The number of newest versions to keep, with all versions on which they build.
         dry_run: Remove nothing.
-        storage_options: Passed to the fsspec filesystem of a URL.
+        storage_options: Options of a URL's storage, such as credentials.
 
     Returns:
         The versions that were removed; with ``dry_run``, those that would be removed.

@@ -311,12 +311,12 @@ class Flushing:
 
     def _report_given_up(self, entry: FlushEntry) -> None:
         record, followed = self.queue.record(entry), self._followed.pop(entry.stem, None)
-        reason = "its record was removed or cannot be read" if record is None else record.reason
-        subpath = "" if record is None else record.subpath
-        words = (
-            f"rank {entry.rank}'s part of {self.target.name}/{subpath} is given up, and will not be on the remote: "
-            f"{reason}"
-        )
+        if record is None:
+            checkpoint = f"a checkpoint of {self.target.name}"
+            reason = f"its record {entry.stem} in {self.queue.folder} was removed or cannot be read"
+        else:
+            checkpoint, reason = f"{self.target.name}/{record.subpath}", record.reason
+        words = f"rank {entry.rank}'s part of {checkpoint} is given up, and will not be on the remote: {reason}"
         if followed is not None:
             self._given_up.append(words)
             followed.future.set_exception(WriteError(words))

@@ -146,7 +146,7 @@ def check_digests(item: StoredItem, start: int, data: memoryview) -> None:
     step = item.block
     for number, begin in enumerate(range(0, data.nbytes, step), start // step):
         if _digest(data[begin : begin + step]) != item.digests[8 * number : 8 * number + 8]:
-            raise ChecksumMismatch(f"bytes {number * step:,} to {number * step + step:,}")
+            raise ChecksumMismatch(f"bytes {number * step:,} to {min(number * step + step, item.length):,}")
 
 
 def _digest_of_all(item: StoredItem) -> bytes:

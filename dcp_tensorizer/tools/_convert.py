@@ -71,7 +71,7 @@ def convert(
             name ends in ``.safetensors``, and otherwise a directory in Hugging Face's layout.
         to: The target's format.
         options: What to convert, and how.
-        storage_options: Passed to the fsspec filesystems of source and target.
+        storage_options: Options of the storages of source and target, such as credentials.
         encryption: The key of an encrypted source (`tensorizer.DecryptionParams`). The target is not encrypted.
         on_progress: Called with the bytes read so far and the total. Several threads call it, one at a time.
 

@@ -107,7 +107,7 @@ def diff(
     Args:
         before: The first checkpoint.
         after: The second checkpoint.
-        storage_options: Passed to the fsspec filesystems of URLs.
+        storage_options: Options of the storages of URLs, such as credentials.
         encryption: The key, if a checkpoint is encrypted.
         on_progress: Called with the bytes compared so far and the total.
 

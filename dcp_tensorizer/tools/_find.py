@@ -150,7 +150,7 @@ def list_checkpoints(
 
     Args:
         path: The directory.
-        storage_options: Passed to the fsspec filesystem of a URL.
+        storage_options: Options of a URL's storage, such as credentials.
 
     Raises:
         NotCommitted: there is no such directory.

@@ -79,7 +79,7 @@ def collect(
         only_data: Remove only files that this package wrote. The directory of a removed checkpoint stays if it holds
             other files.
         dry_run: Remove nothing, and return what would be removed.
-        storage_options: Passed to the fsspec filesystem of a URL.
+        storage_options: Options of a URL's storage, such as credentials.
 
     Raises:
         ValueError: ``keep_latest`` is less than 1.

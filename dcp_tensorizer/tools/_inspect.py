@@ -160,7 +160,7 @@ def inspect(
     Args:
         checkpoint: The checkpoint, of any format that `convert` reads.
         pattern: A shell-style pattern of the keys to list, such as ``model.*.weight``.
-        storage_options: Passed to the fsspec filesystem of a URL.
+        storage_options: Options of a URL's storage, such as credentials.
         encryption: The key of an encrypted checkpoint. Without the key, the values of objects are not shown.
 
     Raises:

@@ -103,7 +103,7 @@ def verify(
         checkpoint: The checkpoint, or a folder of checkpoints, such as a manager's. In a folder, all checkpoints are
             verified, and damages name files relative to the folder.
         full: Check every byte of the files, and tensorizer's own hashes, instead of only the digests of the data.
-        storage_options: Passed to the fsspec filesystem of a URL.
+        storage_options: Options of a URL's storage, such as credentials.
         on_progress: Called with the bytes read so far and the total. Several threads call it, one at a time.
 
     Raises:

@@ -360,8 +360,13 @@ def test_a_checkpoint_is_not_joined_by_a_model(tmp_path: Path) -> None:
         ({"m.a": torch.ones(2), "a": torch.ones(2)}, {"rename": {"m.*": "*"}}, "'m.a' and 'a' would both be 'a'"),
         ({"m.a": torch.ones(2), "b": torch.ones(2)}, {"rename": {"m.*": "*"}}, "would map back to 'm.b'"),
         ({"__metadata__": torch.ones(2)}, {}, "'__metadata__' cannot be a key in safetensors"),
+        (
+            {"a": torch.ones(2)},
+            {"rename": {"a": "__metadata__"}},
+            "'__metadata__' (renamed from 'a') cannot be a key in safetensors",
+        ),
     ],
-    ids=["object", "dtype", "unused rule", "collision", "no way back", "key"],
+    ids=["object", "dtype", "unused rule", "collision", "no way back", "key", "renamed key"],
 )
 def test_what_cannot_be_saved_is_refused(
     tmp_path: Path, state: dict[str, Any], options: dict[str, Any], words: str

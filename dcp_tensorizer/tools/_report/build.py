@@ -62,7 +62,7 @@ def report(
         checkpoints: Checkpoints of any format that `convert` reads. If each name has a step, and no two steps are
             equal, the page sorts the checkpoints by step.
         output: The page: a local path, or a URL. An existing file is replaced.
-        storage_options: Passed to the fsspec filesystems of URLs.
+        storage_options: Options of the storages of URLs, such as credentials.
         encryption: The key, if a checkpoint is encrypted. The page is not encrypted.
         on_progress: Called with the bytes read so far and the total.
 

@@ -13,7 +13,7 @@ import pytest
 from dcp_tensorizer import ReadError, WriteError
 from dcp_tensorizer._runtime.threads import Deadline, in_background
 from dcp_tensorizer._saving.flushing import Flushing
-from dcp_tensorizer._tiers.queue import REMOTE, SENT, FlushEntry, FlushRecord
+from dcp_tensorizer._tiers.queue import LOST, REMOTE, SENT, FlushEntry, FlushRecord
 from dcp_tensorizer.writer import SaveReport
 
 from ...lab.waiting import WAIT
@@ -76,6 +76,18 @@ def test_a_record_that_is_gone_is_no_arrival(tmp_path: Path, commits: bool) -> N
     if commits:
         with pytest.raises(WriteError, match="cannot confirm that remote/step-1 is on the remote"):
             flushing.check()
+    flushing.check()
+
+
+def test_a_given_up_save_whose_record_is_damaged(tmp_path: Path) -> None:
+    """The error names the record, because the record alone names the checkpoint."""
+    run = Run(tmp_path)
+    flushing, lost = _flushing(run), run.queue.move(_begun(run, "a" * 32), LOST)
+    (run.queue.folder / lost.name).write_bytes(b"{")
+    assert flushing.wait()
+    record = f"its record {lost.stem} in {run.queue.folder} was removed or cannot be read"
+    with pytest.raises(WriteError, match=f"rank 0's part of a checkpoint of {run.remote} is given up.*: {record}"):
+        flushing.check()
     flushing.check()
 
 

@@ -125,7 +125,7 @@ def test_an_end_that_has_one_cipher_alone(monkeypatch: pytest.MonkeyPatch, older
 def test_who_does_not_know_the_secret() -> None:
     """The client fails first and sends no proof, and the server fails without it."""
     client, server = both(client_secret=bytes(32))
-    assert isinstance(client, WireError) and "does not know the secret" in str(client)
+    assert isinstance(client, WireError) and "does not know the keeper's secret" in str(client)
     assert isinstance(server, ConnectionError)
 
 
