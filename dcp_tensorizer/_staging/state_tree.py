@@ -97,7 +97,7 @@ class TensorList(list[torch.Tensor]):
 
     @property
     def inner(self) -> set[int]:
-        """The numbers of the tensors that are not cast, because the tensor that they belong to may depend on their dtypes.
+        """The numbers of the tensors that are not cast, because they are parts of a tensor that may need their dtypes.
 
         A DTensor of one plain tensor does not, unless it describes its part.
         """
