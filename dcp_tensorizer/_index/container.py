@@ -41,7 +41,7 @@ _MAC = 32
 _START = _FIXED.size + _DIGEST + _MAC
 _METADATA = metadata_file_name()
 _PICKLE = b"\x80"  # the first byte of any pickle of protocol 2 or later
-_OLD_TRAILER = b"\x00DCPTZR1"  # near the end of the pickles of unreleased versions of this package
+_OLD_TRAILER = b"\x00DCPTZR1"  # near the end of the pickles that this package wrote before its first release
 
 
 class Part(NamedTuple):
@@ -131,7 +131,7 @@ def _strong(*pieces: bytes | memoryview) -> bytes:
 
 
 def is_index(data: bytes) -> bool:
-    """Returns whether bytes begin like an index, or end like the metadata of this package's unreleased versions."""
+    """Returns whether bytes begin like an index, or end like this package's metadata from before its first release."""
     return data.startswith(_MAGIC) or data[-24:-16] == _OLD_TRAILER
 
 

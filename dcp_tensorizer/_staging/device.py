@@ -63,7 +63,7 @@ class SideStream(abc.ABC):
     """A stream for copies on one device, beside the streams of training.
 
     Attributes:
-        has_batches: Whether `copy_batch` may be called.
+        has_batches: Whether `copy_batch` takes batches.
     """
 
     has_batches = False

@@ -63,7 +63,7 @@ class StagedSaves:
     def begin(self, owner: object) -> StagedSave | None:
         """Begins the first save that has not begun and whose staged state dict the calling thread has taken.
 
-        Adds ``owner`` to its owners, and returns it. If there is none, returns None.
+        Returns the save, with ``owner`` added to its owners. If there is none, returns None.
         """
         for staged_save in list(self._saves):
             if staged_save.thread is threading.current_thread() and not staged_save.begun:

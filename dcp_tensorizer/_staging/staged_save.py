@@ -159,7 +159,7 @@ class StagedSave:
             raise StagingError(str(self.error))  # a new error, because a traceback would keep this save's frames alive
 
     def wait_for_consumer(self, timeout: float) -> None:
-        """Waits until a thread, such as that of the save, waits for this copy."""
+        """Waits up to ``timeout`` seconds until a thread, such as that of the save, waits for this copy."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_awaited, timeout)
 
@@ -278,7 +278,10 @@ class StagedSave:
 
 
 def name_of_group() -> str | None:
-    """Returns the name of the process group of the save on this thread: a name does not keep the group alive."""
+    """Returns the name of the process group of the save on this thread, or None if unknown.
+
+    A name does not keep the group alive.
+    """
     group = group_of_save()
     return None if group is None else group.group_name
 

@@ -55,7 +55,7 @@ class TensorList(list[torch.Tensor]):
     have one key, both are staged: one of them is part of an object, which this rank may write.
 
     Attributes:
-        omitted_keys: The keys of tensors that are not staged.
+        omitted_keys: The ``omitted`` keys.
         structure: The state dict, copied except for its tensors.
         memory: The tensors to copy. If training may assign to their ``data`` meanwhile, aliases that still refer to the
             same memory.

@@ -68,7 +68,7 @@ class FileJob:
         return self._adopted_bytes + self._refusals + sum(sink.bytes_written for sink in self._sinks)
 
     def run(self) -> WriteDone:
-        """Writes all files. On failure, removes them and raises `WriteError`, naming file and cause."""
+        """Adopts or writes all files. On failure, removes them and raises `WriteError`, naming file and cause."""
         started = time.perf_counter()
         name = ""
         try:
