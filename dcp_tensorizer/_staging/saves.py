@@ -40,7 +40,7 @@ class StagedSaves:
         self._saves: list[StagedSave] = []
         self.spares = weakref.WeakKeyDictionary[object, int]()
         self._idle: list[SharedBuffer] = []
-        self._kept: list[SharedBuffer] = []  # belong to no save, but the keeper may read them (`SharedBuffer.is_kept`)
+        self._kept: list[SharedBuffer] = []  # needed after their saves (`SharedBuffer.is_kept`)
         self._prewarming: Future[SharedBuffer] | None = None
         # Reentrant, because a signal handler that closes the writer may interrupt the holder. No code blocks while it
         # holds this lock.
@@ -174,7 +174,7 @@ class StagedSaves:
             for staged_save in [staged_save for staged_save in self._saves if staged_save.over()]:
                 self._saves.remove(staged_save)
                 buffer = staged_save.buffer
-                if buffer is None or not buffer.is_kept:  # otherwise the keeper may still read it
+                if buffer is None or not buffer.is_kept:  # otherwise other code may still get it from the save
                     staged_save.buffer = None
                 if buffer is not None:
                     is_wanted = staged_save.keeps_buffer or buffer.is_kept
