@@ -90,7 +90,7 @@ def _thread_ids() -> set[int]:
 
 
 class Worker:
-    """Server, in the writer process, for the requests of one trainer."""
+    """Server of the requests of one trainer, in the writer process."""
 
     def __init__(self, channel: Channel, snapshots: Snapshots | None) -> None:
         self._channel = channel
