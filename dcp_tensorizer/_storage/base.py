@@ -43,7 +43,7 @@ class ReadTuning:
     slice_bytes: int = UNLIMITED
     """The largest piece to read before it is hashed, so that the hash finds it in the processor's cache."""
     max_coalesced_bytes: int | None = None
-    """The largest single read directly into target tensors; by default, the size of the scratch memory."""
+    """The largest single read directly into target tensors; by default, the size of a load's scratch memory."""
     max_gap_bytes: int = 64 << 10
     """The largest gap between two ranges that is cheaper to read than to skip with another request."""
 
@@ -204,10 +204,10 @@ class FileInfo(NamedTuple):
 
 
 class DirectoryLock:
-    """A lock that a save holds on its directory. A ``with`` block releases the lock at its end.
+    """A lock on a directory: shared by the saves in progress there, and exclusive while files are removed as leftovers.
 
-    Other jobs see the lock if `Storage.locks_are_visible` is set. This base class locks nothing. Storages without locks
-    use it.
+    A ``with`` block releases the lock at its end. Other jobs see the lock if `Storage.locks_are_visible` is set. This
+    base class locks nothing. Storages without locks use it.
     """
 
     def __enter__(self) -> DirectoryLock:
@@ -494,7 +494,7 @@ class Storage(abc.ABC):
         return self.location
 
     def lock_directory(self) -> DirectoryLock:
-        """Opens and locks the directory, and returns the lock; raises `WriteError`."""
+        """Returns a lock on the directory, which is exclusive if possible; raises `WriteError`."""
         return DirectoryLock()
 
     @abc.abstractmethod

@@ -72,7 +72,7 @@ _sharing = free_in_child(threading.Lock())
 def shared_client(filesystem: Any, timeout: float) -> S3Client:
     """Returns a client for a filesystem's options: one that is in use, or a new one.
 
-    Storages share clients, because a new client takes 20 ms to create botocore's client.
+    Storages share clients, because creating botocore's client takes 20 ms.
     """
     # botocore reads keys, profiles, proxies and certificates from the environment. The program of a
     # ``credential_process`` may read any variable.
@@ -308,7 +308,7 @@ class S3Storage(RemoteStorage):
     max_adopted_bytes = 5 << 30  # S3 copies no larger object in one request
     missing = NoSuchObject
     uploads_per_page = 1000
-    """The number of uploads that the server lists in one response."""
+    """The maximum number of uploads that the server lists in one response."""
 
     def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], timeout: float) -> None:
         self.bucket, prefix, version = filesystem.split_path(root.rstrip("/") + "/")

@@ -241,7 +241,7 @@ class SftpClient:
     """One SSH connection, with a channel for each active thread, because paramiko's channels are not thread-safe.
 
     All waits have a timeout. A connection that is silent for a tenth of ``timeout`` is closed, and its threads retry
-    over a new one until ``timeout`` is over. The connection is closed when this object is freed.
+    over a new one, as often as `Retries` allows. The connection is closed when this object is freed.
 
     ``address`` is the server's, as in a URL: ``user:password@host:port``, of which only the host is required.
     ``options`` are ``host_key_policy`` (a name, or a paramiko policy), and paramiko's own options of ``connect``.

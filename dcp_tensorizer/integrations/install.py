@@ -53,7 +53,7 @@ def install(
       ``isinstance``;
     - ``FileSystemReader(path)`` makes the reader of `open_reader`, which is also a ``FileSystemReader`` for
       ``isinstance``, and also loads torch's own checkpoints;
-    - ``dcp.async_save`` without a stager stages into this package's buffer;
+    - ``dcp.async_save`` without a stager, and without a storage writer that stages, stages into this package's buffer;
     - ``DefaultSavePlanner(...)`` and ``DefaultLoadPlanner(...)``, which DCP makes by default, make a `SavePlanner` and
       a `LoadPlanner`. For many tensors, these take a fraction of the time of torch's planners.
 

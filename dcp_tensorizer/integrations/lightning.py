@@ -217,7 +217,7 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
         self._start_save(_local(self.broadcast(filepath)), state, checkpoint, has_buffers=has_buffers)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a checkpoint after the commit of the save in progress."""
+        """Removes a checkpoint after the commit of the save in progress, or immediately if there is none."""
         remove = super().remove_checkpoint
         self._when_committed(lambda: remove(filepath))
 
