@@ -204,7 +204,7 @@ class FileInfo(NamedTuple):
 
 
 class DirectoryLock:
-    """A lock on a directory: shared by the saves in progress there, and exclusive while files are removed as leftovers.
+    """A lock on a directory. Saves share it. The removal of leftovers or of a checkpoint needs it exclusively.
 
     A ``with`` block releases the lock at its end. Other jobs see the lock if `Storage.locks_are_visible` is set. This
     base class locks nothing. Storages without locks use it.
@@ -302,7 +302,7 @@ class Storage(abc.ABC):
     def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
         """Creates a new file, into which the sink must write ``nbytes`` bytes; raises `OSError`.
 
-        With ``sync``, `Sink.complete` makes its contents durable.
+        With ``sync``, `Sink.complete` makes the contents durable.
         """
 
     def granule_of(self, nbytes: int) -> int:

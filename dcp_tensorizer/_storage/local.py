@@ -362,7 +362,7 @@ class _FileLock(DirectoryLock):
         self._is_exclusive = False
         deadline = time.monotonic() + timeout
         self._wait(deadline, timeout)
-        while not self._is_current():  # the directory was removed as an empty one, under another lock
+        while not self._is_current():  # a holder of the exclusive lock has removed the directory
             self.release()
             self._open()
             self._wait(deadline, timeout)

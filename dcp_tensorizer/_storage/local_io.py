@@ -25,7 +25,7 @@ _LEAST_UNCACHED = 1 << 20  # for smaller reads, querying the cache costs more th
 
 
 class LocalFile(RangeReader):
-    """A local file whose ranges threads read, through the page cache or, with `once`, bypassing it."""
+    """Reader of a local file, for several threads: through the page cache or, with `once`, bypassing it."""
 
     def __init__(self, path: Path) -> None:
         self._fds = [os.open(path, os.O_RDONLY | os.O_CLOEXEC)]
@@ -41,7 +41,7 @@ class LocalFile(RangeReader):
         fd = getattr(self._own, "fd", None)
         if fd is None:
             fd = self._fds[0]
-            with suppress(OSError):  # without /proc, threads share one
+            with suppress(OSError):  # without /proc, threads share one descriptor
                 fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
                 self._fds.append(fd)
             self._own.fd = fd
@@ -110,7 +110,7 @@ _bounce = threading.local()  # holds each thread's buffer, which is replaced whe
 
 
 class UncachedFile(LocalFile):
-    """A local file that is read with O_DIRECT where possible, to verify what is on the disk.
+    """Reader of a local file with O_DIRECT where possible, to verify what is on the disk.
 
     O_DIRECT needs whole blocks with aligned offset and memory, so `read_into` reads only the whole blocks of the first
     buffer with it. The rest of a read goes through the page cache, or all of it if its offset or memory is not aligned,

@@ -63,8 +63,8 @@ def install(
 
     Args:
         writer_options: Options of `TensorizerStorageWriter`, for all writers. Arguments ``sync_files``, ``overwrite``
-            and ``thread_count`` of a ``FileSystemWriter(...)`` override these options, even with torch's defaults as
-            values.
+            and ``thread_count`` of a ``FileSystemWriter(...)`` override these options, even if their values are
+            torch's defaults.
         reader_options: Options of `TensorizerStorageReader`, for all readers.
 
     Raises:

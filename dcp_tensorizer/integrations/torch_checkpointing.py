@@ -313,7 +313,7 @@ def _check(key: str, item: CheckpointItem) -> None:
 
 
 def _then(future: Future[Any], function: Callable[[], object]) -> Future[None]:
-    """Returns a future of ``function``, which is called when ``future`` succeeds. If it fails, passes on its error."""
+    """Calls ``function`` when ``future`` succeeds. Returns a future of both, with the error of the one that fails."""
     result: Future[None] = Future()
 
     def follow(done: Future[Any]) -> None:
