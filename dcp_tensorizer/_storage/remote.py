@@ -1,4 +1,4 @@
-"""The base class of storages behind a URL, which translates errors and removes credentials from them.
+"""The base class of storages behind a URL. It translates errors, and removes credentials from them.
 
 A storage defines `create`, `open` and `remove`, and the methods `_read`, `_head`, `_list` and `_put_file`, which may
 raise any exception. All other methods have defaults.

@@ -28,7 +28,7 @@ from .remote import Ranges, RemoteStorage, Retries, is_transient, silence_timeou
 class SftpStorage(RemoteStorage):
     """A directory of an SFTP server. Its URL is ``sftp://user:password@host:port/path``, whose path is taken literally.
 
-    ``options`` are those of `SftpClient`, which also describes the errors.
+    For ``options``, and for errors, see `SftpClient`.
     """
 
     reads = dataclasses.replace(RemoteStorage.reads, max_threads=4)  # a connection is one encrypted stream
@@ -245,8 +245,8 @@ class SftpClient:
 
     ``address`` is the server's, as in a URL: ``user:password@host:port``, of which only the host is required.
     ``options`` are ``host_key_policy`` (a name, or a paramiko policy), and paramiko's own options of ``connect``.
-    Raises `OSError` if it cannot connect or log in, and `ValueError` or `TypeError` if the port or an option
-    is invalid.
+    Raises `OSError` if it cannot connect or log in, and `ValueError` or `TypeError` if the port or an option is
+    invalid.
     """
 
     def __init__(self, address: str, options: Mapping[str, Any], timeout: float) -> None:
