@@ -157,7 +157,7 @@ class SharedFile(NamedTuple):
 
 
 class RangeReader(abc.ABC):
-    """An open file whose ranges several threads read."""
+    """Reader of the ranges of an open file, which several threads may use."""
 
     @abc.abstractmethod
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
