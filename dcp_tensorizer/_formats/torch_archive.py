@@ -107,7 +107,7 @@ def _read(file: IO[bytes], offset: int, nbytes: int) -> bytes:
 def check_pickle(pickled: bytes) -> None:
     """Checks a pickle before the weights-only rules of ``torch.load`` are applied.
 
-    Raises `ValueError` if the pickle takes more time or memory than its size justifies.
+    Raises `ValueError` if the pickle is damaged, or takes more time or memory than its size justifies.
     """
     try:
         _Bounded(pickled).read()
