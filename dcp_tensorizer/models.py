@@ -120,13 +120,14 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
             all files in it that do not hold weights are copied. The coordinator reads the files when the save begins,
             and replaces existing files of the same names right after the commit. With ``dtype``, the copied
             ``config.json`` names the new dtype.
-        overwrite: Replace a model at the path. File names then contain the save's id, and the files that the old index
-            names are removed after the new index is in place. If False, a model at the path is an error.
-        publish: Where to publish each model as the next version for inference servers, as a whole or as a delta.
-            After the save a separate process, which the coordinator starts, publishes the model. Neither training nor
-            the next save waits for that process. If models are saved faster than they are published, some are skipped:
-            see `wait_published`. With ``overwrite``, a model of one file also has an index, so that the file stays
-            while it is being published.
+        overwrite: Replace a model at the path. The new files then have names with the save's id, and the files that the
+            old index names are removed after the new index is in place. Only ``model.safetensors`` without an index
+            is replaced by a file of the same name. If False, a model at the path is an error.
+        publish: Where to publish each model as the next version for inference servers, whole or as a delta. After the
+            save a separate process, which the coordinator starts, publishes the model. Neither training nor the next
+            save waits for that process. If models are saved faster than they are published, only the newest waiting
+            model is published. With ``overwrite``, a model of one file also has an index, so that the file stays while
+            it is being published.
 
     The other arguments are those of `TensorizerStorageWriter`.
 
@@ -190,7 +191,7 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
     def wait_published(self, timeout: float | None = None) -> PublishedVersion | None:
         """Waits until the last saved model is published; returns its version.
 
-        Only the coordinator publishes. On other ranks, and without ``publish``, returns None.
+        Only the coordinator publishes. On other ranks, without ``publish``, and if no model was saved, returns None.
 
         Args:
             timeout: Timeout in seconds, after which the call returns None. If None, there is no timeout.

@@ -246,8 +246,8 @@ class Placed:
 def place(renaming: Renaming, shapes: Mapping[str, Shape]) -> dict[str, Placed]:
     """Returns the tensors on the other side of a renaming, in the order of their sources.
 
-    ``shapes`` are the shapes of the tensors on this side, by name. Raises `ValueError`, naming the tensors, if two would
-    have the same name, a part of a tensor is missing, or a rule does not fit their shapes.
+    ``shapes`` are those of the tensors on this side. Raises `ValueError`, naming the tensors, if two would have the
+    same name, a part of a tensor is missing, or a rule does not fit their shapes.
     """
     placed: dict[str, Placed] = {}
     joined: dict[str, dict[PartNumber, str]] = {}  # the parts of each tensor that is joined

@@ -52,8 +52,8 @@ PAIRS = torch.float4_e2m1fn_x2
 dimension of the format's shapes."""
 
 SHARDING = "DCP_SHARDING_INFO"
-"""The key, in a file's ``__metadata__``, under which torch's ``HuggingFaceStorageWriter`` writes the offset of each part in
-its whole tensor, also if the part is the whole tensor. Consolidated files do not have the key."""
+"""The ``__metadata__`` key under which torch's ``HuggingFaceStorageWriter`` writes the offset of each part in its whole
+tensor, also if the part is the whole tensor. Consolidated files do not have the key."""
 
 _ORDER = {dtype: number for number, dtype in enumerate(NAMES)}
 _NOTES = {"format": "pt"}
