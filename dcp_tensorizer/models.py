@@ -120,9 +120,9 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
             all files in it that do not hold weights are copied. The coordinator reads the files when the save begins,
             and replaces existing files of the same names right after the commit. With ``dtype``, the copied
             ``config.json`` names the new dtype.
-        overwrite: Replace a model at the path. The new files then have names with the save's id, and the files that the
-            old index names are removed after the new index is in place. Only ``model.safetensors`` without an index
-            is replaced by a file of the same name. If False, a model at the path is an error.
+        overwrite: Replace a model at the path. If that model has an index, the names of the new files contain the
+            save's id, and the files that the old index names are removed after the new index is in place. A model of
+            one file without an index is replaced by a file of the same name. If False, a model at the path is an error.
         publish: Where to publish each model as the next version for inference servers, whole or as a delta. After the
             save a separate process, which the coordinator starts, publishes the model. Neither training nor the next
             save waits for that process. If models are saved faster than they are published, only the newest waiting

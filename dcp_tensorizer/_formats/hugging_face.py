@@ -64,7 +64,7 @@ class ModelCatalog(Catalog):
         self._files, file_of = read_weight_files(storage) if files is None else (files, {})
         self._items: dict[str, tuple[StoredItem, Shape]] = {}  # the stored tensors, and their shapes
         self._quantised: dict[str, _Quantised] = {}
-        self._scales: tuple[str, torch.Tensor] | None = None  # of the last weight: its items are consecutive
+        self._scales: tuple[str, torch.Tensor] | None = None  # cached for the next item of the same weight
         tensors = list(self._chosen(file_of))
         parts = next((file for file in self._files if file.notes.get(SHARDING)), None)
         if parts is None:

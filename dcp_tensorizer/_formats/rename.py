@@ -134,7 +134,7 @@ class Renaming:
             not change. One side of a rule may be `Parts`.
 
     Attributes:
-        unused: The patterns that have not matched a key.
+        unused: The old sides of the rules that have not matched a key.
 
     Raises:
         TypeError: a rule is not made of strings and `Parts`.
@@ -172,7 +172,10 @@ class Renaming:
 
     def inverse(self) -> Renaming:
         """Returns the reverse rules. Raises `ValueError` if a new name has fewer ``*`` than its pattern."""
-        return Renaming({rule.new_side: rule.old_side for rule in self._rules})
+        try:
+            return Renaming({rule.new_side: rule.old_side for rule in self._rules})
+        except ValueError as error:
+            raise ValueError(f"rename= is not reversible: {error}") from None
 
 
 class _Pattern:

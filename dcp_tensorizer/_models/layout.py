@@ -194,8 +194,8 @@ def _dropped(ties: Sequence[Mapping[str, str]], tensors: Mapping[str, object]) -
 def _placed(shapes: Mapping[str, tuple[int, ...]], rules: Rules, path: str) -> dict[str, Placed]:
     """Returns the tensors of the files.
 
-    Raises `WriteError` if two tensors would have one name, a rule matches no tensor or does not fit its shape, or a
-    load could not reverse a rule.
+    Raises `WriteError` if two tensors would have one name, a rule matches no tensor, a tensor that it matches has an
+    unsuitable shape, or a load could not reverse the rule.
     """
     renaming = Renaming(rules)
     try:

@@ -263,7 +263,7 @@ class ModelSave(Save):
         names: list[str] = []
         with suppress(NotCommitted):  # the directory does not exist
             names = [file.name for file in storage.listing()[0]]
-        recorded = recorded_uploads(storage, names)  # empty if uploads are visible: `open` has removed these
+        recorded = recorded_uploads(storage, names)  # none if `open` could see and remove them
         needed = set() if self._saver.versions is None else self._saver.versions.files_needed(storage.location)
         uploads = {save_id: files for save_id, files in recorded.items() if needed.isdisjoint(files)}
         self._left = set(files_of_models(storage, names, marks_of_uploads(uploads)))
@@ -291,8 +291,8 @@ class ModelSave(Save):
             )
         if self._has_single and (count > 1 or self._index_before is not None):
             raise WriteError(
-                f"{storage.path} holds {self._single}, which readers prefer to an index, but the new model needs "
-                f"an index. Save to another path."
+                f"{storage.path} holds {self._single}, which readers prefer to an index, but the new model needs an "
+                f"index. Save to another path."
             )
         # The files of a model stay until the model is published, even if the next save replaces the model earlier.
         has_readers = self.model.publish is not None and self.model.overwrite

@@ -199,7 +199,7 @@ class _Publisher:
         self._lock = free_in_child(threading.Lock())
 
     def publish(self, previous: Model | None, options: Publish) -> PublishedVersion:
-        """Writes the files of the version, and then its manifest. Then removes the old versions."""
+        """Writes the files of the version, then its manifest. Then, with ``keep_latest``, removes old versions."""
         notes = _notes_of(self._model)
         others = {name: FileRecord.of(self._source, name) for name in self._model.others}
         base, why = self._base(others, options.max_deltas)

@@ -314,8 +314,8 @@ class Published:
         """Removes versions, except the ``keep_latest`` newest and those on which they build; returns the removed ones.
 
         Removes the highest versions first, so that no delta is ever without its base. Does not need the lease: a
-        version that a publisher adds at the same time builds on the newest one, which stays. Also removes the leftovers
-        of killed publishers and removals.
+        version that a publisher adds at the same time is whole, or builds on the newest one, which stays. Also removes
+        the leftovers of killed publishers and removals. With ``dry_run``, removes nothing.
         """
         versions = [manifest.version for manifest in self.manifests()]
         needed: set[int] = set()
