@@ -55,7 +55,7 @@ class Export(ModelOptions):
         TypeError: an option is of a wrong type.
         ValueError: an option has a value that is not allowed; or, without ``overwrite``, several exports would go to
             one path.
-        WriteError: as for `SafetensorsStorageWriter`.
+        WriteError, CheckpointError: as for `SafetensorsStorageWriter`.
     """
 
     path: str | os.PathLike[str]
@@ -136,6 +136,7 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         ValueError: an argument has a value that is not allowed.
         WriteError: the path is relative, and there is no working directory; or its URL has an unknown protocol, needs a
             library that is missing, or is on a storage where several ranks cannot write one file.
+        CheckpointError: ``publish`` is given, and zstd is not installed.
 
     A save raises, on each rank:
         WriteError: the path holds a model that must not be replaced, or a file that readers would prefer to the new

@@ -121,7 +121,7 @@ class Index(Catalog):
             self._sections = [section for section in file.head.sections if section.kind == "places"]
             self._tables: dict[int, LocationTable] = {}  # by section number
             self._inline: LocationTable | None = None
-            # Small values are in the index itself. Their locations refer to a file of the same name, in memory.
+            # The index has copies of small values. Their locations refer to a file in memory, named like the index.
             inline, content = metadata_file_name(file.head.rank), b""
             if (section := self._section("inline")) is not None:
                 rows = decoded(decode_inline, file.section(section), file.path)
@@ -336,7 +336,7 @@ class Index(Catalog):
 
     @functools.cached_property
     def _inline_hashes(self) -> Collection[int]:
-        """The hashes of the items in the index itself."""
+        """The hashes of the items of which the index has copies."""
         return frozenset() if self._inline is None else frozenset(self._inline.hashes.tolist())
 
     def _load_tables(self, numbers: Iterable[int]) -> None:
@@ -355,7 +355,7 @@ class Index(Catalog):
         return LocationTable(rows, files, is_encrypted=self._file.head.encryption is not None)
 
     def _find(self, key: Any, item_hash: int, owner: int) -> StoredItem | None:
-        """Returns the location of an item, in the index itself if the item is there; None if it is not stored.
+        """Returns the location to read an item from: in the index itself if that has a copy; None if it is not stored.
 
         ``item_hash`` is the `hash_of` of the key and the chunk's offset (None for an object), and ``owner`` the number
         of the section to search, or -1 for none.

@@ -41,7 +41,7 @@ class Parts:
     Raises:
         TypeError: a name is not a string, or a number is not an int.
         ValueError: the names differ in their numbers of ``*`` or ``{}``, a single name has no ``{}``, or a number is
-            out of range.
+            out of range or does not fit the names.
     """
 
     __slots__ = ("dim", "groups", "names", "sizes")

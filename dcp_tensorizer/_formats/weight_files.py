@@ -68,8 +68,8 @@ def read_weight_files(storage: Storage) -> tuple[list[WeightFile], dict[str, str
 
     If there is an index and also `SINGLE`, reads only `SINGLE`.
 
-    Returns the files, and the file of each tensor in the index (empty without an index). Raises `NotCommitted` if there
-    are no files, and `MetadataError` if the index or a header is damaged.
+    Returns the files, and the file of each tensor in the index (empty if the index was not read). Raises `NotCommitted`
+    if there are no files, and `MetadataError` if the index or a header is damaged.
     """
     index, file_of = read_small(storage, INDEX), dict[str, str]()
     if index is None:

@@ -34,7 +34,10 @@ _ADAPTER_CONFIG = "adapter_config.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """The options of a model: see `SafetensorsStorageWriter`. Raises `TypeError` or `ValueError` if one is invalid."""
+    """The options of a model: see `SafetensorsStorageWriter`.
+
+    Raises `TypeError` or `ValueError` if one is invalid, and `CheckpointError` if ``publish`` needs a missing zstd.
+    """
 
     dtype: torch.dtype | None = None
     rename: Rules = field(default_factory=dict)

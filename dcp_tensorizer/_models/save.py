@@ -206,7 +206,7 @@ class ModelSave(Save):
         return [WriteResult(MetadataIndex(f"rank {self.rank}"), job.done.nbytes, job.done.parts)]
 
     def items_of(self, plan: SavePlan, planner: SavePlanner, layout: RankLayout) -> list[Item]:
-        """Returns the items that this rank writes; raises `WriteError`, naming the key, if one cannot be written."""
+        """Returns this rank's items that the files hold; raises `WriteError`, naming the key, if one cannot be written."""
         buffer = None if self._staged is None else self._staged.buffer
         items = resolve(plan, planner, buffer, self._description.omitted)
         try:
@@ -244,7 +244,7 @@ class ModelSave(Save):
         dtypes: Sequence[torch.dtype],
         progress: Callable[[int], object],
     ) -> WriteDone:
-        """Writes pieces of this rank's items; raises `WriteError`."""
+        """Writes pieces, whose sources are ``items``. Raises `WriteError`."""
         saver = self._saver
         files = SharedFiles(self.storage, self.rank, saver.options, layout.files, pieces, dtypes)
         return saver.engine.client.write(files, items, self._staged, lambda: saver.closed, progress)

@@ -91,7 +91,7 @@ def apply_delta(
         StateMismatch: the copy is not at a version that the deltas apply to, files beside the weights would have to
             change, or tensors are missing from the mapping or cannot be changed in place. Nothing has changed.
         ChecksumMismatch: the copy or the published version is damaged. Nothing has changed.
-        NotCommitted: the version does not exist.
+        NotCommitted: the version does not exist, or nothing has been published.
         MetadataError: the published version is damaged.
         UnsupportedFormat: another program, or a newer release, published the version.
         WriteError: the directory is not local, cannot be written to, stays locked by another process, belongs to
