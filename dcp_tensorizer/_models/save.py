@@ -206,7 +206,7 @@ class ModelSave(Save):
         return [WriteResult(MetadataIndex(f"rank {self.rank}"), job.done.nbytes, job.done.parts)]
 
     def items_of(self, plan: SavePlan, planner: SavePlanner, layout: RankLayout) -> list[Item]:
-        """Returns this rank's items that the files hold; raises `WriteError`, naming the key, if one cannot be written."""
+        """Returns this rank's items that are in the files; raises `WriteError`, naming a key that cannot be written."""
         buffer = None if self._staged is None else self._staged.buffer
         items = resolve(plan, planner, buffer, self._description.omitted)
         try:
