@@ -300,7 +300,7 @@ def test_an_adapter_is_one_file_beside_its_configuration(tmp_path: Path) -> None
     assert "PEFT loads only adapters of one file, but this adapter needs 2 files" in refused(
         tmp_path / "2", two, max_shard_bytes=40, **options
     )
-    with pytest.raises(ValueError, match="publish= takes whole models"):
+    with pytest.raises(ValueError, match="publish= cannot publish adapters"):
         SafetensorsStorageWriter(tmp_path / "to", files=[tmp_path], publish=Publish(tmp_path / "published"))
 
 
