@@ -69,8 +69,8 @@ class KeeperProcess(ChildProcess):
     def hold(self, part: StatePart, buffer: SharedBuffer) -> None:
         """Sends a state to the keeper. Saves do not reuse the buffer until the state is forgotten or lost.
 
-        Raises `WriteError` if the keeper refuses this state, is busy, does not answer, or has ended. In the last two
-        cases all its states are lost.
+        Raises `WriteError` if the keeper refuses this state, is busy with another request, does not answer, or has
+        ended. In the last two cases all its states are lost.
         """
         state_id = part.head.id
         self.held[state_id], buffer.is_kept = buffer, True
@@ -157,7 +157,7 @@ class KeeperProcess(ChildProcess):
     def ask(self, request: Request, kind: type[_T], fds: Sequence[int] = ()) -> _T:
         """Sends a request. Returns the answer, an instance of ``kind``.
 
-        Raises `WriteError` if the keeper refuses, is busy, does not answer, or has ended.
+        Raises `WriteError` if the keeper refuses the request, is busy with another one, does not answer, or has ended.
         """
         timeout = min(self.timeout, _ANSWER_SECONDS)
         if not self._lock.acquire(timeout=timeout):  # a signal handler may have interrupted the lock's holder
@@ -172,7 +172,7 @@ class KeeperProcess(ChildProcess):
         finally:
             self._lock.release()
         if isinstance(answer, Failed):
-            raise WriteError(f"the keeper (pid {self.pid}) refuses: {answer.message}")
+            raise WriteError(f"the keeper (pid {self.pid}) reports an error: {answer.message}")
         assert isinstance(answer, kind)
         return answer
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dcp_tensorizer")
 
 DEFAULT_RATE = 500e6
-"""Default for the bytes a second that each host sends for copies."""
+"""Default limit of the bytes a second that each host sends for copies."""
 LEAST_RATE = 1e6
 """Minimum rate, because a partner gives up after a minute of silence."""
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
@@ -108,7 +108,7 @@ class MemoryVote(NamedTuple):
     ends: bool = False  # the rank has stopped holding states
     copy_runs: bool = False  # a copy is in progress
     copy_failed: bool = False  # the last copy has failed, or was not begun
-    copies_end: bool = False  # this rank's states are no longer copied
+    copies_end: bool = False  # this rank can no longer copy its states
     is_superseded: bool = False  # a later run of the job has claimed the keeper that holds this rank's copies
 
 

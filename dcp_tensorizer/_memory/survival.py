@@ -458,8 +458,9 @@ class Predecessors:
     ) -> StateCheckpoint:
         """Opens a state as a checkpoint. If several ranks have the same item, ``rank`` gets its own.
 
-        ``elsewhere`` has the holders on other hosts, by the parts' ranks. ``damaged`` has the rank and the holder of
-        each unusable part. Raises `ReadError` if no keeper sends one of the parts, or the parts form no checkpoint.
+        ``elsewhere`` has the addresses of keepers on all hosts, by the ranks of the parts that they hold. ``damaged``
+        has the rank and the holder of each unusable part. Raises `ReadError` if no keeper sends one of the parts, or
+        the parts form no checkpoint.
         """
         holders: dict[int, list[KeeperConnection | Address]] = {}
         for keeper in self._keepers:

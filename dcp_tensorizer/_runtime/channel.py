@@ -1,4 +1,4 @@
-"""Sends messages and descriptors between two processes over a Unix socket; defines the messages common to all uses.
+"""Sends messages and descriptors between two processes over a Unix socket; defines the messages that all processes use.
 
 Both ends are processes of one user on one machine, so messages are plain pickles.
 """
@@ -29,7 +29,7 @@ _HEADER = struct.Struct("<QI")  # length of the pickle, number of descriptors
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The first message of a process, sent when it has imported its modules."""
+    """The first message of a child process, sent when it has imported its modules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The answer to a request that failed. ``details`` is the traceback, as text, or empty without an exception."""
+    """The answer to a request that failed. ``details`` is the traceback, as text; empty if there was no exception."""
 
     message: str
     details: str = ""

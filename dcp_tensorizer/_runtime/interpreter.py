@@ -67,9 +67,9 @@ class Borrowed(Generic[_T]):
 # there are none.
 
 _AGEINGS = 96
-"""Number of calls since the last full collection, in about ten saves, after which `_age` no longer delays the next one.
+"""The number of calls, those of about ten saves, after which `_age` no longer delays a full collection.
 
-Only a full collection frees dead cycles in the oldest generation.
+A full collection restarts the count. No other collection frees dead cycles in the oldest generation.
 """
 _FROZEN_BY_PYTHON = 1000 if sys.version_info[:2] == (3, 12) else 0
 """Python 3.12 starts with about 375 frozen objects, which may be unfrozen. A trainer's ``gc.freeze`` adds many more."""
