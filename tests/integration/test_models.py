@@ -400,7 +400,7 @@ def test_a_storage_that_several_processes_cannot_write_to_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"dtype": "bfloat16"}, TypeError, "dtype must be dtype, got str"),
+        ({"dtype": "bfloat16"}, TypeError, "dtype must be an instance of dtype, got str"),
         ({"dtype": torch.int8}, ValueError, "dtype must be a floating-point dtype of safetensors, got torch.int8"),
         ({"rename": {"a*": "b"}}, ValueError, "'b' cannot become 'a*'"),
         ({"max_shard_bytes": 0}, ValueError, "max_shard_bytes must be an int of at least 1, got 0."),
