@@ -23,13 +23,13 @@ class LoadReport:
         load_id: The reader's `TensorizerStorageReader.load_id`.
         rank: The rank that reports.
         items: The number of tensors, parts of tensors, and objects that this rank loaded.
-        nbytes: Bytes that this rank read; whole blocks if the load verifies.
+        nbytes: Bytes that this rank read; whole blocks if the load verifies, or if the checkpoint is encrypted.
         received_bytes: Bytes that this rank received from others; see ``exchange`` of `TensorizerStorageReader`.
         started_at: When the load began (``time.time()``).
         seconds: The time from reading the metadata to the end of the load.
-        plan_seconds: The part of ``seconds`` before the first tensor is read: metadata, DCP's planning and collectives,
-            and checks.
-        read_seconds: The part of ``seconds`` for reading, verifying and converting.
+        plan_seconds: The part of ``seconds`` before the first tensor or object is read: metadata, DCP's planning and
+            collectives, and checks.
+        read_seconds: The rest of ``seconds``: reading, verifying, converting and, with ``exchange``, exchanging.
         verify_seconds: The time for comparing digests or decrypting, summed over threads.
         spans: The time spans of the load, its parts and each file, the whole load first. `trace` draws them.
         clock_offset: The seconds to add to the times of spans to get ``time.time()``.

@@ -116,7 +116,7 @@ def is_metadata_file_name(name: str) -> bool:
 
 
 def is_temporary_file_name(name: str) -> bool:
-    """Returns whether `temporary_file_name` makes ``name`` for a metadata file, a safetensors file, or a model's index."""
+    """Returns whether ``name`` is a temporary name of a metadata file, a safetensors file, or a model's index."""
     return _TEMPORARY_FILE.fullmatch(name) is not None
 
 

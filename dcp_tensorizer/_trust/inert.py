@@ -180,7 +180,7 @@ class Inert:
             self._change(target, "update", list(pairs))
 
     def refuse(self, what: str) -> None:
-        """Refuses a state or members that a value does not take. ``what`` names the class or function that made it."""
+        """Refuses a state or members that a value does not take. ``what`` is `Value.what`."""
         raise Malformed(f"it sets the state or members of a {what}")
 
     # --- the stream ---------------------------------------------------------------------------------------------------
