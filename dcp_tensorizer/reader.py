@@ -283,7 +283,7 @@ class TensorizerStorageReader(StorageReader):
         return self._plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Checks that all ranks have read the metadata of one save: another job may have replaced the checkpoint.
+        """Checks that all ranks have read metadata with the same save id: another job may have replaced the checkpoint.
 
         Raises:
             MetadataError: the ranks have read different metadata, or the planner has dropped ``storage_data`` from a
@@ -400,11 +400,11 @@ def open_reader(
     """Returns a reader for ``dcp.load`` that recognises the format of the checkpoint at a path.
 
     The reader loads checkpoints of this package, of torch's ``FileSystemWriter`` and ``FsspecWriter``, and directories
-    of safetensors files in Hugging Face's layout. Of these it reads all files, or, if there is an index, the files that
-    the index names (only ``model.safetensors`` if that file exists too). The files may hold parts of tensors, as
-    torch's ``HuggingFaceStorageWriter`` writes them without consolidation. The reader multiplies FP8 weights by the
-    scales of their blocks (``weight_scale_inv``), unless the target has the same FP8 dtype. Each load recognises the
-    format again, so that a job may switch to another storage writer between two saves.
+    of safetensors files in Hugging Face's layout. In such a directory, it reads all safetensors files, or, if there is
+    an index, the files that the index names (only ``model.safetensors`` if that file also exists). The files may hold
+    parts of tensors, as torch's ``HuggingFaceStorageWriter`` writes them without consolidation. The reader multiplies
+    FP8 weights by the scales of their blocks (``weight_scale_inv``), unless the target has the same FP8 dtype. Each
+    load recognises the format again, so that a job may switch to another storage writer between two saves.
 
     By default, loading a checkpoint of any format runs no code from it. torch's ``.metadata`` is a pickle, from which
     the reader makes only objects that belong in DCP's metadata. The rules for other objects are the same as in

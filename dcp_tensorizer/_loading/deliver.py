@@ -58,7 +58,7 @@ class Load:
     """The load of one rank, once it has a plan.
 
     The constructor raises `MetadataError` if an item of the plan is not stored or the metadata is damaged, and
-    `ReadError` if the metadata cannot be read, or if it finds that a data file is missing or too short.
+    `ReadError` if the metadata cannot be read, or if a data file is found to be missing or too short.
     """
 
     storage: Storage
@@ -88,8 +88,8 @@ class Load:
     ) -> tuple[int, int]:
         """Loads the items of the final plan. Returns the numbers of bytes read and of bytes received from other ranks.
 
-        The ranks of ``group`` exchange what they read. Calls ``progress`` with the bytes of tensors done and their
-        total. Raises `CheckpointError`; see `TensorizerStorageReader.read_data`.
+        The ranks of ``group`` exchange what all of them need. Calls ``progress`` with the bytes of tensors done and
+        their total. Raises `CheckpointError`; see `TensorizerStorageReader.read_data`.
         """
         path, catalog = self.storage.path, self.catalog
         in_memory, verify = catalog.in_memory, self.options.verify and catalog.has_digests
@@ -148,7 +148,7 @@ class Load:
 
 
 def check_one_save(path: str, carried: Sequence[object]) -> None:
-    """Raises `MetadataError` unless the plans of all ranks are known to be for the same save."""
+    """Raises `MetadataError` if the plans of the ranks name different saves, or if the planner has dropped a name."""
     if len(carried) < 2:
         return
     lost = [rank for rank, data in enumerate(carried) if not isinstance(data, ReadFrom)]

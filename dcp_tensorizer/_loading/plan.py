@@ -210,7 +210,7 @@ def _memory(target: ReadTarget) -> tuple[int, int, int]:
 # --- from targets to reads --------------------------------------------------------------------------------------------
 
 MAX_SCRATCH_BYTES = 8 << 20
-"""The default limit of an operation: large enough for a disk's full speed, small enough to keep several threads busy."""
+"""The default limit of an operation: enough for a disk's full speed, small enough to keep several threads busy."""
 
 MAX_SEGMENTS = 512
 """The maximum number of segments in one operation: half of the buffers that one ``preadv`` takes, because each gap

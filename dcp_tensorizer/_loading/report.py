@@ -26,7 +26,7 @@ class LoadReport:
         nbytes: Bytes that this rank read; whole blocks if the load verifies, or if the checkpoint is encrypted.
         received_bytes: Bytes that this rank received from others; see ``exchange`` of `TensorizerStorageReader`.
         started_at: When the load began (``time.time()``).
-        seconds: The time from reading the metadata to the end of the load.
+        seconds: The time from the start of the load, before the metadata is read, to its end.
         plan_seconds: The part of ``seconds`` before the first tensor or object is read: metadata, DCP's planning and
             collectives, and checks.
         read_seconds: The rest of ``seconds``: reading, verifying, converting and, with ``exchange``, exchanging.
@@ -52,7 +52,7 @@ class LoadReport:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """The bytes read per second, in units of 10^9."""
+        """``nbytes`` divided by ``seconds``, in units of 10^9 bytes per second."""
         return self.nbytes / 1e9 / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:

@@ -92,7 +92,8 @@ def fetch(
         note: Called with the time span of each operation, by several threads.
 
     Raises:
-        ReadError: a file, which the error names, is missing, too short or unreadable.
+        ReadError: a file, which the error names, is missing, too short or unreadable; or there is no memory for reads
+            to a GPU.
         ChecksumMismatch: stored bytes are not the ones that were saved; names file, key and offset.
     """
     if not targets:

@@ -150,5 +150,5 @@ def check_digests(item: StoredItem, start: int, data: memoryview) -> None:
 
 
 def _digest_of_all(item: StoredItem) -> bytes:
-    """Returns the digest of the whole item, which follows those of its blocks, or empty bytes."""
+    """Returns the digest of the whole item, which follows those of its blocks; empty bytes if there is none."""
     return item.digests[-(-item.length // item.block) * 8 :]

@@ -387,7 +387,7 @@ class FileParts:
     def fill_pairs(self, pairs: Iterable[_Pair]) -> None:
         """Copies pairs of small runs, in order. The second run of a pair follows the first in the file.
 
-        Counts all bytes that it copies to a part at once, before it waits for the memory of the next part.
+        Counts the bytes of several pairs in one update, before it waits for the memory of another part.
         """
         size = self._sink.part_bytes
         part, number, filled = memoryview(b""), -1, 0

@@ -87,8 +87,8 @@ class Cipher:
 def encryption_cipher(params: EncryptionParams) -> Cipher:
     """Returns the cipher of a writer's key.
 
-    Raises `TypeError` for other arguments, `ValueError` if the key's derivation takes more operations than readers
-    allow, and `WriteError` without libsodium.
+    Raises `TypeError` unless ``params`` is an ``EncryptionParams``, `ValueError` if the key's derivation takes more
+    operations than readers allow, and `WriteError` without libsodium.
     """
     from tensorizer import EncryptionParams
 
@@ -119,7 +119,11 @@ def decryption_key(*, key: bytes | None = None, passphrase: str | None = None) -
 
 
 def check_decryption(params: DecryptionParams) -> None:
-    """Checks a reader's parameters. Raises `TypeError` for other values, and `DecryptionError` without libsodium."""
+    """Checks a reader's parameters.
+
+    Raises `TypeError` unless ``DecryptionParams.from_key`` or ``DecryptionParams.from_string`` has made them, and
+    `DecryptionError` without libsodium.
+    """
     from tensorizer import DecryptionParams
 
     if not isinstance(params, DecryptionParams):

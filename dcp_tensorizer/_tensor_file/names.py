@@ -75,7 +75,7 @@ class StoredItem(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Returns the bytes in each block but the last."""
+        """Returns the size of a block in bytes. The last block may be shorter."""
         return block_size(self.length, encrypted=bool(self.nonce_and_macs))
 
 
@@ -96,7 +96,10 @@ class Seal(NamedTuple):
 
 
 def block_size(nbytes: int, *, encrypted: bool = False) -> int:
-    """Returns the bytes in each block but the last of an item of ``nbytes`` bytes. Each block has a digest."""
+    """Returns the size of a block, in bytes, of an item of ``nbytes`` bytes. The item's last block may be shorter.
+
+    Each block has a digest.
+    """
     if nbytes <= _MIN_BLOCK:  # most tensors are small
         return _MIN_BLOCK
     per_block = -(-nbytes // _MAX_BLOCKS)

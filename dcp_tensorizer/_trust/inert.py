@@ -3,7 +3,7 @@ results of its calls. None of these names is looked up or imported.
 
 `Inert` takes time and memory proportional to the size of the pickle. Python's unpickler does not: a tuple that holds
 the same tuple twice takes two bytes, and doubles the time of hashing. With Python's unpickler a pickle can also change
-every class that it may look up (BUILD).
+every class that it may look up (with the opcode BUILD).
 
 Subclasses decide what a pickle may do. `objects` checks the pickles of saved objects before they are loaded.
 `_formats.torch_archive` checks pickles before torch loads them with its weights-only rules. `_formats.torch_metadata`
@@ -27,7 +27,7 @@ _OF_PAIRS = {"builtins.dict", "collections.OrderedDict"}
 
 
 class Malformed(ValueError):
-    """A pickle that no writer makes, or that takes more time than its size justifies."""
+    """A pickle that no writer makes, or that takes more time or memory than its size justifies."""
 
 
 class Unexpected(Exception):
