@@ -52,7 +52,7 @@ class LoadReport:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """``nbytes`` divided by ``seconds``, in units of 10^9 bytes per second."""
+        """The average speed: ``nbytes`` divided by ``seconds``, in units of 10^9 bytes per second."""
         return self.nbytes / 1e9 / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
