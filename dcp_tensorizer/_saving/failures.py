@@ -67,10 +67,11 @@ class FailuresInARow:
         """
         count = self.count if count is None else count
         if limit is not None and count >= limit:
+            saves = "the last save was" if count == 1 else f"{count} saves in a row were"
             raise WriteError(
-                f"{count} saves in a row were not committed. The last error was: {self.last_error}. The last "
-                f"checkpoint that was committed: {self.last_committed}. Fix the cause, or pass "
-                f"SaveLimits(max_consecutive_failures=None) to keep training without checkpoints."
+                f"{saves} not committed. The last error was: {self.last_error}. The last checkpoint that was "
+                f"committed: {self.last_committed}. Fix the cause, or pass SaveLimits(max_consecutive_failures=None) "
+                f"to keep training without checkpoints."
             )
 
 

@@ -42,7 +42,10 @@ _MIN_STEADY_BYTES = INDEX_CAPACITY  # the header of a smaller file takes more sp
 
 
 TensorContent = tuple[TensorSource, bytes]
-"""A tensor's description in a file (`_described`), and the digest of its elements. Both determine a file's bytes."""
+"""A tensor's description in a file (`_described`), and the digest of its elements.
+
+The bytes of a file follow from the `TensorContent` of each of its tensors, in order.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ class KnownFiles:
         return number, found, histories
 
     def end(self, number: int, files: Sequence[_KnownFile], histories: Mapping[TensorSource, _History]) -> None:
-        """Adds the files and histories of a save that has written its files. Drops those that no later save can use."""
+        """Adds the files and histories of a save that has written its files. Drops those of no use for later saves."""
         with self._changing:
             known = {
                 tensor: history for tensor, history in self._histories.items() if number - history.seen < _SAVES
@@ -247,7 +250,7 @@ class FilesOfSave:
         return digests
 
     def remove(self) -> None:
-        """Removes the files. No process may be writing them."""
+        """Removes the files. Call it only when no process writes them."""
         for file in self._requests:
             try:
                 self.storage.discard(file.name)
