@@ -76,9 +76,9 @@ def drop_record(storage: Storage, save_id: str) -> None:
 def dead_files(storage: Storage, names: Sequence[str]) -> list[str]:
     """Returns the files of a directory that belong to saves with records, and that no metadata names.
 
-    Call it only if no save is in progress in the directory: then these files provably belong to dead saves. Other files
-    may be copies in progress, or belong to a save whose lock is not visible. Raises `CheckpointError` if the metadata
-    or records cannot be read.
+    Call it only if no other save is in progress in the directory: then these files provably belong to dead saves. Other
+    files may be copies in progress, or belong to a save whose lock is not visible. Raises `CheckpointError` if the
+    metadata or records cannot be read.
     """
     records = {save_id_in(name) for name in names if is_record_file_name(name) and storage.is_record(name)}
     return _leftovers(storage, names, lambda name: save_id_in(name) in records) if records else []

@@ -238,7 +238,8 @@ class Saver:
     def close(self, deadline: Deadline) -> None:
         """Waits for the saves of this writer, and for the flush of the local folder.
 
-        Then, if no other writer uses the engine, ends the writer process and frees the memory.
+        Then, if no other writer uses the engine, ends the writer process and frees the memory. On timeout, ends the
+        process in any case.
         """
         is_over = self.engine.saves.drain(self.stager, deadline)
         if self.flushing is not None and self._flushes:  # also flushes saves of dead jobs
