@@ -110,7 +110,8 @@ def files_of_models(storage: Storage, names: Sequence[str], temporary: Iterable[
     """Returns the safetensors files that saves have marked as their own, and that belong to no model.
 
     A killed save wrote these files without an index that names them, or was about to remove them. ``names`` are all
-    files of the directory; ``temporary`` are the temporary names with which saves mark files.
+    files of the directory; ``temporary`` are the temporary names with which saves mark files. Raises `CheckpointError`
+    if the index cannot be read.
     """
     pairs = [(name_of_temporary(mark), mark) for mark in temporary]
     there = {name for name in names if name.endswith(".safetensors")}

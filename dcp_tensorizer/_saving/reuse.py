@@ -50,8 +50,6 @@ The bytes of a file follow from the `TensorContent` of each of its tensors, in o
 
 @dataclass(frozen=True, slots=True)
 class _History:
-    """The history of a tensor."""
-
     digest: bytes  # of its elements, in its last save
     same: int = 0  # number of saves in a row, before the last one, that had the same digest
     needed: int = 1  # the value of ``same`` from which the tensor counts as unchanging
@@ -62,7 +60,6 @@ class _History:
         return self.same >= self.needed
 
     def after(self, digest: bytes, save: int) -> _History:
-        """Returns the history after another save."""
         if digest == self.digest:
             return _History(digest, self.same + 1, self.needed, save)
         needed = min(_MAX_NEEDED, 2 * self.needed) if self.is_steady else self.needed

@@ -245,7 +245,7 @@ def warn_about_untrusted(items: Sequence[Item], known: set[str]) -> None:
         if refused:
             logger.warning(
                 "%r will be loaded only after torch.serialization.add_safe_globals([%s]), or with "
-                "allow_pickle=True: these types could run code",
+                "allow_pickle=True: loading such a type could run code",
                 key,
                 ", ".join(refused),
             )
