@@ -76,7 +76,7 @@ class FailuresInARow:
 
 
 class FailureCounter:
-    """Counter of failed saves in a row, of all writers of a process, because frameworks make a writer for every save.
+    """Counter of failed saves in a row, of all writers of an engine, because frameworks make a writer for every save.
 
     Counts are separate for each process group, and for paths that differ in more than numbers. A save belongs to its
     thread. A save has failed if it is over and `committed` was not called. Only the coordinator knows whether a

@@ -68,7 +68,7 @@ def _received(*fields: Any) -> StorageMeta:
 
 
 class Flushing:
-    """The flush of one local folder, shared by all writers of a process that save there.
+    """The flush of one local folder, shared by the writers of an engine that save there with equal options.
 
     Attributes:
         target: The local folder, and the folder on the remote that it mirrors.
