@@ -215,10 +215,12 @@ class _Directory:
                     for origin, record in candidate.files.items()
                 }
                 weight_map = {tensor.key: file.name for file in model.weights.values() for tensor in file.tensors}
+                base = self._published.find(candidate.chain)
                 return Manifest(
                     version=candidate.version,
                     chain=candidate.chain,
                     files=files,
+                    others={} if base is None else base.others,
                     weight_map=weight_map,
                     published_at=candidate.published_at,
                     nbytes=0,
@@ -236,8 +238,9 @@ class _Directory:
             name for name in {*current.others, *base.others} if current.others.get(name) != base.others.get(name)
         )
         raise StateMismatch(
-            f"version {self._version} and {self._path} differ in files other than the weights ({listed(names)}), "
-            f"which cannot be replaced atomically. Pass an empty directory, and switch the inference server to it."
+            f"{self._path} has version {current.version}, and version {self._version} differs in files other than the "
+            f"weights ({listed(names)}), which cannot be replaced atomically. Pass an empty directory, and switch the "
+            f"inference server to it."
         )
 
     def _files(self, current: Manifest | None, base: Manifest, target: Manifest) -> list[tuple[WeightFile, FileRecord]]:

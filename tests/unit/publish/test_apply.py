@@ -166,13 +166,17 @@ def test_going_back_must_be_asked_for(tmp_path: Path, versions: Path) -> None:
     assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "model-2")
 
 
-def test_another_configuration_needs_another_directory(tmp_path: Path, versions: Path) -> None:
+@pytest.mark.parametrize("recognised", [False, True])
+def test_another_configuration_needs_another_directory(tmp_path: Path, versions: Path, recognised: bool) -> None:
     """A version with another configuration is refused, because it cannot change atomically with the weights."""
-    apply_delta(tmp_path / "copy", versions)
+    if recognised:
+        shutil.copytree(tmp_path / "model-5", tmp_path / "copy")
+    else:
+        apply_delta(tmp_path / "copy", versions)
     write_model(tmp_path / "other", first_state(), config='{"rope": 2}')
     publish(tmp_path / "other", versions)
     before = files_of(tmp_path / "copy")
-    with pytest.raises(StateMismatch, match=r"differ in files other than the weights \('config\.json'\)"):
+    with pytest.raises(StateMismatch, match=r"has version 5, and version 6 differs in files other than the weights \('config\.json'\)"):
         apply_delta(tmp_path / "copy", versions)
     assert files_of(tmp_path / "copy") == before
     apply_delta(tmp_path / "fresh", versions)
