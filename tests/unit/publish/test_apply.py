@@ -176,7 +176,9 @@ def test_another_configuration_needs_another_directory(tmp_path: Path, versions:
     write_model(tmp_path / "other", first_state(), config='{"rope": 2}')
     publish(tmp_path / "other", versions)
     before = files_of(tmp_path / "copy")
-    with pytest.raises(StateMismatch, match=r"has version 5, and version 6 differs in files other than the weights \('config\.json'\)"):
+    with pytest.raises(
+        StateMismatch, match=r"has version 5, and version 6 differs in files other than the weights \('config\.json'\)"
+    ):
         apply_delta(tmp_path / "copy", versions)
     assert files_of(tmp_path / "copy") == before
     apply_delta(tmp_path / "fresh", versions)
