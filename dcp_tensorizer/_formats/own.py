@@ -45,7 +45,7 @@ from .._runtime.threads import in_threads
 from .._tensor_file.names import StoredItem, metadata_file_name
 from .._tensor_file.regions import Region
 from .._trust.objects import load_object
-from ..errors import CheckpointError, MetadataError
+from ..errors import CheckpointError, MetadataError, UntrustedObject
 from .catalog import Catalog, Piece, no_data
 from .recognise import nothing_committed
 
@@ -322,6 +322,11 @@ class Index(Catalog):
             return None
         try:
             return load_object(bytes(self._file.section(section)))
+        except UntrustedObject as error:
+            raise UntrustedObject(
+                f"the planner's data in {self.path} could run code when loaded: {error}. If you trust it, call "
+                f"torch.serialization.add_safe_globals before the load."
+            ) from None
         except CheckpointError:
             raise
         except Exception as error:

@@ -68,10 +68,10 @@ class FailuresInARow:
         count = self.count if count is None else count
         if limit is not None and count >= limit:
             saves = "the last save was" if count == 1 else f"{count} saves in a row were"
+            cause = f"The last error was: {self.last_error}. " if self.last_error else ""
             raise WriteError(
-                f"{saves} not committed. The last error was: {self.last_error}. The last checkpoint that was "
-                f"committed: {self.last_committed}. Fix the cause, or pass SaveLimits(max_consecutive_failures=None) "
-                f"to keep training without checkpoints."
+                f"{saves} not committed. {cause}The last checkpoint that was committed: {self.last_committed}. Fix the "
+                f"cause, or pass SaveLimits(max_consecutive_failures=None) to keep training without checkpoints."
             )
 
 

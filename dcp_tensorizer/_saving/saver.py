@@ -291,13 +291,13 @@ class Saver:
     ) -> str | Path:
         if self.closed:
             raise WriteError(_CLOSED)
+        if path is None:
+            raise WriteError("no path: pass one to the writer, or checkpoint_id= to the save")
         if staged_save is not None and staged_save.distributed and not is_distributed():
             raise WriteError(
                 f"the process group was destroyed before the save to {redact(str(path))} had begun: the ranks would "
                 f"overwrite each other's files. Close the writer before destroy_process_group()."
             )
-        if path is None:
-            raise WriteError("no path: pass one to the writer, or checkpoint_id= to the save")
         return absolute_path(path, directory)
 
     def _check_group(self, where: str | Path, staged_save: StagedSave | None) -> None:
