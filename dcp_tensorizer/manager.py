@@ -523,11 +523,11 @@ class CheckpointManager:
             return
         last = saved or position.tip
         logger.warning(
-            "%s: the job ends at step %d, and %s. To save the last step, pass save_at_end=True to the manager, or "
-            "force=True to the last save",
+            "%s: the job ends at step %d, and %s. To save the last step, %s, or pass force=True to the last save",
             self._folder.path,
             step,
             "no step is committed" if last is None else f"the last committed step is {last.number}",
+            "call close without a timeout" if self._save_at_end else "pass save_at_end=True to the manager",
         )
 
     # --- what each rank may call by itself --------------------------------------------------------------------------

@@ -41,8 +41,10 @@ def check_metrics(metrics: object) -> dict[str, float]:
     checked = {}
     for name, value in metrics.items():
         try:
+            if isinstance(value, (str, bytes)):
+                raise TypeError("text is not converted")
             checked[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise TypeError(f"metrics[{name!r}] must be a number, got {type(value).__name__}: {error}") from None
         if not isinstance(name, str):
             raise TypeError(f"metrics must have str keys, got {type(name).__name__}.")
@@ -128,8 +130,11 @@ def check_survival(seconds: object, every: object, buffers: object, writer_optio
     check_count("buffers", buffers)
     if buffers not in (2, 3):
         raise ValueError(f"buffers must be 2 or 3, got {buffers!r}.")
-    if every is not None and not (seconds and buffers == 3):
-        raise ValueError("survive_every needs survive= and buffers=3, because it holds steps while a save runs.")
+    if every is not None and not (seconds and buffers == 3 and writer_options.get("staging") != "device"):
+        raise ValueError(
+            "survive_every needs survive=, buffers=3 and a staging other than 'device', because it holds steps while a "
+            "save runs."
+        )
 
 
 def check_export(export: object, writer_options: Mapping[str, Any]) -> None:

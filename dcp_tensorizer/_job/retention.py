@@ -253,10 +253,11 @@ class Retaining:
                 steps = members(sound(read_steps(folder, self._names)), saved.branch)
                 if saved.number not in {step.number for step in steps}:
                     raise ReadError(f"{folder.path} does not list step {saved.number}, which was just saved")
+                linked = folder.linked_directories()
             except CheckpointError as error:
                 logger.warning("old checkpoints are not deleted: %s", str(error))
                 return
-            staying, linked = rules.retained(steps) | {saved.number}, folder.linked_directories()
+            staying = rules.retained(steps) | {saved.number}
             for step in steps:
                 storage = folder.child(step.name)
                 is_recent = not storage.locks_are_visible and time.time() - step.saved_at / 1e9 < rules.delete_after

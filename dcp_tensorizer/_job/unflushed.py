@@ -131,7 +131,8 @@ def _suspects(everybody: Sequence[LocalSaves]) -> list[tuple[list[UnflushedPart]
     living writer do not count, because a job may load the saves of another job.
     """
     held = set[str]().union(*(left.held for left in everybody))
-    parts = [part for left in everybody for part in left.parts]
+    # All ranks of a node list the same records.
+    parts = list({(part.record.rank, part.record.id): part for left in everybody for part in left.parts}.values())
     named = set[str]().union(*(part.committed or () for part in parts))
     suspects = [
         ([part], files.keys() - held)

@@ -96,10 +96,10 @@ def test_a_job_and_the_next_one(tmp_path: Path) -> None:
         assert manager.save(13, state) is None
 
 
-def not_saved(folder: Path, step: int, last: str) -> str:
+def not_saved(folder: Path, step: int, last: str, advice: str = "pass save_at_end=True to the manager") -> str:
     return (
-        f"{folder}: the job ends at step {step}, and {last}. To save the last step, pass save_at_end=True to the "
-        f"manager, or force=True to the last save"
+        f"{folder}: the job ends at step {step}, and {last}. To save the last step, {advice}, or pass force=True to "
+        f"the last save"
     )
 
 
@@ -116,6 +116,11 @@ def test_the_end_of_training_that_is_not_saved(tmp_path: Path, caplog: pytest.Lo
         manager.save(32, state_of(32))
         manager.close(timeout=60)
     assert said(caplog) == not_saved(tmp_path, 32, "the last committed step is 30")
+    caplog.clear()
+    with manager_of(tmp_path, save_every=500, save_at_end=True) as manager:
+        manager.save(33, state_of(33))
+        manager.close(timeout=60)
+    assert said(caplog) == not_saved(tmp_path, 33, "the last committed step is 30", "call close without a timeout")
 
 
 def test_the_end_of_training_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
