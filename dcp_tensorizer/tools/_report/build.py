@@ -71,6 +71,7 @@ def report(
         NotCommitted: there is no checkpoint at one of the paths.
         DecryptionError: the key is missing, wrong, or given although no checkpoint is encrypted.
         WriteError: the page cannot be written.
+        ConversionError: ``output`` is a URL without a file name or a directory.
         CheckpointError: a checkpoint is damaged or cannot be read.
     """
     if not checkpoints:
@@ -91,7 +92,6 @@ def report(
 
 
 def _page(views: Sequence[CheckpointView], on_progress: Callable[[int, int], object]) -> bytes:
-    """Builds the page. Each checkpoint is compared with the previous one. Raises `ReadError`."""
     names = [_name(view) for view in views]
     if len(set(names)) < len(names):
         names = [view.path for view in views]
