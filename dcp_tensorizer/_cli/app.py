@@ -49,7 +49,7 @@ from .arguments import (
 #
 #   0    success; ``diff``: no difference
 #   1    damaged; ``diff``: different
-#   2    failed: a usage error, no checkpoint at the path, or a failed read or write
+#   2    failed: for example a usage error, no checkpoint at the path, a wrong key, or a failed read or write
 #   3    a format or version that this release cannot read; the checkpoint may be undamaged
 # 130    interrupted by Ctrl-C; 129: ended by SIGHUP; 143: ended by SIGTERM
 # 141    the reader of stdout has closed the pipe
@@ -521,12 +521,18 @@ def publish_verify(
         str, typer.Argument(metavar="PATH", help="A directory of versions, or a copy that was updated to one.")
     ],
     version: Annotated[
-        int | None, typer.Option("--version", min=1, metavar="N", help="Only this version; all by default.")
+        int | None,
+        typer.Option(
+            "--version",
+            min=1,
+            metavar="N",
+            help="The version to verify; by default, the last that builds on each whole version.",
+        ),
     ] = None,
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
-    """Compare the SHA-256 of all files with what was published. The exit code is 1 if a file is damaged."""
+    """Compare the SHA-256 of the files with what was published. The exit code is 1 if a file is damaged."""
     from .._publish.apply import verify_versions
     from .terminal import fields, progress
     from .views import show_versions_verified

@@ -224,7 +224,7 @@ def show_versions(versions: Sequence[VersionInfo]) -> None:
     rows = (
         [
             str(info.version),
-            f"delta of {info.version - 1}" if info.is_delta else "whole",
+            f"delta from {info.version - 1}" if info.is_delta else "whole",
             moment(info.published),
             None if info.step is None else str(info.step),
             size(info.nbytes),

@@ -103,7 +103,8 @@ def verify(
     Args:
         checkpoint: The checkpoint, or a folder of checkpoints, such as a manager's. In a folder, all checkpoints are
             verified, and damages name files relative to the folder.
-        full: Check every byte of the files, and tensorizer's own hashes, instead of only the digests of the data.
+        full: Check every byte of the files, and tensorizer's own hashes, instead of only the digests of the data. Has
+            no effect on checkpoints of other formats.
         storage_options: Options of a URL's storage, such as credentials.
         on_progress: Called with the bytes read so far and the total, which is an estimate for a folder. Several threads
             call it, one at a time.

@@ -67,8 +67,8 @@ _PADDING_TAG = 0x4246
 def read(storage: Storage, name: str) -> CheckpointView:
     """Opens a file with a state dict.
 
-    Raises `UntrustedObject` if loading would run code, and `ConversionError` if the file cannot be read or holds no
-    state dict.
+    Raises `UntrustedObject` if loading would run code, `ConversionError` if the file is damaged or holds no state dict,
+    and `ReadError` if it is truncated or cannot be read.
     """
     path = f"{storage.path}/{name}"
     nbytes = storage.head(name) or 0

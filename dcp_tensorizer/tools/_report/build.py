@@ -55,8 +55,8 @@ def report(
 ) -> Reported:
     """Writes an HTML page about checkpoints: sizes, norms, extremes, histograms, and their changes over the steps.
 
-    The page needs no network. Each block of a tensor is read once. A tensor with the same digests as in the previous
-    checkpoint is not read again.
+    The page needs no network. Each block of a tensor is read once, but tensors of a tensorizer file may be read twice,
+    to verify their CRC-32. A tensor with the same digests as in the previous checkpoint is not read again.
 
     Args:
         checkpoints: Checkpoints of any format that `convert` reads. If each name has a step, and no two steps are
