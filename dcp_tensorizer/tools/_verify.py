@@ -286,7 +286,7 @@ def _is_damage(storage: Storage, error: Exception) -> bool:
 
 
 def _size(storage: Storage, name: str) -> int | str:
-    """Returns the size of a file, or why it is unknown."""
+    """Returns the size of a file or, if it is missing or cannot be read, a description of the damage."""
     try:
         size = storage.head(name)
     except CheckpointError as error:
