@@ -231,7 +231,7 @@ def _loaded(stored: StoredObject, path: str) -> Any:
     if tensors_in(value):  # their elements would not be written
         raise ConversionError(
             f"{stored.key!r} in {path} is a {type(value).__name__} with tensors in it, and cannot be converted. "
-            f"Leave it out, or load it and save it again."
+            f"Leave it out, or load the checkpoint and write the file with torch.save."
         )
     return value
 
