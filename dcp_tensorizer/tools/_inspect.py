@@ -246,7 +246,7 @@ def shown_value(content: bytes) -> tuple[str, str, bool | int | float | str | No
     try:
         value = load_object(content)
     except UntrustedObject as error:
-        return "?", str(error), None
+        return "?", f"could run code when it is loaded: {error}", None
     except Exception as error:
         return "?", f"cannot be loaded here: {type(error).__name__}: {error}", None
     try:
