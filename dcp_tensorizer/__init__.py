@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from . import errors
 from ._version import __version__ as __version__
-from .errors import *  # noqa: F403  # `errors.__all__` limits it to the error classes
+from .errors import *  # noqa: F403  # `errors.__all__` limits it to the public names
 
 if TYPE_CHECKING:
     from ._memory.copies import CopyOptions as CopyOptions

@@ -1,15 +1,15 @@
-"""Exceptions that this package raises on purpose.
+"""The exceptions of this package's public interface.
 
     CheckpointError
-    ├── StagingError              a state dict could not be copied into the staging buffer
+    ├── StagingError              a state dict could not be collected, or copied into the staging buffer
     ├── WriteError                data or metadata could not be made durable
     │   └── WriterProcessDied     the writer process ended, or could not be started
     ├── ReadError                 stored bytes could not be read
     │   ├── ChecksumMismatch      stored bytes differ from those that were saved
     │   └── DecryptionError       the key is missing, wrong or superfluous
-    ├── MetadataError             a checkpoint's ``.metadata`` is unusable
+    ├── MetadataError             a checkpoint, a model or a folder of checkpoints has unusable contents
     │   ├── NotCommitted          the path has no committed checkpoint (also a ``FileNotFoundError``)
-    │   ├── StateMismatch         keys or shapes of state and checkpoint differ, or a value does not fit
+    │   ├── StateMismatch         keys, shapes or values do not match the state that they are loaded into
     │   ├── UnsupportedFormat     this release does not read the checkpoint's format or version
     │   └── UntrustedObject       loading would run code that is not allowed
     └── ConversionError           a checkpoint cannot be converted as requested
@@ -46,7 +46,10 @@ class CheckpointError(Exception):
 
 
 class StagingError(CheckpointError):
-    """A state dict could not be copied into the staging buffer. If one key is the cause, the message names it."""
+    """A state dict could not be collected, or copied into the staging buffer.
+
+    If one key is the cause, the message names it.
+    """
 
 
 class WriteError(CheckpointError):
@@ -76,7 +79,11 @@ class DecryptionError(ReadError):
 
 
 class MetadataError(CheckpointError):
-    """A checkpoint's ``.metadata`` is unusable: for example, it is damaged. Subclasses name other reasons."""
+    """The contents of a checkpoint, of a model or of a folder of checkpoints cannot be used.
+
+    For example, ``.metadata`` is damaged, or two directories of a folder are of the same step. Subclasses name other
+    reasons.
+    """
 
 
 class NotCommitted(MetadataError, FileNotFoundError):
@@ -84,7 +91,7 @@ class NotCommitted(MetadataError, FileNotFoundError):
 
 
 class StateMismatch(MetadataError):
-    """A checkpoint, or a published version, does not match the state that it is loaded into."""
+    """A checkpoint, or a published version, does not match the state or the files that it is loaded into."""
 
 
 class UnsupportedFormat(MetadataError):

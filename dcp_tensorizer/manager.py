@@ -94,8 +94,8 @@ class CheckpointManager:
                 if manager.stopping:
                     break
 
-    Every rank makes a manager, and makes the same calls in the same order. `latest`, `best`, `steps`, `path`, `report`
-    and `wait_remote` are not collective. The manager makes two gloo groups, because saves run their collectives on a
+    Every rank makes a manager, and makes the same calls of `save`, `restore`, `wait` and `close` in the same order. The
+    other methods are not collective. The manager makes two gloo groups, because saves run their collectives on a
     background thread. The groups have the timeout of the ranks' process group: no rank waits longer for an unresponsive
     rank. Close the manager before ``destroy_process_group()``. Errors of the manager are never wrapped in DCP's
     ``CheckpointException``.
@@ -123,7 +123,7 @@ class CheckpointManager:
             and waits for the commit, and `stopping` is true. Earlier handlers are called as well. A second signal, more
             than 5 seconds later, acts as it would without the manager.
         survive: Seconds for which the newest states stay in this machine's memory after a rank has died. A job that
-            restarts there within that time resumes from them. They take memory. 0 holds no state.
+            restarts there within that time resumes from them. They take memory. With 0, no state is held.
         survive_every: With ``survive`` and 3 buffers: even if no save is due, hold a step in memory when a multiple of
             this many steps has been reached since the last step that was saved or held.
         buffers: Maximum number of staging buffers with ``survive``. 3: a step that is due while the previous save still
@@ -138,13 +138,14 @@ class CheckpointManager:
         process_group: The ranks of the job; by default all.
         reader_options: Options of `TensorizerStorageReader` for `restore`. Storage options, ``local``, the timeout and
             a key default to those of the writer; a passphrase does not. ``page_cache`` is False by default.
-        writer_options: Options of `TensorizerStorageWriter`. With ``local``, the rules count only the checkpoints
-            in ``folder``.
+        writer_options: Options of `TensorizerStorageWriter`. With ``local``, the ``keep_`` rules count only the
+            checkpoints in ``folder``.
 
     Raises:
         TypeError, ValueError: an argument is of a wrong type or value, or differs from that of another rank; or
             ``stop_signals`` is not empty, and this is not the main thread.
-        WriteError: the folder's URL cannot be opened, or its path is relative and the working directory is gone.
+        WriteError: the folder's URL cannot be opened, its path is relative and the working directory is gone, or a rank
+            is gone.
     """
 
     def __init__(
@@ -210,7 +211,7 @@ class CheckpointManager:
                     "copies": copies,
                     "export": export and (str(export.path), export.every, export.at_end),
                     "save_at_end": save_at_end,
-                    "limits": self._max_failures,
+                    "limits.max_consecutive_failures": self._max_failures,
                 }
             )
             heartbeats.watch_saves(self._writer.saver)
@@ -298,9 +299,10 @@ class CheckpointManager:
     ) -> Future[str] | None:
         """Saves a step if a save is due, or if a rank has received a stop signal. Call it after each step.
 
-        It returns when the state is copied, and the save continues in the background. If the previous save still runs,
-        the call waits for that save first (with ``survive``, see ``buffers``). A step that is being saved, or is saved
-        already, is not saved again. If the job is `stopping`, the call waits for its own save.
+        It returns when the state is copied (with ``overlap_staging``, before that), and the save continues in the
+        background. If the previous save still runs when the next is due, the call waits for that save first (with
+        ``survive``, see ``buffers``). A step that is being saved, or is saved already, is not saved again. If the job
+        is `stopping`, the call waits for its own save.
 
         Args:
             step: The step of training, the same on every rank.
@@ -311,18 +313,20 @@ class CheckpointManager:
             wait: Return only after the commit and the deletion of old checkpoints: see `wait`.
             exclude: Patterns of keys to leave out. The manager warns about a pattern that matches no key of the first
                 rank's state.
-            trainable_only: Leave out the frozen parameters of modules in the state.
+            trainable_only: Leave out the frozen parameters. The state must contain a module or parameter.
 
         Returns:
-            A future of the checkpoint's path, done when it is committed. If no save was due, or the step is only in
-            memory (``survive``) until the next step, `wait` or `close`: None.
+            A future of the checkpoint's path, done when the save is committed or has failed. If no save was due, or the
+            step is held only in memory (``survive``): None.
 
         Raises:
             TypeError, ValueError: an argument is invalid, or the ranks save different steps.
-            WriteError: too many saves in a row have failed (``limits``), the manager is closed, a rank is gone, or this
-                is a forked child of the process that made the manager.
+            WriteError: too many saves in a row have failed (``limits``), the manager is closed, a rank is gone, another
+                run has taken over the folder, or this is a forked child of the process that made the manager.
             CheckpointError: the call waited for the save, and the save failed; or, in the first call, the folder cannot
-                be read.
+                be read, or has two directories of the same step.
+            StagingError: with ``trainable_only``, the state has no module or parameter.
+            Exception: the error of a ``state_dict`` method on this rank. A save that is due then fails on all ranks.
         """
         since = self._clock.now()
         self._check_open()
@@ -377,14 +381,15 @@ class CheckpointManager:
             fallback: If a checkpoint is damaged or unreadable, load the previous one, and log an error.
 
         Returns:
-            The step. If the folder has no checkpoint, and nothing that looks like one: None.
+            The step. If there is nothing to load, and nothing in the folder looks like a checkpoint: None.
 
         Raises:
+            TypeError, ValueError: an argument is invalid.
             NotCommitted: ``step`` has no checkpoint.
-            MetadataError: the folder has checkpoints of an unknown format, or two of the same step; a pattern matches
-                nothing, a key is missing, or a shape is different.
+            MetadataError: the folder has only checkpoints of other names or unknown formats, or two of the same step;
+                ``.metadata`` is damaged; a pattern matches nothing, a key is missing, or a shape is different.
             ReadError: the checkpoint is damaged, or cannot be read.
-            WriteError: the manager is closed, or a rank is gone.
+            WriteError: the manager is closed, a rank is gone, or, with ``survive``, another run of the job is alive.
         """
         since = self._clock.now()
         self._check_open()
@@ -410,8 +415,8 @@ class CheckpointManager:
     def wait(self) -> None:
         """Waits for the save in progress and the deletion of old checkpoints. Raises `CheckpointError` as `close` does.
 
-        Collective. A step that is only in memory is saved first. The call also waits until the last export is
-        published. In a forked child it does nothing.
+        Collective. If a save of a step was due, and the step is only in memory, the step is saved first. The call also
+        waits until the last export is published. In a forked child it does nothing.
         """
         self._wait(until_published=True)
 
@@ -447,11 +452,11 @@ class CheckpointManager:
         """Waits for the save in progress and the deletions after it, ends the writer process, and destroys the process
         groups of this manager. Idempotent.
 
-        Without a timeout, the call is collective: it first saves a step that is only in memory, and with
-        ``save_at_end`` the last step. It warns if the step of the last `save` call is not committed in the end. It
-        frees the memory of the states, unless the newest state is not committed, or an error has ended the ``with``
-        block. A job that is `stopping` waits for a publication up to ``limits.timeout`` seconds, and then logs the
-        unpublished model. In a forked child the call does nothing.
+        Without a timeout, the call is collective: it first saves a step that was due and is only in memory, and with
+        ``save_at_end`` the last step. It warns, on the first rank, if the step of the last `save` call is not committed
+        in the end. It frees the memory of the states, unless the newest state is not committed, or an error has ended
+        the ``with`` block. A job that is `stopping` waits for a publication for at most ``limits.timeout`` seconds, and
+        then logs the unpublished model. In a forked child the call does nothing.
 
         Args:
             timeout: Timeout in seconds. After it, the save in progress is abandoned, and the previous checkpoint
@@ -518,11 +523,11 @@ class CheckpointManager:
             return
         last = saved or position.tip
         logger.warning(
-            "%s: the job ends at step %d, and %s. To save the last step, pass save_at_end=True to the manager, or "
-            "force=True to the last save",
+            "%s: the job ends at step %d, and %s. To save the last step, %s, or pass force=True to the last save",
             self._folder.path,
             step,
             "no step is committed" if last is None else f"the last committed step is {last.number}",
+            "call close without a timeout" if self._save_at_end else "pass save_at_end=True to the manager",
         )
 
     # --- what each rank may call by itself --------------------------------------------------------------------------
@@ -531,7 +536,7 @@ class CheckpointManager:
         """Lists the steps of the committed checkpoints of the job's branch, lowest first.
 
         Raises:
-            MetadataError: two directories are of the same step.
+            MetadataError: the folder is a file, or two directories are of the same step.
             ReadError: the folder cannot be read.
         """
         return [step.number for step in self._members()]
@@ -836,7 +841,8 @@ class CheckpointManager:
         if problem is not None and (number is None or (problem.has_touched and may_differ)):
             raise ReadError(
                 f"{self._folder.path}: the state in memory could not be loaded, and storage may not have all of it. "
-                f"The state may now be a mix of both. Rebuild it, and call restore() again. {problem.error}"
+                f"The state that was passed to restore() may be partly overwritten. Rebuild that state, and call "
+                f"restore() again. {problem.error}"
             )
         if number is None:
             return None

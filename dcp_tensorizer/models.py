@@ -55,7 +55,7 @@ class Export(ModelOptions):
         TypeError: an option is of a wrong type.
         ValueError: an option has a value that is not allowed; or, without ``overwrite``, several exports would go to
             one path.
-        WriteError: as for `SafetensorsStorageWriter`.
+        WriteError, CheckpointError: as for `SafetensorsStorageWriter`.
     """
 
     path: str | os.PathLike[str]
@@ -120,13 +120,14 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
             all files in it that do not hold weights are copied. The coordinator reads the files when the save begins,
             and replaces existing files of the same names right after the commit. With ``dtype``, the copied
             ``config.json`` names the new dtype.
-        overwrite: Replace a model at the path. File names then contain the save's id, and the files that the old index
-            names are removed after the new index is in place. If False, a model at the path is an error.
-        publish: Where to publish each model as the next version for inference servers, as a whole or as a delta.
-            After the save a separate process, which the coordinator starts, publishes the model. Neither training nor
-            the next save waits for that process. If models are saved faster than they are published, some are skipped:
-            see `wait_published`. With ``overwrite``, a model of one file also has an index, so that the file stays
-            while it is being published.
+        overwrite: Replace a model at the path. If that model has an index, the names of the new files contain the
+            save's id, and the files that the old index names are removed after the new index is in place. A model of
+            one file without an index is replaced by a file of the same name. If False, a model at the path is an error.
+        publish: Where to publish each model as the next version for inference servers, whole or as a delta. After the
+            save a separate process, which the coordinator starts, publishes the model. Neither training nor the next
+            save waits for that process. If models are saved faster than they are published, only the newest waiting
+            model is published. With ``overwrite``, a model of one file also has an index, so that the file stays while
+            it is being published.
 
     The other arguments are those of `TensorizerStorageWriter`.
 
@@ -135,6 +136,7 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         ValueError: an argument has a value that is not allowed.
         WriteError: the path is relative, and there is no working directory; or its URL has an unknown protocol, needs a
             library that is missing, or is on a storage where several ranks cannot write one file.
+        CheckpointError: ``publish`` is given, and zstd is not installed.
 
     A save raises, on each rank:
         WriteError: the path holds a model that must not be replaced, or a file that readers would prefer to the new
@@ -190,7 +192,7 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
     def wait_published(self, timeout: float | None = None) -> PublishedVersion | None:
         """Waits until the last saved model is published; returns its version.
 
-        Only the coordinator publishes. On other ranks, and without ``publish``, returns None.
+        Only the coordinator publishes. On other ranks, without ``publish``, and if no model was saved, returns None.
 
         Args:
             timeout: Timeout in seconds, after which the call returns None. If None, there is no timeout.

@@ -51,8 +51,8 @@ class SavePlanner(DefaultSavePlanner):
     per item on each rank, sends all of them, and compares them one by one on the coordinator. This planner sends a
     plan in column form, as a few arrays; or only the plan's digest, if the plan equals one of the rank's last plans.
 
-    If chunks overlap, are missing or lie outside their tensor, or if ranks have tensors of different shapes or dtypes
-    under one key, planning raises `WriteError`, naming the keys.
+    If chunks overlap, lie outside their tensor or, with several ranks, are missing, or if ranks have tensors of
+    different shapes or dtypes under one key, planning raises `WriteError`, naming the keys.
 
     Subclasses may override the methods that subclasses of ``DefaultSavePlanner`` may. If the column form cannot hold a
     plan, torch's planner makes the plan.
@@ -122,8 +122,8 @@ class SavePlanner(DefaultSavePlanner):
         """Decides, on the coordinator, which rank writes which item.
 
         Raises:
-            WriteError: chunks overlap, are missing or lie outside their tensor, or ranks disagree on a tensor. The
-                message names the keys.
+            WriteError: chunks overlap, lie outside their tensor or, with several ranks, are missing; or ranks disagree
+                on a tensor. The message names the keys.
         """
         tables: dict[bytes, Table] = {}
         history = self._history
@@ -164,8 +164,8 @@ class SavePlanner(DefaultSavePlanner):
     def resolve_plan(self, plan: SavePlan) -> Iterator[tuple[ItemKey, torch.Tensor, bool] | WriteItem]:
         """Yields the items of a plan, for a storage writer that would call `resolve_data` for each item.
 
-        Instead of the item of an ordinary tensor, yields the tensor's key, the result of `resolve_data`, and whether
-        that result is the whole tensor. This avoids the seven objects of DCP's item.
+        Instead of the item of an ordinary tensor, yields its `ItemKey`, the result of `resolve_data`, and whether that
+        result is the whole tensor. This avoids the seven objects of DCP's item.
         """
         rows = plan.items.rows() if isinstance(plan.items, Items) else None
         if rows is None:
@@ -217,7 +217,7 @@ _OF_A_SAVE = {"state_dict", "plan", "global_plan", "metadata"}
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """A ``DefaultLoadPlanner`` that takes a fraction of torch's time for many tensors.
+    """A faster ``DefaultLoadPlanner`` for many tensors.
 
     Pass a new instance as ``planner`` to each ``dcp.load``, with any storage reader::
 
@@ -256,7 +256,8 @@ class LoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Sets a value that is not a tensor, also in a dict whose keys are not strings.
 
-        Paths hold such keys as strings: torch's planner would add ``"1"`` to a dict that has the key ``1``.
+        The planner's ``mappings`` have such keys as strings: torch's planner would add ``"1"`` to a dict that has the
+        key ``1``.
         """
         key = read_item.dest_index.fqn
         if not self.flatten_state_dict or key not in self.mappings:
@@ -278,7 +279,7 @@ def _set_up(planner: DefaultSavePlanner | DefaultLoadPlanner, set_up: Callable[[
     takes_apart, planner.flatten_sharded_tensors = planner.flatten_sharded_tensors, False
     try:
         set_up()
-    except ValueError:  # two keys have the same path; before a load, torch's flattening retains the second
+    except ValueError:  # two keys have the same path; before a load, flattening ShardedTensors retains the second
         if not takes_apart:
             raise
         is_flat = False

@@ -84,8 +84,8 @@ class TensorizerStorageReader(StorageReader):
         verify: Compare everything that is read with its stored digests. Lengths, coverage and the metadata's own digest
             are always checked.
         allow_pickle: Load objects of any type, which can run any code: only for checkpoints that you trust as you trust
-            a program. Without it, only data types of the standard library, NumPy and torch can be loaded, and types
-            passed to ``torch.serialization.add_safe_globals``.
+            a program. Without it, only common data types of the standard library, NumPy and torch can be loaded, and
+            types passed to ``torch.serialization.add_safe_globals``.
         thread_count: The number of parallel reads; None: the storage's default.
         page_cache: Leave the data of local disks in the page cache, for the next load. None: only if free memory can
             hold twice the bytes that the ranks of this machine read.
@@ -98,7 +98,7 @@ class TensorizerStorageReader(StorageReader):
         exchange: A process group whose ranks read shared data only once: for data that all of them need, each rank
             reads a part, and the ranks exchange the parts. Use it if ranks hold the same state (DDP; for HSDP, pass the
             group of the replicas), and the network between ranks is faster than the storage. An exchange takes up to
-            200 MB of memory. All ranks of the group must load together.
+            240 MB of memory. All ranks of the group must load together.
         on_report: Called with the `LoadReport` of each load, on the thread that loads. Errors of the callback are
             logged, and do not fail the load.
         local: The writer's ``local`` folder. Files that are complete in this folder are read from it. With ``local``,
@@ -195,14 +195,14 @@ class TensorizerStorageReader(StorageReader):
         """Reads the checkpoint's metadata; with ``rank=``, that rank's own.
 
         Each tensor is one whole chunk in this metadata, because DCP's planner visits all chunks of all tensors on each
-        rank. The reader finds the stored chunks when it reads. If the stored chunks do not cover a tensor, or if each
-        rank saved for itself, the metadata has the stored chunks, like that of `stored_metadata`.
+        rank. The reader finds the stored chunks in `prepare_local_plan`. For a tensor that its stored chunks do not
+        cover, for example because each rank saved for itself, the metadata has these chunks, as in `stored_metadata`.
 
         DCP swallows an error of this method, and calls the method again with ``rank=``. If that call returns, the
         rank skips the later collectives, in which other ranks may wait. So without ``rank=`` the method raises only
         `NotCommitted`, and with ``rank=`` it never finds a checkpoint of all ranks. It records all other errors:
         `set_up_storage_reader` raises the recorded error, or the returned metadata raises it when a planner reads the
-        metadata earlier. DCP then sends the error to every rank.
+        metadata earlier. In a load with collectives, DCP then sends the error to every rank.
 
         Raises:
             NotCommitted: there is no metadata of all ranks, and ``rank`` was not given.
@@ -235,10 +235,10 @@ class TensorizerStorageReader(StorageReader):
         """Returns the checkpoint's metadata with each chunk as it is stored; with ``rank``, that rank's own.
 
         The ``storage_data`` is a dict: ``files`` has the size of each data file by name, and ``items`` the location of
-        each chunk.
+        each chunk and each object.
 
         Raises:
-            NotCommitted: no checkpoint is committed at the path.
+            NotCommitted: no checkpoint is committed at the path, or, with ``rank``, that rank has no metadata there.
             MetadataError: the metadata is damaged, or of another format.
             ReadError: the metadata cannot be read.
         """
@@ -249,10 +249,11 @@ class TensorizerStorageReader(StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Sets the metadata, and checks the key. If `read_metadata` has failed, raises its error.
+        """Sets the metadata, and checks the key. If `read_metadata` has recorded an error, raises that error.
 
         Raises:
-            DecryptionError: the key is missing or wrong, or the checkpoint is not encrypted.
+            DecryptionError: the key is missing, wrong, or given for an unencrypted checkpoint; or the metadata was
+                changed without the key.
         """
         if self._error is not None:
             raise self._error
@@ -266,8 +267,9 @@ class TensorizerStorageReader(StorageReader):
         """Checks, before any target changes, that everything in the plan is stored.
 
         Raises:
-            MetadataError: the stored chunks of a tensor do not cover it; names the key.
-            ReadError: a file is missing, or does not have the recorded size.
+            MetadataError: something in the plan is not stored, or the stored chunks of a tensor do not cover it; names
+                the key.
+            ReadError: a file is missing, or does not have the recorded size; or the metadata cannot be read.
         """
         storage, catalog = self._opened()
         with collector_paused():
@@ -281,10 +283,11 @@ class TensorizerStorageReader(StorageReader):
         return self._plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Checks that all ranks have read the metadata of one save: another job may have replaced the checkpoint.
+        """Checks that all ranks have read metadata with the same save id: another job may have replaced the checkpoint.
 
         Raises:
-            MetadataError: the ranks have read different metadata; no target has changed.
+            MetadataError: the ranks have read different metadata, or the planner has dropped ``storage_data`` from a
+                plan; no target has changed.
             ReadError: some ranks of the ``exchange`` group do not load, or do not pass the group.
         """
         path, carried = self._opened()[0].path, [plan.storage_data for plan in plans]
@@ -301,9 +304,11 @@ class TensorizerStorageReader(StorageReader):
         Raises:
             MetadataError: each rank saved for itself, and the parts of a tensor that this rank saved are not the parts
                 that the target holds; names the key.
-            ReadError: stored bytes cannot be read, or do not fit their target; names key and file.
+            ReadError: stored bytes cannot be read, or do not fit their target; names the key and, where known, the
+                file.
             ChecksumMismatch: stored bytes are not the ones that were saved; names key, file and offset.
-            UntrustedObject: objects could run code; names keys and types; no target has changed.
+            UntrustedObject: objects could run code; names the first key and, where known, all types; no target has
+                changed.
         """
         with self.around_read():
             self._clock.begin_reading()
@@ -395,10 +400,11 @@ def open_reader(
     """Returns a reader for ``dcp.load`` that recognises the format of the checkpoint at a path.
 
     The reader loads checkpoints of this package, of torch's ``FileSystemWriter`` and ``FsspecWriter``, and directories
-    of safetensors files in Hugging Face's layout: the files that the index names, or the parts of tensors that torch's
-    ``HuggingFaceStorageWriter`` writes without consolidation. The reader multiplies FP8 weights by the scales of their
-    blocks (``weight_scale_inv``), unless the target has the same FP8 dtype. Each load recognises the format again, so
-    that a job may switch to another storage writer between two saves.
+    of safetensors files in Hugging Face's layout. In such a directory, it reads all safetensors files, or, if there is
+    an index, the files that the index names (only ``model.safetensors`` if that file also exists). The files may hold
+    parts of tensors, as torch's ``HuggingFaceStorageWriter`` writes them without consolidation. The reader multiplies
+    FP8 weights by the scales of their blocks (``weight_scale_inv``), unless the target has the same FP8 dtype. Each
+    load recognises the format again, so that a job may switch to another storage writer between two saves.
 
     By default, loading a checkpoint of any format runs no code from it. torch's ``.metadata`` is a pickle, from which
     the reader makes only objects that belong in DCP's metadata. The rules for other objects are the same as in
@@ -416,7 +422,7 @@ def open_reader(
         DecryptionError, WriteError: see `TensorizerStorageReader`.
 
     ``dcp.load`` then raises, on each rank:
-        NotCommitted: there is nothing at the path.
+        NotCommitted: there is nothing at the path, only a file, or only data of a save that is not committed.
         MetadataError: the path holds no checkpoint in any of these formats; names what was found.
         ReadError: ``rename`` does not fit the model, or was given for a checkpoint that is not a model.
     """

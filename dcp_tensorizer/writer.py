@@ -96,7 +96,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     A writer is a cheap handle, so you may make a new one for every save. All writers of a process share the buffer and
     the writer process; those with ``staging="device"`` share a separate pair. The first ``async_save`` or `prewarm`
-    starts the process. If you wait for the future of a writer's last save, you need not close the writer.
+    starts the writer process. If you wait for the future of a writer's last save, you need not close the writer.
 
     Memory: one buffer of the size of the rank's state is cached between saves. `prewarm` allocates the buffer in the
     background; without `prewarm`, the first save allocates it, and takes longer. If the state outgrows the buffer, the
@@ -111,14 +111,14 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         staging: ``"buffer"``: all tensors are copied to the staging buffer. ``"shared"``: CPU tensors in shared memory
             are not copied, but written from that memory, and may be changed once they are written; all other tensors
             are copied; encryption is not possible. ``"device"``: the writer process, with a separate CUDA
-            context, copies CUDA tensors to the buffer. Unless staging overlaps, ``async_save`` returns when the state
-            may be changed.
+            context, copies CUDA tensors to the buffer. Without ``overlap_staging``, ``async_save`` returns when the
+            state may be changed.
         overlap_staging: ``async_save`` returns before the state is copied, with an ``AsyncSaveResponse``. The state may
             be changed when the response's ``staging_completion`` is done; see `lock`.
         overwrite: Replace a checkpoint at the path. If False, a checkpoint at the path is an error.
         sync_files: Finish a save only when its data is on permanent storage (fsync). If False, a checkpoint can be lost
             or damaged when the machine fails, but not when only the job fails.
-        thread_count: Number of threads for the copy, while training waits, and for hashing in the writer process. If
+        thread_count: Number of threads for the copy to the staging buffer, and for hashing in the writer process. If
             None, the node's cores divided by its ranks, up to four.
         storage_options: Options of a URL's storage, such as credentials. They reach the writer process through a
             socket, and are never written to disk.
@@ -147,8 +147,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         ValueError: an argument has a value that is not allowed; ``local`` is given without ``path``; or two options
             cannot be combined: ``encryption`` with ``sha256``, ``reuse_unchanged`` or ``staging="shared"``; ``local``
             with ``reuse_unchanged``; ``staging="device"`` with torch's expandable segments.
-        WriteError: ``encryption`` needs libsodium, which is missing; the path is read-only (http), or relative without
-            a working directory; or its URL has an unknown protocol, or needs a library that is missing.
+        WriteError: ``encryption`` needs libsodium, which is missing; the path is invalid, read-only (http), or relative
+            without a working directory; or its URL has an unknown protocol, or needs a library that is missing.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._saver.prewarm({k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()})
 
     def close(self, timeout: float | None = None) -> None:
-        """Waits for this writer's saves and, with ``local``, for their arrival at the path. Idempotent.
+        """Waits for this writer's saves and, with ``local``, for the flush of the local folder. Idempotent.
 
         Then ends the writer process and frees the memory, unless another open writer has used them. Call `close` before
         ``destroy_process_group()``, which would make a running save fail. A signal handler may call `close` at any
@@ -285,7 +285,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """Waits until training may change the state that was staged.
 
         Raises:
-            WriteError: on the coordinator, when ``max_consecutive_failures`` saves in a row were not committed.
+            WriteError: on the coordinator, when ``limits.max_consecutive_failures`` saves in a row were not committed.
         """
         self._saver.raise_refusal()
         self._saver.stager.wait_released()
@@ -300,13 +300,13 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                 optimizer.step()
 
         This is not a real lock: several threads may be inside at once, and leaving does nothing. Other checkpointers
-        have this method under the same name. If all remaining copies are from a GPU, entering returns immediately, and
-        work that is queued inside the context on the current stream waits for the copies. Otherwise entering waits
-        until the state may be changed.
+        have this method under the same name. Entering waits for all copies, except those that this process makes from a
+        GPU: work that is queued inside the context on the current stream waits for these. If tensors in shared memory
+        are written without a copy (``staging="shared"``), entering waits until the state may be changed.
 
         Raises:
             StagingError: a CUDA graph is being captured; its replays would not wait.
-            WriteError: on the coordinator, when ``max_consecutive_failures`` saves in a row were not committed.
+            WriteError: on the coordinator, when ``limits.max_consecutive_failures`` saves in a row were not committed.
         """
         self._saver.raise_refusal()
         self._saver.stager.hold_training()
@@ -338,7 +338,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str] | None:
-        """The path of the calling thread's save. Before a save, the path of the next save without ``checkpoint_id``."""
+        """The path for the save that the calling thread begins: that of `reset`, otherwise the writer's path."""
         return getattr(self._local, "path", None) or self._path
 
     @property
@@ -347,11 +347,11 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         return self._saver.save_id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Sets the path of the calling thread's save. DCP calls it before a save with a ``checkpoint_id``.
+        """Sets the path of the calling thread's save. DCP calls this method before a save with a ``checkpoint_id``.
 
         If a ``state_dict()`` or a planner's ``set_up_planner`` fails before the save begins, the path applies to the
         thread's next save without a ``checkpoint_id``. A relative path is relative to the working directory at the time
-        of staging.
+        of staging; without staging, at the time of the save.
         """
         if checkpoint_id is not None:
             check_path(checkpoint_id)
@@ -360,8 +360,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     def storage_meta(self) -> StorageMeta:
         """Returns the path and the id of the calling thread's save.
 
-        This is DCP's first hook in every save, inside the step in which DCP sends errors to all ranks. The hook begins
-        the save of a staged state. Other saves begin in `set_up_storage_writer`, so that a call of `storage_meta` alone
+        In every save, DCP calls this hook first, inside a step whose errors it sends to all ranks. The hook begins the
+        save of a staged state. Other saves begin in `set_up_storage_writer`, so that a call of `storage_meta` alone
         begins no save.
 
         Raises:
@@ -408,9 +408,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Creates the directory. The rank that commits also locks it, and removes the files of dead saves.
+        """Creates the checkpoint's directory. The rank that commits also locks it, and removes files of dead saves.
 
-        With ``local``, `write_data` creates the local directory.
+        With ``local``, `write_data` creates the directory in the local folder instead.
 
         Raises:
             WriteError: the directory cannot be created, or holds a checkpoint that must not be overwritten.
@@ -427,7 +427,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         The message has the digests of the tables of locations that the rank need not send (see ``_saving.tables``).
 
         Raises:
-            WriteError: ranks have tensors of different shapes or dtypes under one key, so all but one would be lost.
+            WriteError: ranks have tensors of different shapes or dtypes under one key, of which only one rank's would
+                be saved.
         """
         age_objects()
         save = self._saver.save
@@ -453,6 +454,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         Raises:
             WriteError: the save is not committed, and the previous checkpoint is untouched; or the outcome is unknown,
                 as after a lost response of the storage.
+            ReadError: the storage cannot be read, so the save is not committed. Only with ``local``, or in a folder
+                that a manager has leased.
         """
         self._saver.save.finish(metadata, results)
 
@@ -464,8 +467,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     def _begun(self) -> Save | None:
         """Returns the save that `storage_meta` has begun on the calling thread, until `set_up_storage_writer`.
 
-        If there is none, or if a planner has failed between the two hooks, so that DCP uses another path or has dropped
-        the state, returns None.
+        Returns None if there is none, or if it is left over from a save whose planner has failed between the two hooks:
+        DCP has then dropped the staged state, or set another path.
         """
         path, save = getattr(self._local, "begun", None) or (None, None)
         return None if save is None or save.is_dropped or path != self.checkpoint_id else save

@@ -1,6 +1,6 @@
 """The contents of a checkpoint in any format: DCP's metadata, and the locations of a load plan's items.
 
-Loads and conversions read each format through its catalog: `own`, `torch_dcp` and `hugging_face` have one each.
+Each format that a reader loads has a `Catalog`: see `own`, `torch_dcp` and `hugging_face`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..errors import MetadataError
 
 
 class Piece(NamedTuple):
-    """The part of a stored chunk to read."""
+    """A part of a stored chunk, and its region in what is requested."""
 
     item: StoredItem
     shape: tuple[int, ...]  # of the chunk
@@ -35,17 +35,20 @@ class Coder(Protocol):
     """The decoder of a tensor that is not stored as its elements."""
 
     def memory_for(self, target: torch.Tensor) -> torch.Tensor:
-        """Returns memory for the stored form: the target itself if it can hold that. Raises `ReadError`."""
+        """Returns the memory to read the stored form into: the target itself if no decoding is needed.
+
+        Raises `ReadError`.
+        """
 
     def decode(self, stored: torch.Tensor, target: torch.Tensor) -> None:
-        """Fills the target from its stored form, in the memory of `memory_for`. Raises `ReadError`."""
+        """Fills the target from the stored form, in the memory that `memory_for` returned. Raises `ReadError`."""
 
 
 class Catalog(abc.ABC):
     """The contents of a checkpoint.
 
     Attributes:
-        path: The checkpoint, or its metadata file, for messages.
+        path: The path of the checkpoint, or of its metadata file, for messages.
         files: The size of each data file in bytes, by name; empty if the format does not record it.
         in_memory: The contents of files that exist only in the catalog, by name.
         encryption: The description of the key (see `encryption.unlock`); None if the checkpoint is not encrypted.
@@ -67,12 +70,13 @@ class Catalog(abc.ABC):
         """Returns the stored chunks of each item. Raises `MetadataError` or `ReadError`, naming the key."""
 
     def incomplete_layouts(self) -> Mapping[Any, ChunkLayout]:
-        """Returns the layouts of tensors that the stored chunks may not cover, by key."""
+        """Returns, by key, the layouts of the tensors that `check_coverage` must check."""
         return {}
 
     def coder(self, item: ReadItem) -> Coder | None:
-        """Returns the coder of an item; None if its elements, or an object's ``torch.save`` bytes, are stored
-        unencoded. Raises `ReadError`.
+        """Returns the coder of a tensor whose elements are not stored as they are. For other items, returns None.
+
+        Objects have no coder: see `decoded`. Raises `ReadError`.
         """
         return None
 
@@ -93,7 +97,7 @@ def check_length(path: str, key: str, item: StoredItem, shape: tuple[int, ...]) 
 
 
 def no_data(path: str, key: Any, offset: Sequence[int] | None) -> MetadataError:
-    """Returns the error of a stored chunk, or of an object if there is no ``offset``, that has no location."""
+    """Returns the error for a chunk without a location, or, if ``offset`` is None, for an object without one."""
     at = "" if offset is None else f" at offset {tuple(offset)}"
     return MetadataError(f"{path} has no data for {key!r}{at}")
 
@@ -104,12 +108,12 @@ def check_chunks(path: str, key: str, shape: Sequence[int], regions: Sequence[Re
         held = sum(math.prod(region.size) for region in regions)
         raise MetadataError(
             f"{path}: the stored chunks of {key!r} do not make up its {math.prod(shape):,} elements: they hold "
-            f"{held:,}, so a rank's part is missing or stored twice"
+            f"{held:,} in total, so a rank's part is missing or stored twice"
         )
 
 
 def check_coverage(path: str, catalog: Catalog, keys: Iterable[str]) -> None:
-    """Checks the tensors among ``keys`` as `check_chunks` does, unless the save has verified their coverage."""
+    """Checks those tensors among ``keys`` that are in `Catalog.incomplete_layouts`, as `check_chunks` does."""
     incomplete = catalog.incomplete_layouts()
     for key in incomplete.keys() & keys:
         check_chunks(path, key, incomplete[key].shape, incomplete[key].regions)

@@ -1,8 +1,8 @@
 """Models in Hugging Face's layout: safetensors files, with tensors possibly renamed, reshaped, in parts or quantised.
 
-A second tensor has a scale for each block of an FP8 weight. The weight is read as stored, and multiplied when it is
-copied to a target of another dtype. A target of the same FP8 dtype gets the stored elements; a target of another FP8
-dtype is an error.
+For a quantised FP8 weight, a second tensor has one scale for each block of elements. The weight is read as stored, and
+multiplied by the scales when it is copied to a target of another dtype. A target of the same FP8 dtype gets the stored
+elements; a target of another FP8 dtype is an error.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class ModelCatalog(Catalog):
 
     Raises:
         NotCommitted: there are no safetensors files.
-        MetadataError: the index or a header is damaged, or they are inconsistent.
+        MetadataError: the index or a header is damaged, they are inconsistent, or ``rename`` is given for files that
+            torch's writer has not consolidated.
         ReadError: ``rename`` does not fit the model.
     """
 
@@ -63,7 +64,7 @@ class ModelCatalog(Catalog):
         self._files, file_of = read_weight_files(storage) if files is None else (files, {})
         self._items: dict[str, tuple[StoredItem, Shape]] = {}  # the stored tensors, and their shapes
         self._quantised: dict[str, _Quantised] = {}
-        self._scales: tuple[str, torch.Tensor] | None = None  # of the last weight, whose items are consecutive
+        self._scales: tuple[str, torch.Tensor] | None = None  # cached for the next item of the same weight
         tensors = list(self._chosen(file_of))
         parts = next((file for file in self._files if file.notes.get(SHARDING)), None)
         if parts is None:
@@ -72,8 +73,8 @@ class ModelCatalog(Catalog):
             self._placed = self._joined(tensors)
         else:
             raise MetadataError(
-                f"{self.path}/{parts.name} has parts of tensors, as torch's HuggingFaceStorageWriter writes them "
-                f"without consolidation. Consolidate them, or load them without rename=."
+                f"{self.path}/{parts.name} may have only parts of tensors: torch's HuggingFaceStorageWriter wrote it "
+                f"without consolidation. Consolidate the files, or load them without rename=."
             )
 
     def metadata(self) -> Metadata:
@@ -118,7 +119,7 @@ class ModelCatalog(Catalog):
         return self._scales[1]
 
     def _chosen(self, file_of: dict[str, str]) -> Iterator[tuple[WeightFile, StoredBytes]]:
-        """Yields the tensors of all files, each from the file that the index names for it, if any."""
+        """Yields the tensors of all files. If the index gives a tensor's file, ignores the tensor in other files."""
         missing = dict(file_of)
         for file in self._files:
             for tensor in file.tensors:
@@ -152,7 +153,7 @@ class ModelCatalog(Catalog):
         return placed
 
     def _joined(self, tensors: Sequence[tuple[WeightFile, StoredBytes]]) -> dict[str, Placed]:
-        """Returns the tensors whose parts are in several files, as torch's ``HuggingFaceStorageWriter`` writes them."""
+        """Joins the parts of each tensor, which torch's ``HuggingFaceStorageWriter`` may write to several files."""
         offsets: dict[str, dict[str, tuple[int, ...]]] = {}
         for file in self._files:
             try:
@@ -241,7 +242,8 @@ class _BlockCoder:
     def memory_for(self, target: torch.Tensor) -> torch.Tensor:
         """Returns the target itself if it is of the stored dtype, otherwise memory for the stored elements.
 
-        Raises `ReadError`, naming the key, if the scales do not fit the weight, or if the target has another FP8 dtype.
+        Raises `ReadError`, naming the weight, if the target has another FP8 dtype, or if the target has no FP8 dtype
+        and the scales do not fit the weight.
         """
         path, weight = self._catalog.path, self._weight
         dtype = named_dtype(weight.item.dtype)

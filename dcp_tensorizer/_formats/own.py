@@ -45,7 +45,7 @@ from .._runtime.threads import in_threads
 from .._tensor_file.names import StoredItem, metadata_file_name
 from .._tensor_file.regions import Region
 from .._trust.objects import load_object
-from ..errors import CheckpointError, MetadataError
+from ..errors import CheckpointError, MetadataError, UntrustedObject
 from .catalog import Catalog, Piece, no_data
 from .recognise import nothing_committed
 
@@ -64,8 +64,8 @@ def decode(data: bytes, path: str) -> Metadata:
 def read_index(storage: Storage, rank: int | None = None) -> Index | None:
     """Reads and checks a checkpoint's index, of all ranks or of one. If there is no index, returns None.
 
-    The locations of a large index are read on demand. Raises `MetadataError` if the index is damaged or of another
-    format, and `ReadError` if it cannot be read.
+    The locations of a large index are read on demand. Raises `MetadataError` if the index is damaged, of another format
+    or that of other ranks, and `ReadError` if it cannot be read.
     """
     name = metadata_file_name(rank)
     file = committed(storage, name)
@@ -82,7 +82,10 @@ def read_index(storage: Storage, rank: int | None = None) -> Index | None:
 
 
 def read_metadata(storage: Storage, rank: int | None = None) -> Metadata | None:
-    """Returns the whole index, as `Index.stored_metadata` does. Raises what `read_index` raises."""
+    """Returns the `Index.stored_metadata` of a checkpoint. If there is no index, returns None.
+
+    Raises what `read_index` raises.
+    """
     index = read_index(storage, rank)
     return None if index is None else index.stored_metadata()
 
@@ -90,9 +93,9 @@ def read_metadata(storage: Storage, rank: int | None = None) -> Metadata | None:
 def check_world_size(storage: Storage, has_own: bool, world_size: int) -> None:
     """Checks that as many ranks load a checkpoint as saved it, if each rank saved for itself.
 
-    All ranks check the same files, so that all get the same result. ``has_own`` is whether this rank's own metadata
-    exists. Raises `NotCommitted` if rank 0 has no metadata, and `MetadataError` if another number of ranks saved the
-    checkpoint.
+    All ranks check for the metadata of the same ranks, so that all notice a difference. ``has_own`` is whether this
+    rank's own metadata exists. Raises `NotCommitted` if rank 0 has no metadata, and `MetadataError` if another number
+    of ranks saved the checkpoint, or if this rank's own metadata is missing.
     """
     if storage.head(metadata_file_name(0)) is None:
         raise nothing_committed(storage)
@@ -118,7 +121,7 @@ class Index(Catalog):
             self._sections = [section for section in file.head.sections if section.kind == "places"]
             self._tables: dict[int, LocationTable] = {}  # by section number
             self._inline: LocationTable | None = None
-            # Small values are located in a file that exists only in the index.
+            # The index has copies of small values. Their locations refer to a file in memory, named like the index.
             inline, content = metadata_file_name(file.head.rank), b""
             if (section := self._section("inline")) is not None:
                 rows = decoded(decode_inline, file.section(section), file.path)
@@ -132,12 +135,11 @@ class Index(Catalog):
             self.encryption = {"derivation": key.derivation, "check": key.check, "seal": file.seal}
 
     def metadata(self, *, whole: bool = True) -> Metadata:
-        """Returns DCP's metadata for a load. Describes a tensor as one chunk if its stored chunks cover it.
+        """Returns DCP's metadata for a load.
 
-        Unless ``whole``, describes all chunks as they are stored.
-
-        DCP's planners visit each chunk of each tensor on each rank. `locate` finds the stored chunks that a rank needs.
-        Tensors with equal descriptions share one object.
+        With ``whole``, describes a tensor as one chunk if its stored chunks cover it, because DCP's planners visit each
+        chunk of each tensor on each rank. `locate` finds the stored chunks that a rank needs. Tensors with equal
+        descriptions then share one object. Without ``whole``, describes all chunks as they are stored.
         """
         head = self._file.head
         with _valid(self.path), collector_paused():
@@ -181,12 +183,12 @@ class Index(Catalog):
         return metadata
 
     def incomplete_layouts(self) -> dict[Any, ChunkLayout]:
-        """Returns the layouts of tensors that their stored chunks do not cover: `metadata` has these chunks."""
+        """Returns the layouts of tensors that are not recorded as covered: `metadata` describes their stored chunks."""
         values = self._values.items()
         return {key: value.layout for key, value in values if type(value) is TensorValue and not value.is_whole}
 
     def _owners(self, key: Any, offset: tuple[int, ...] | None, region: Region | None) -> Iterable[int]:
-        """Returns the numbers of the sections that have locations of a region; -1: none."""
+        """Returns the numbers of the sections to search for locations of an object or a region; -1 is no section."""
         value = self._values.get(key)
         if value is None:  # without an entry, any rank may have stored the item
             return range(len(self._sections))
@@ -198,10 +200,10 @@ class Index(Catalog):
         return [int(value.owners[number]) for number in chunks]
 
     def locate(self, items: Sequence[ReadItem]) -> list[list[Piece]]:
-        """Returns the stored chunks with elements of each item of a load plan that was made from `metadata`.
+        """Returns, for each item of a load plan made from `metadata`, the stored chunks that have its elements.
 
-        Reads the locations of all ranks that stored such chunks. Raises `MetadataError`, naming the key, if chunks are
-        missing, and `ReadError` if locations cannot be read.
+        An object is one chunk of bytes. Reads the locations of all ranks that stored such chunks. Raises
+        `MetadataError`, naming the key, if chunks are missing, and `ReadError` if locations cannot be read.
         """
         with _valid(self.path):
             hashes: list[int] = []
@@ -320,6 +322,11 @@ class Index(Catalog):
             return None
         try:
             return load_object(bytes(self._file.section(section)))
+        except UntrustedObject as error:
+            raise UntrustedObject(
+                f"the planner's data in {self.path} could run code when loaded: {error}. If you trust it, call "
+                f"torch.serialization.add_safe_globals before the load."
+            ) from None
         except CheckpointError:
             raise
         except Exception as error:
@@ -334,7 +341,7 @@ class Index(Catalog):
 
     @functools.cached_property
     def _inline_hashes(self) -> Collection[int]:
-        """The hashes of the items in the index itself."""
+        """The hashes of the items of which the index has copies."""
         return frozenset() if self._inline is None else frozenset(self._inline.hashes.tolist())
 
     def _load_tables(self, numbers: Iterable[int]) -> None:
@@ -353,10 +360,10 @@ class Index(Catalog):
         return LocationTable(rows, files, is_encrypted=self._file.head.encryption is not None)
 
     def _find(self, key: Any, item_hash: int, owner: int) -> StoredItem | None:
-        """Returns the best location to read an item from; None if it is not stored.
+        """Returns the location to read an item from: in the index itself if that has a copy; None if it is not stored.
 
         ``item_hash`` is the `hash_of` of the key and the chunk's offset (None for an object), and ``owner`` the number
-        of the item's section, or -1.
+        of the section to search, or -1 for none.
         """
         inline = None if self._inline is None else next(self._inline.find([key], [item_hash]))
         return inline or self._stored([key], [item_hash], owner)[0]
@@ -383,7 +390,6 @@ def _valid(path: str) -> Iterator[None]:
 
 @functools.cache
 def _origin(dimensions: int) -> torch.Size:
-    """Returns the offset of a tensor's first element."""
     return torch.Size([0] * dimensions)
 
 

@@ -1,4 +1,4 @@
-"""Recognises the format of a directory, by file names and first bytes, and makes the errors for other directories."""
+"""Recognises the format of a directory by file names and first bytes; makes errors for paths without a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _SHOWN_NAMES = 5
 
 
 def format_of(storage: Storage, rank: int) -> DirectoryFormat | None:
-    """Returns the format of a directory's checkpoint; None if it holds none. Raises `ReadError` if it cannot be read.
+    """Returns the format of the checkpoint in a directory; None if there is no checkpoint.
 
-    If there is no metadata of all ranks, uses the metadata of ``rank``.
+    If there is no metadata of all ranks, uses the metadata of ``rank``. Raises `NotCommitted` if there is no directory,
+    and `ReadError` if it cannot be read.
     """
     for name in (metadata_file_name(), metadata_file_name(rank)):
         head = storage.read(name, _HEAD_BYTES)

@@ -40,7 +40,8 @@ class Parts:
 
     Raises:
         TypeError: a name is not a string, or a number is not an int.
-        ValueError: the names do not match, or a number is out of range.
+        ValueError: the names differ in their numbers of ``*`` or ``{}``, a single name has no ``{}``, or a number is
+            out of range or does not fit the names.
     """
 
     __slots__ = ("dim", "groups", "names", "sizes")
@@ -63,8 +64,8 @@ class Parts:
         self.groups = groups
         if dim < 0 or groups < 1 or len(self.sizes) != len(names) or min(self.sizes) < 1:
             raise ValueError(
-                f"Parts must have dim >= 0, groups >= 1 and a positive size for each of its {len(names)} names, got "
-                f"dim={dim}, groups={groups}, sizes={self.sizes}."
+                f"Parts must have dim >= 0, groups >= 1 and one positive size per name, got {len(names)} name(s), "
+                f"dim={dim}, groups={groups} and sizes={self.sizes}."
             )
         if len(names) == 1 and groups > 1:
             raise ValueError(f"groups={groups} of Parts needs several names, got {names[0]!r}.")
@@ -104,19 +105,19 @@ class PartNumber(NamedTuple):
 
 
 class Match(NamedTuple):
-    """A key that a rule matches."""
+    """The match of a rule with a key: the texts that its ``*`` stand for, and the number of the part."""
 
     rule: Rule
     stars: tuple[str, ...]
     number: PartNumber
 
     def new_name(self, part: int = 0, row: int = 0) -> str:
-        """Returns the new name, or that of a part."""
+        """Returns the new name of the key, or of one of its parts if the rule cuts its tensor."""
         return self.rule.new[part].filled(self.stars, row)
 
 
 class Rule(NamedTuple):
-    """A rule, with the sides that it was made from."""
+    """A rule: the patterns of its two sides, and the sides as the caller wrote them."""
 
     old: tuple[_Pattern, ...]
     new: tuple[_Pattern, ...]
@@ -133,11 +134,11 @@ class Renaming:
             not change. One side of a rule may be `Parts`.
 
     Attributes:
-        unused: The patterns that have not matched a key.
+        unused: The old sides of the rules that have not matched a key.
 
     Raises:
         TypeError: a rule is not made of strings and `Parts`.
-        ValueError: a new name is empty, or has more ``*`` than its pattern.
+        ValueError: a new name is empty, or has more ``*`` than its pattern; or both sides of a rule are `Parts`.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -171,7 +172,10 @@ class Renaming:
 
     def inverse(self) -> Renaming:
         """Returns the reverse rules. Raises `ValueError` if a new name has fewer ``*`` than its pattern."""
-        return Renaming({rule.new_side: rule.old_side for rule in self._rules})
+        try:
+            return Renaming({rule.new_side: rule.old_side for rule in self._rules})
+        except ValueError as error:
+            raise ValueError(f"rename= is not reversible: {error}") from None
 
 
 class _Pattern:
@@ -186,7 +190,7 @@ class _Pattern:
         self._regex = re.compile("".join(regex), re.DOTALL)
 
     def match(self, key: str) -> tuple[tuple[str, ...], int] | None:
-        """Returns the texts that the stars stand for, and the index."""
+        """Returns the texts that the stars stand for, and the number that ``{}`` stands for, or 0."""
         if (found := self._regex.fullmatch(key)) is None:
             return None
         signs = list(zip(self._pieces[1::2], found.groups(), strict=True))
@@ -236,7 +240,7 @@ class Box(NamedTuple):
 
 @dataclass(slots=True)
 class Placed:
-    """A tensor on the other side, and the boxes that make it up."""
+    """A tensor's shape, and the boxes of other tensors that make it up."""
 
     shape: Shape
     boxes: list[Box] = field(default_factory=list)
@@ -245,8 +249,8 @@ class Placed:
 def place(renaming: Renaming, shapes: Mapping[str, Shape]) -> dict[str, Placed]:
     """Returns the tensors on the other side of a renaming, in the order of their sources.
 
-    ``shapes`` has the tensors on this side. Raises `ValueError`, naming the tensors, if two would have one name, or if
-    a rule does not fit their shapes.
+    ``shapes`` are those of the tensors on this side. Raises `ValueError`, naming the tensors, if two would have the
+    same name, a part of a tensor is missing, or a rule does not fit their shapes.
     """
     placed: dict[str, Placed] = {}
     joined: dict[str, dict[PartNumber, str]] = {}  # the parts of each tensor that is joined
@@ -286,8 +290,6 @@ def _taken(placed: Placed, key: str, name: str) -> ValueError:
 
 
 class _Part(NamedTuple):
-    """A part of a tensor."""
-
     number: PartNumber
     shape: Shape
     regions: list[tuple[Region, Region]]  # each in the tensor, and in the part
@@ -346,10 +348,10 @@ def _join(name: str, parts: Parts, keys: Mapping[PartNumber, str], shapes: Mappi
 
 
 def wrong_way_back(renaming: Renaming, placed: Mapping[str, Placed]) -> tuple[str, str, str] | None:
-    """Returns a tensor whose new name the reverse rules do not map back.
+    """Returns the name of a tensor whose new name the reverse rules do not map back to it.
 
-    The result is its name, the new name, and the name that the new name maps back to. Returns None if a load with the
-    same rules finds each tensor of a save.
+    Also returns the new name, and the name to which the reverse rules map it. If a load with the same rules finds each
+    tensor of a save, returns None.
     """
     back = place(renaming.inverse(), {name: of.shape for name, of in placed.items()})
     leads = {(box.source, name, box.here, box.there) for name, of in back.items() for box in of.boxes}

@@ -21,8 +21,8 @@ from .safetensors_header import decode_json, encode_header
 MAX_SHARD_BYTES = 5_000_000_000
 """The largest size of a file, as in Hugging Face's libraries."""
 
-# In the order of the safetensors library: tensors of the first dtype come first in a file, so that the elements of each
-# are aligned.
+# In the order of the safetensors library. A file has its tensors in this order of their dtypes: those with the largest
+# elements come first, so that all elements are aligned.
 DTYPES = {
     "U64": torch.uint64,
     "I64": torch.int64,
@@ -52,15 +52,15 @@ PAIRS = torch.float4_e2m1fn_x2
 dimension of the format's shapes."""
 
 SHARDING = "DCP_SHARDING_INFO"
-"""The key, in the ``__metadata__`` of a file with parts of tensors, under which torch's ``HuggingFaceStorageWriter``
-writes the offset of each part, if it does not consolidate the files."""
+"""The ``__metadata__`` key under which torch's ``HuggingFaceStorageWriter`` writes the offset of each part in its whole
+tensor, also if the part is the whole tensor. Consolidated files do not have the key."""
 
 _ORDER = {dtype: number for number, dtype in enumerate(NAMES)}
 _NOTES = {"format": "pt"}
 
 
 class Described(Protocol):
-    """A tensor to be stored in a file."""
+    """The name, dtype and shape of a tensor to be stored in a file."""
 
     @property
     def key(self) -> str: ...
@@ -133,7 +133,7 @@ def saved_offsets(notes: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """
     note = notes.get(SHARDING, "")
     if not isinstance(note, str):
-        raise ValueError(f"the metadata entry {SHARDING} is not a string")
+        raise ValueError(f"{SHARDING} is not a string")
     return {key: saved.saved_offsets for key, saved in decode_json(_decode_saved, note.encode() or b"{}").items()}
 
 

@@ -51,19 +51,22 @@ def encode_header(described: Mapping[str, Any]) -> bytes:
 
 
 def files_named(index: bytes | None) -> set[str]:
-    """Returns the files that an index names in its own directory. Raises `ValueError` if it is not an index."""
+    """Returns the safetensors files that an index names in its own directory; an empty set if there is no index.
+
+    Raises `ValueError` if the content is not an index.
+    """
     names = set() if index is None else set(read_index(index).values())
     return {name for name in names if is_plain_name(name) and name.endswith(".safetensors")}
 
 
 def is_plain_name(name: str) -> bool:
-    """Returns whether a name is that of a visible file directly in the directory."""
+    """Returns whether a string can name a visible file in a directory, without a path before the name."""
     is_short = 0 < len(name.encode("utf-8", "surrogatepass")) <= _MAX_NAME
     return is_short and not name.startswith(".") and not any(sign in name for sign in "/\\\0")
 
 
 def read_index(content: bytes) -> dict[str, str]:
-    """Returns the file of each tensor that an index names. Raises `ValueError` if it is not an index."""
+    """Returns the file of each tensor that an index names. Raises `ValueError` if the content is not an index."""
     return decode_json(_decode_index, content).weight_map
 
 
@@ -85,7 +88,7 @@ def decode_json(decode: Callable[[bytes], _T], content: bytes) -> _T:
 
 
 def _nesting(content: bytes) -> int:
-    """Returns the nesting depth of brackets, including those in strings."""
+    """Returns the greatest nesting depth of brackets, including those in strings; 0 for up to `_MAX_NESTING` bytes."""
     most = depth = 0
     marks = np.frombuffer(content, np.uint8)
     for start in range(0, len(marks) if len(marks) > _MAX_NESTING else 0, 1 << 20):

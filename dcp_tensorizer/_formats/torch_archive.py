@@ -67,7 +67,7 @@ def check_archive(file: IO[bytes], nbytes: int) -> zipfile.ZipFile:
             raise ValueError(f"its record {info.filename!r} overlaps another one, or is not stored plainly")
         end = info.header_offset + 30 + info.file_size
     if end > directory or len({info.filename.lower() for info in infos}) < len(infos):
-        raise ValueError("its records have more bytes than the file, or the same name")
+        raise ValueError("its records overlap the list of records, or two of them have the same name")
     return archive
 
 
@@ -107,7 +107,7 @@ def _read(file: IO[bytes], offset: int, nbytes: int) -> bytes:
 def check_pickle(pickled: bytes) -> None:
     """Checks a pickle before the weights-only rules of ``torch.load`` are applied.
 
-    Raises `ValueError` if the pickle takes more time or memory than its size justifies.
+    Raises `ValueError` if the pickle is damaged, or takes more time or memory than its size justifies.
     """
     try:
         _Bounded(pickled).read()

@@ -1,8 +1,9 @@
-"""Checkpoints of torch's own ``FileSystemWriter`` and ``FsspecWriter``, read without running code from them.
+"""Checkpoints of torch's own ``FileSystemWriter`` and ``FsspecWriter``. Without ``allow_pickle``, a load runs no code
+from them.
 
 torch's readers unpickle ``.metadata`` and every object without checks. This module builds only objects of DCP's own
-dataclasses from ``.metadata``, loads tensors under torch's weights-only rules, and checks objects like those of this
-package.
+dataclasses from ``.metadata``, and loads tensors under torch's weights-only rules. The load checks objects as it checks
+those of this package's checkpoints.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class TorchCatalog(Catalog):
         extensions: The decoders of streams that torch's writer has encoded; None: torch's own.
 
     Raises:
-        UntrustedObject: the metadata could run code.
+        UntrustedObject: the metadata refers to something that does not belong in it, and that might run code.
         MetadataError: the metadata is damaged.
     """
 
@@ -66,7 +67,7 @@ class TorchCatalog(Catalog):
                     raise MetadataError(f"{self.path} cannot be read: {describe(error)}") from error
                 if not isinstance(metadata, Metadata):
                     kind = type(metadata).__name__
-                    raise MetadataError(f"{self.path} must hold a checkpoint's metadata, got a {kind}.")
+                    raise MetadataError(f"{self.path} must hold a checkpoint's metadata, got an object of type {kind}.")
             else:
                 metadata = read_pickled(pickled, self.path)
         self._metadata = metadata
@@ -75,7 +76,10 @@ class TorchCatalog(Catalog):
         return self._metadata
 
     def locate(self, items: Sequence[ReadItem]) -> list[list[Piece]]:
-        """Returns the archives of the items. Raises `ReadError` if a file is missing, or too short for an archive."""
+        """Returns the location of each item's ``torch.save`` bytes.
+
+        Raises `MetadataError` if an item is not stored, and `ReadError` if its file is missing or too short.
+        """
         return [[self._archive(item.storage_index)] for item in items]
 
     def coder(self, item: ReadItem) -> Coder | None:
@@ -108,7 +112,10 @@ class TorchCatalog(Catalog):
         return info
 
     def not_loaded(self, item: ReadItem, error: Exception) -> CheckpointError:
-        """Returns the error for an item that cannot be loaded, naming its key and its file."""
+        """Returns the error for an item that cannot be loaded, naming its key and file.
+
+        Returns an error of this package unchanged.
+        """
         if isinstance(error, CheckpointError):
             return error
         path = f"{self._storage.path}/{self.info(item.storage_index).relative_path}"

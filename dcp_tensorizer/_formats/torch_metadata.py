@@ -1,6 +1,6 @@
 """Reads the ``.metadata`` of torch's ``FileSystemWriter``, a pickle, without importing any class that it names.
 
-Builds only objects of DCP's own dataclasses, with plain values in them, and checks the type of each field.
+Builds only objects of DCP's own dataclasses, with plain values in them, and checks the types of their fields.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Values:
     """A builder of values from the output of `_Records`. Each value is built once, however often it is used."""
 
     def __init__(self, nbytes: int) -> None:
-        self._made: dict[int, tuple[Any, int]] = {}  # by id: the pickle's own values live as long as this object
+        self._made: dict[int, tuple[Any, int]] = {}  # by id: unique while all values of the pickle exist
         self._depth = 0
         self._count = 0  # of values, counted at each reference, because readers of the tree visit each reference
         self._most = 1000 + WORK_PER_BYTE * nbytes
@@ -117,13 +117,13 @@ class _Values:
             return kind(map(self.of, value))
         dtype = _dtype_or_none(value)
         if dtype is None:
-            raise _untrusted(value.name) if kind is Named else TypeError(f"it holds a {kind.__name__}")
+            raise _untrusted(value.name) if kind is Named else TypeError(f"it holds a value of type {kind.__name__}")
         return dtype
 
 
 def _typed(value: Any, kind: type[_T]) -> _T:
     if type(value) is not kind:
-        raise TypeError(f"expected a {kind.__name__}, got a {type(value).__name__}")
+        raise TypeError(f"a value must be of type {kind.__name__}, got {type(value).__name__}")
     return value
 
 
@@ -137,7 +137,7 @@ def _record(made: Made, values: _Values) -> Any:
     if made.members:
         raise ValueError(f"a {made.what} must not have members")
     fields: dict[str, Any] = {}
-    if made.arguments:  # `SavePlanner` pickles its metadata as a call of the constructor
+    if made.arguments:  # this package's `SavePlanner` pickles its metadata as a call of the constructor
         fields.update(zip(hints, map(values.of, made.arguments), strict=True))
     if type(made.state) is tuple:  # of `TensorProperties`, whose number of fields depends on the release of torch
         fields.update(zip(hints, map(values.of, made.state), strict=False))
@@ -148,7 +148,7 @@ def _record(made: Made, values: _Values) -> Any:
         if name in fields:
             known[name] = value = fields.pop(name)
             if type(value) not in kinds and not _fits(value, hint):
-                raise TypeError(f"{name} of a {kind.__name__} must not be a {type(value).__name__}")
+                raise TypeError(f"{name} of a {kind.__name__} must not be of type {type(value).__name__}")
     if kind is TensorProperties and "dtype" not in known:  # torch would take its default dtype
         raise ValueError("the properties of a tensor lack the dtype")
     record = kind(**known)
@@ -202,12 +202,12 @@ def _check(record: Any) -> None:
 
 
 def _check_location(key: Any, info: StorageInfo) -> None:
-    """Checks that a location is in a file in the metadata's directory, with an offset and a length that are valid."""
+    """Checks that a location is in a file in the metadata's directory, and has valid numbers and transforms."""
     name, offset, length = info.relative_path, info.offset, info.length
     if type(name) is not str or os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
         raise MetadataError(f"names a data file {name!r} for {key!r} that is not in the same directory")
     if any(type(number) is not int or not 0 <= number < 2**63 for number in (offset, length)):
-        raise MetadataError(f"gives {key!r} the invalid offset {offset!r} or length {length!r}")
+        raise MetadataError(f"gives {key!r} an invalid offset or length: {offset!r} and {length!r}")
     transforms = info.transform_descriptors
     if type(transforms) not in (type(None), list, tuple) or any(type(name) is not str for name in transforms or ()):
         raise MetadataError(f"has invalid transforms for {key!r}")

@@ -54,7 +54,7 @@ class WeightFile:
     header: bytes  # all bytes before those of the first tensor
     tensors: tuple[StoredBytes, ...]  # in the order of their offsets
     notes: Mapping[str, Any]  # its ``__metadata__``
-    # of the file, taken before the header was read; None for a model with an index, or if the storage has no identities
+    # of the file before its header was read; None if the name is not in `_LONE`, or the storage has no identities
     identity: FileIdentity | None = None
 
     @property
@@ -68,8 +68,8 @@ def read_weight_files(storage: Storage) -> tuple[list[WeightFile], dict[str, str
 
     If there is an index and also `SINGLE`, reads only `SINGLE`.
 
-    Returns the files, and the file of each tensor in the index (empty without an index). Raises `NotCommitted` if there
-    are no files, and `MetadataError` if the index or a header is damaged.
+    Returns the files, and the file of each tensor in the index (empty if the index was not read). Raises `NotCommitted`
+    if there are no files, and `MetadataError` if the index or a header is damaged.
     """
     index, file_of = read_small(storage, INDEX), dict[str, str]()
     if index is None:
@@ -90,7 +90,7 @@ def read_weight_files(storage: Storage) -> tuple[list[WeightFile], dict[str, str
 
 
 def check_unreplaced(storage: Storage, file: WeightFile) -> None:
-    """Raises `ReadError` if a file was replaced after `read_weight_files`: its data may not match the header."""
+    """Raises `ReadError` if a file with an identity was replaced after `read_weight_files` had read its header."""
     if file.identity is not None and storage.identity(file.name) != file.identity:
         raise ReadError(
             f"{storage.path}/{file.name} was replaced while it was loaded, so tensors may be from two models. "
@@ -122,13 +122,13 @@ def read_small(storage: Storage, name: str) -> bytes | None:
 
 
 def check_plain_name(name: str, path: str) -> None:
-    """Raises `MetadataError` unless ``name``, read from a file, names a file in the directory."""
+    """Raises `MetadataError` unless ``name``, read from the file ``path``, `is_plain_name`."""
     if not is_plain_name(name):
         raise MetadataError(f"{path} names the file {name!r}, which is not a visible file of its directory")
 
 
 def check_weight_name(name: str, path: str) -> None:
-    """Raises `MetadataError` unless ``name``, read from a file, is a safetensors file in the directory."""
+    """Raises `MetadataError` unless ``name``, read from the file ``path``, is the plain name of a safetensors file."""
     check_plain_name(name, path)
     if not name.endswith(_ENDING):
         raise MetadataError(f"{path} names the file {name!r}, which is not a safetensors file")
@@ -159,7 +159,9 @@ def read_header(
     (length,) = LENGTH.unpack(prefix)
     base = LENGTH.size + length
     if length > MAX_HEADER or base > nbytes:
-        raise ValueError(f"its header claims to have {length:,} bytes, but the file has {nbytes:,}")
+        raise ValueError(
+            f"its header claims to have {length:,} bytes, but the limit is {MAX_HEADER:,}, and the file has {nbytes:,}"
+        )
     text = read(LENGTH.size, length)
     raw = decode_json(_decode_header, text)
     notes = decode_json(_decode_notes, raw.pop("__metadata__", Raw(b"{}")))

@@ -2,12 +2,12 @@
 
     start     80 bytes: magic, version, the lengths of head and file, a digest of start and head, a MAC
     head      MessagePack: the time and the versions of the save, the data files, and where each section is
-    sections  MessagePack (only planner's data may be the bytes of ``torch.save``), one after the other: the entries of
-              the state dict, the planner's data, small values, and for each rank the locations of what it wrote
+    sections  MessagePack (only the planner's data may be the bytes of ``torch.save``), one after the other: the entries
+              of the state dict, the planner's data, small values, and for each rank the locations of what it wrote
 
 The head has a digest of each section, so that a section can be read, checked and decoded separately. When loading, a
-rank reads only the locations of the ranks whose data it needs. The file contains no code. `schema` has the types of the
-contents, and ``docs/reference/format.md`` describes them for other programs.
+rank reads only the locations of the ranks whose data it needs. Reading the file runs no code that it contains. `schema`
+has the types of the contents, and ``docs/reference/format.md`` describes them for other programs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .._storage.base import Storage
 
 FIRST_BYTES = 1 << 20
-"""The number of bytes that the first request for an index reads: for up to a hundred ranks, the whole index."""
+"""The number of bytes that the first request for an index reads: usually the whole index of up to a hundred ranks."""
 
 _Rows = TypeVar("_Rows")
 
@@ -41,7 +41,7 @@ _MAC = 32
 _START = _FIXED.size + _DIGEST + _MAC
 _METADATA = metadata_file_name()
 _PICKLE = b"\x80"  # the first byte of any pickle of protocol 2 or later
-_OLD_TRAILER = b"\x00DCPTZR1"  # the end of the pickles that this package wrote before its first release
+_OLD_TRAILER = b"\x00DCPTZR1"  # near the end of the pickles that this package wrote before its first release
 
 
 class Part(NamedTuple):
@@ -63,7 +63,7 @@ class IndexFile(NamedTuple):
 
     @property
     def seal(self) -> Seal:
-        """The proof that the index was made with the checkpoint's key."""
+        """The proof that the index was made with the checkpoint's key, if the checkpoint is encrypted."""
         fixed, _, mac, packed = _start_of(self.data)
         return Seal(_strong(fixed, packed), bytes(mac))
 
@@ -131,7 +131,7 @@ def _strong(*pieces: bytes | memoryview) -> bytes:
 
 
 def is_index(data: bytes) -> bool:
-    """Returns whether bytes begin like an index, or like this package's metadata from before its first release."""
+    """Returns whether bytes begin like an index, or end like this package's metadata from before its first release."""
     return data.startswith(_MAGIC) or data[-24:-16] == _OLD_TRAILER
 
 
@@ -183,7 +183,10 @@ def _at_least(nbytes: int, data: bytes, read: Callable[[int, int], bytes]) -> by
 
 
 def read_head(data: bytes, path: str, *, whole: bool = True) -> Head:
-    """Checks and decodes the head. Raises `MetadataError` if it is damaged, of another version or no index."""
+    """Checks and decodes the head. Raises `MetadataError` if it is damaged, of another version or no index.
+
+    ``data`` is the beginning of the file, or, if ``whole`` is true, all of it.
+    """
     if not data.startswith(_MAGIC):
         raise _not_an_index(path, data)
     if len(data) < _START:
@@ -226,7 +229,7 @@ def _start_of(data: bytes) -> tuple[memoryview, memoryview, memoryview, memoryvi
 
 
 def _check_head(head: Head, nbytes: int, path: str) -> None:
-    """Checks that the sections fill the bytes after the head, and that data files are in the index's directory."""
+    """Checks the sections: their offsets, digests, kinds and order, and the names of their data files."""
     end = 0
     for section in head.sections:
         if section.offset != end or (section.strong is None) != (head.encryption is None):
@@ -252,14 +255,14 @@ def _not_an_index(path: str, data: bytes) -> MetadataError:
     """Returns the error for a file that does not begin like an index, naming the kind of file if it is known."""
     if data[-24:-16] == _OLD_TRAILER:
         return UnsupportedFormat(
-            f"{path} is a pickle of dcp_tensorizer from before its first release, which is no longer read: load the "
-            f"checkpoint with the revision that wrote it, and save it again"
+            f"{path} is a pickle of dcp_tensorizer from before its first release, which is no longer read. Load the "
+            f"checkpoint with the revision that wrote it, and save it with torch's own FileSystemWriter."
         )
     if data.startswith(_PICKLE):
         return UnsupportedFormat(
             f"{path} was not written by dcp_tensorizer: it is a pickle, such as torch's own FileSystemWriter writes. "
-            f"Load it with open_reader, inspect it with `dcp-tensorizer report`, or convert it with `dcp-tensorizer "
-            f"convert`."
+            f"Load the checkpoint with open_reader, inspect it with `dcp-tensorizer report`, or convert it with "
+            f"`dcp-tensorizer convert`."
         )
     return MetadataError(
         f"{path} was not written by dcp_tensorizer, or is damaged at its beginning. Load another checkpoint."

@@ -218,7 +218,10 @@ class TensorValue:
         return zip((region.start for region in self.layout.regions), self.owners.tolist(), strict=True)
 
     def chunks_in(self, offset: tuple[int, ...], region: Region) -> list[int]:
-        """Returns the numbers of the chunks to read for ``region`` of the chunk that the metadata has at ``offset``."""
+        """Returns the numbers of the chunks to read for ``region``, a part of the chunk at ``offset`` in the metadata.
+
+        The region is relative to ``offset``.
+        """
         if self.is_whole:
             return self.layout.touched_by(region.moved(offset))
         same = np.flatnonzero((self.layout.starts == np.array(offset, dtype="i8")).all(axis=1))

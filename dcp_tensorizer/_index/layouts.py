@@ -1,7 +1,7 @@
 """Chunk layouts: how tensors of one shape are cut into chunks, and which chunks a region touches.
 
-For evenly sharded tensors, a layout is a few numbers for any number of ranks. Tensors of one shape usually share a
-layout.
+In an index, the layout of evenly sharded tensors is a few numbers for any number of ranks. Tensors of one shape usually
+share a layout.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class ChunkLayout:
         for offsets, extents in pairs:
             if not len(offsets) == len(extents) == len(dims):
                 raise ValueError(
-                    f"a chunk of shape {tuple(extents)} at {tuple(offsets)} does not have the {len(dims)} dimensions "
-                    f"of its tensor, whose shape is {dims}"
+                    f"a chunk of shape {tuple(extents)} at {tuple(offsets)} does not have as many dimensions "
+                    f"as its tensor, whose shape is {dims}"
                 )
         starts, sizes = (_rows([pair[side] for pair in pairs], len(dims)) for side in (0, 1))
         if starts.size and min(starts.min(), sizes.min()) < 0:

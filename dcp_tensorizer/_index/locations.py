@@ -44,7 +44,7 @@ class InlineItem(NamedTuple):
 
 
 class RankLocations(NamedTuple):
-    """A rank's report of what it has written, for the coordinator; of builtin types, so that DCP can send it."""
+    """A rank's report of what it has written, which DCP sends to the coordinator."""
 
     rank: int
     files: tuple[tuple[str, int], ...]

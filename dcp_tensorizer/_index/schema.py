@@ -77,7 +77,7 @@ class SaveRecord(Struct, array_like=True, gc=False, frozen=True):
 
 
 class Head(Struct, gc=False):
-    """The head. ``save_id`` to ``metadata_version`` are from DCP's ``StorageMeta`` and ``Metadata``."""
+    """The head of an index. ``save_id`` to ``metadata_version`` are from DCP's ``StorageMeta`` and ``Metadata``."""
 
     release: str  # of this package
     torch: str
@@ -195,7 +195,8 @@ decode_paths = Decoder(dict[str, tuple[str | int, ...]]).decode
 # A string is a string. Any other key is an extension of MessagePack:
 #
 #     1    a string with lone surrogates, in UTF-8 that allows them
-#     2    a key of another type: the MessagePack of nil, a boolean, a number, a binary, or an array for a tuple of them
+#     2    a key of another type: the MessagePack of nil, a boolean, a number or a binary, or of an array, for a tuple
+#          of these and of strings
 #     3    an integer of more than 64 bits, inside of 2: its bytes in two's complement, the lowest first
 
 ItemKey = tuple[Any, tuple[int, ...] | None]
@@ -207,7 +208,7 @@ _MAX_LARGE = 128  # bytes
 
 
 def item_key(index: MetadataIndex) -> ItemKey:
-    """Returns the key of an item in ``storage_data["items"]``, of builtin types only."""
+    """Returns the key of the item that a `MetadataIndex` names, in builtin types only."""
     return index.fqn, None if index.offset is None else tuple(index.offset)
 
 

@@ -38,7 +38,7 @@ def encode(
     """Returns the contents of ``.metadata``. Raises `WriteError` if no reader could read a key or the planner's data.
 
     If ``metadata`` has ``rules`` (`StateRules`), uses them, not its entries. ``parts`` are the ranks' reports. If
-    several ranks wrote a chunk, uses that of the last rank. ``rank`` is set if each rank saves for itself. ``recent``
+    several ranks wrote a chunk, uses the last rank's. ``rank`` is set if each rank saves for itself. ``recent``
     caches the sections of earlier saves, to reuse unchanged ones.
     """
     rules = getattr(metadata, "rules", None) or StateRules.of(metadata.state_dict_metadata)

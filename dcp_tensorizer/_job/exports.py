@@ -32,9 +32,9 @@ logger = logging.getLogger("dcp_tensorizer")
 class Exports:
     """Exports of one rank. Each staged state stays until the next one is staged, so that it can be exported.
 
-    The argument ``writer`` is the job's writer, whose options also hold for exports. The attribute ``writer`` writes
-    the models. ``owner`` is the lease of the saves' folder. ``holds_states``: staged states stay in memory anyway,
-    because ``survive`` is set.
+    The argument ``writer`` is the job's writer. Its ``staging``, ``sync_files``, ``thread_count`` and ``limits`` also
+    hold for exports. The attribute ``writer`` writes the models. ``owner`` is the lease of the saves' folder.
+    ``holds_states``: staged states stay in memory anyway, because ``survive`` is set.
     """
 
     def __init__(
@@ -74,7 +74,10 @@ class Exports:
         return every is not None and step // every > self._exported // every
 
     def release_staged(self) -> None:
-        """Frees the buffer of the last state. Call it before the next state is staged, and at the end."""
+        """Frees the buffer of the last state, unless ``survive`` holds it.
+
+        Call it before the next state is staged, and at the end.
+        """
         staged, self._staged = self._staged, None
         if staged is not None and not self._holds_states and staged.staged_save.buffer is not None:
             staged.staged_save.buffer.is_kept = False
@@ -124,7 +127,10 @@ class Exports:
         return None
 
     def run_last(self, saved: Step | None) -> Exception | None:
-        """Exports the last save of the job if ``at_end`` is set and the save has not been exported yet."""
+        """Exports the last save of the job, if ``at_end`` is set and an export of the save is still missing.
+
+        Collective. Returns the error, or None. The step that the job resumed from is not exported again.
+        """
         if (
             not self._export.at_end
             or saved is None
@@ -139,7 +145,7 @@ class Exports:
         return self._export.publish is not None
 
     def wait_published(self, deadline: Deadline) -> Exception | None:
-        """Waits until the last export is published. Returns the error, or None."""
+        """Waits until the last export is published, or until the deadline. Returns the error, or None."""
         try:
             self.writer.wait_published(deadline.left)
         except WriteError as error:
@@ -147,7 +153,7 @@ class Exports:
         return None
 
     def close(self) -> None:
-        """Frees the buffer of the last state, and closes the writer of exports."""
+        """Calls `release_staged`, and closes the writer of exports."""
         self.release_staged()
         self.writer.close(0.0)
 

@@ -18,19 +18,21 @@ ASSUMED = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoodputReport:
-    """Cost of checkpoints for one rank of a job since its manager was made. All times are wall-clock seconds.
+    """Cost of checkpoints for one rank of a job. All times are wall-clock seconds.
+
+    ``lived_seconds`` and ``restarts`` cover all runs of the job. All other values count from when the manager was made.
 
     Attributes:
         seconds: Time since the manager was made.
         saves: Number of committed saves.
         failures: Number of saves that failed.
-        stall_seconds: Time that training spent in `save`, without `wait` and `close`.
+        stall_seconds: Time that training spent in calls of `save`. Calls of `wait` and `close` do not count.
         restore_seconds: Time spent in `restore`.
         durable_seconds: Time from the beginning of a save to its commit, on average over the committed saves.
         saving_seconds: The part of ``stall_seconds`` that was spent in calls that began a save.
         lived_seconds: Time that the job has run, summed over its runs. Each run counts up to the save from which the
             next run resumed.
-        restarts: Number of times that the job resumed after a failed run. Runs ended by a stop signal do not count.
+        restarts: Number of times that the job resumed. A resume from a save that a stop signal caused does not count.
     """
 
     seconds: float
@@ -57,14 +59,14 @@ class GoodputReport:
 
     @property
     def mean_time_between_failures(self) -> float:
-        """Returns the mean seconds between failures, estimated from the job's runs so far; for a new job, 600."""
+        """Returns the mean seconds between failures, estimated from the job's runs; 600 before its first run."""
         return (self.lived_seconds + ASSUMED) / (self.restarts + 1)
 
     def young_interval(self, mean_time_between_failures: float | None = None) -> float:
         """Returns the best interval between saves in seconds, by Young's rule: the square root of 2 x stall x MTBF.
 
         The result is at least the time until a save is durable, because the next save would wait for the previous one.
-        Before the first save, the result is 0.
+        Until a save has been committed or has failed, the result is 0.
 
         Args:
             mean_time_between_failures: Of the whole job, in seconds; None for the value of this report.
@@ -77,8 +79,8 @@ class GoodputReport:
             f"; with one failure a day, Young's interval is {self.young_interval(86_400):,.0f} s" if self.saves else ""
         )
         return (
-            f"goodput {self.goodput:.2%} of {self.seconds:,.1f} s: {self.saves} saves, {self.failures} failed; "
-            f"seconds: stall {self.stall_seconds:.3f} ({self.stall_per_save:.3f} a save), durable after "
+            f"goodput {self.goodput:.2%} of {self.seconds:,.1f} s; saves: {self.saves} committed, {self.failures} "
+            f"failed; seconds: stall {self.stall_seconds:.3f} ({self.stall_per_save:.3f} a save), durable after "
             f"{self.durable_seconds:.3f}, restore {self.restore_seconds:.3f}{interval}"
         )
 
@@ -91,13 +93,12 @@ class GoodputClock:
         self._began = self._resumed = clock()
         self._lived = 0.0
         self.restarts = 0
-        """Number of times that the job resumed after a failed run."""
         self._lock = free_in_child(threading.Lock())
         self._stall = self._saving = self._restore = self._durable = 0.0
         self._saves = self._failures = 0
 
     def resume(self, record: SaveRecord | None) -> None:
-        """Records that the job now resumes from a checkpoint; ``record`` is None if no manager saved it."""
+        """Records that the job now resumes. ``record`` is that of the loaded state; None if no manager saved it."""
         self._resumed = self.now()
         self._lived = 0.0 if record is None else record.lived
         self.restarts = 1 if record is None else record.restarts + (not record.is_end)
@@ -108,7 +109,7 @@ class GoodputClock:
         return self._lived + self.now() - self._resumed
 
     def stalled(self, since: float, *, saves: bool = False) -> None:
-        """Records that training has waited since ``since``. ``saves``: the call began a save."""
+        """Records that training has waited since ``since``. ``saves``: it waited in a call that began a save."""
         seconds = self.now() - since
         self._stall += seconds
         self._saving += seconds if saves else 0.0

@@ -1,9 +1,9 @@
 """Allocation of optimizer state before the first step, so that a checkpoint's state can be loaded into it.
 
-An optimizer makes its state in its first step. DCP loads only keys that the state dict has, so it loads nothing into a
-new optimizer. torch's solution is a step with zero gradients. This module takes no step. The checkpoint's metadata
-gives the tensors and objects of the state; the parameters give the sharding of tensors of their shape. The tensors that
-are made from both go to ``load_state_dict``.
+An optimizer makes its state in its first step. DCP loads only keys that the state dict has, so it loads no such
+state into a new optimizer. torch's solution is a step with zero gradients. This module takes no step. The checkpoint's
+metadata gives the tensors and objects of the state; the parameters give the sharding of tensors of their shape. The
+checkpoint is loaded into the tensors that are made from both, which then go to the optimizer's ``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class OptimizerTarget:
         size_before: Callable[[torch.Tensor], torch.Size | None] = lambda param: None,
         dtype_before: Callable[[torch.Tensor], torch.dtype | None] = lambda param: None,
     ) -> None:
-        """Makes the tensors and objects of the optimizer's state that a checkpoint has.
+        """Adds to the optimizer's state what only the checkpoint has: tensors to load into, and None for each object.
 
         ``stored`` are the entries that the checkpoint has and the state lacks. ``paths`` are the keys' paths in the
         nested state. ``size_before`` gives the stored size of a parameter that is larger now. State tensors that had

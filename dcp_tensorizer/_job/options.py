@@ -1,4 +1,4 @@
-"""The options of a manager, and the checks of its arguments."""
+"""Checks the arguments of a manager, and derives from them the options of its writer and its readers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..writer import TensorizerStorageWriter
 
 
 def check_step(step: object) -> int:
-    """Returns a step as an int. Raises `TypeError` for other types, and `ValueError` below 0 or beyond 63 bits."""
+    """Returns a step as an int. Raises `TypeError` unless it is an integer, and `ValueError` if it is out of range."""
     if not isinstance(step, Integral) or isinstance(step, bool):
         raise TypeError(f"step must be an int, got {type(step).__name__}.")
     if not 0 <= int(step) < 2**63:
@@ -30,9 +30,9 @@ def check_step(step: object) -> int:
 
 
 def check_metrics(metrics: object) -> dict[str, float]:
-    """Returns metrics as floats. A tensor of one element counts as a number.
+    """Returns metrics as floats. None stands for no metrics. A tensor of one element counts as a number.
 
-    Raises `TypeError`, with the metric's name, unless ``metrics`` maps names to numbers.
+    Raises `TypeError` unless ``metrics`` maps names to numbers.
     """
     if metrics is None:
         return {}
@@ -41,8 +41,10 @@ def check_metrics(metrics: object) -> dict[str, float]:
     checked = {}
     for name, value in metrics.items():
         try:
+            if isinstance(value, (str, bytes)):
+                raise TypeError("text is not converted")
             checked[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise TypeError(f"metrics[{name!r}] must be a number, got {type(value).__name__}: {error}") from None
         if not isinstance(name, str):
             raise TypeError(f"metrics must have str keys, got {type(name).__name__}.")
@@ -85,7 +87,7 @@ def check_state(state: object) -> None:
         sorted(state)  # dcp.load does the same
     except TypeError:
         kinds = {type(key).__name__: key for key in state}
-        shown = " and ".join(f"{key!r}, of type {kind}" for kind, key in list(kinds.items())[:2])
+        shown = " and ".join(f"{key!r} ({kind})" for kind, key in list(kinds.items())[:2])
         raise TypeError(
             f"state has keys that cannot be sorted, such as {shown}, so a load would fail. Use str keys."
         ) from None
@@ -94,12 +96,12 @@ def check_state(state: object) -> None:
 def split_limits(writer_options: dict[str, Any], own: Iterable[str] = ()) -> tuple[SaveLimits, int | None]:
     """Removes the limits from the writer's options. Returns the writer's limits, and how many saves in a row may fail.
 
-    The manager counts failures, because a writer only knows those of its own rank. ``own`` are the names of the
-    manager's own options. Raises `TypeError` for limits of another type, and for unknown options.
+    The manager itself counts failures, because a writer counts them only on the coordinator. ``own`` are the names of
+    the manager's own options. Raises `TypeError` if the limits are not `SaveLimits`, or an option is unknown.
     """
     known = inspect.signature(TensorizerStorageWriter).parameters.keys() - {"path"}
     if unknown := sorted(writer_options.keys() - known):
-        choices = {*own, *known}.difference(unknown)  # `own` has the name of the constructor's ``**``
+        choices = {*own, *known}.difference(unknown)  # `own` includes the name of the parameter `**writer_options`
         hint = did_you_mean(unknown[:1], sorted(choices)) or "."
         raise TypeError(
             f"CheckpointManager has no option {unknown[0]!r}{hint} Besides its own options, it takes those of "
@@ -128,15 +130,18 @@ def check_survival(seconds: object, every: object, buffers: object, writer_optio
     check_count("buffers", buffers)
     if buffers not in (2, 3):
         raise ValueError(f"buffers must be 2 or 3, got {buffers!r}.")
-    if every is not None and not (seconds and buffers == 3):
-        raise ValueError("survive_every needs survive= and buffers=3, because it holds steps while a save runs.")
+    if every is not None and not (seconds and buffers == 3 and writer_options.get("staging") != "device"):
+        raise ValueError(
+            "survive_every needs survive=, buffers=3 and a staging other than 'device', because it holds steps while a "
+            "save runs."
+        )
 
 
 def check_export(export: object, writer_options: Mapping[str, Any]) -> None:
     """Checks the options for exports.
 
-    Raises `TypeError` unless ``export`` is an `Export`, and `ValueError` if the writer's options leave no staged state
-    to export.
+    Raises `TypeError` unless ``export`` is an `Export` or None, and `ValueError` if the writer's options leave no
+    staged state to export.
     """
     if export is None:
         return
@@ -152,9 +157,9 @@ def check_export(export: object, writer_options: Mapping[str, Any]) -> None:
 def options_of_reader(
     folder: str | os.PathLike[str], writer_options: Mapping[str, Any], limits: SaveLimits, given: object
 ) -> dict[str, Any]:
-    """Returns the options of readers: those ``given``, and the writer's where readers have the same options.
+    """Returns the options of readers. ``given`` takes precedence over defaults, most of which are the writer's options.
 
-    Raises what `TensorizerStorageReader` raises for invalid options.
+    Raises `TypeError` unless ``given`` is a mapping or None, and what `TensorizerStorageReader` raises for its options.
     """
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"reader_options must be a mapping, or None, got {type(given).__name__}.")

@@ -1,4 +1,4 @@
-"""Decides on all ranks what to do for a step, by one small all-reduce in each call of `save`."""
+"""When a job saves: the schedule of saves, stop signals, and the decision of all ranks in each call of `save`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Vote:
         force: The rank's caller wants to save, even if no save is due.
         is_due: First: a save is due.
         is_last: First: the last save is of this step, and has not failed.
-        is_there: First: a checkpoint of the step exists.
+        is_there: First: a checkpoint of the step exists on the job's branch.
         failures: First: the number of saves that have failed in a row.
         must_write: If a save is due, the rank's caller wants the step on storage, not only in memory.
         is_busy: The previous save still runs, and the rank can hold this step in memory instead of saving it.
@@ -72,7 +72,7 @@ class Vote:
 
     @property
     def asks_for_save(self) -> bool:
-        """Returns whether a save is due, or a rank has asked for one."""
+        """Returns whether a save is due, a rank's caller wants one, or a rank has received a stop signal."""
         return self.stop or self.force or self.is_due
 
     def numbers(self, *, is_first: bool) -> list[int]:
@@ -86,7 +86,7 @@ _FLAGS = [field.name for field in dataclasses.fields(Vote) if field.name not in 
 
 
 def decide(agreement: Agreement, vote: Vote) -> tuple[Action, Vote]:
-    """Decides on all ranks. Returns the action and the joint vote, which are the same on each rank.
+    """Decides by one all-reduce. Returns the action and the joint vote, which are the same on each rank.
 
     Raises `ValueError` if the ranks are at different steps, and `WriteError` if a rank is gone.
     """
@@ -197,11 +197,12 @@ _SAME_SIGNAL_SECONDS = 5.0
 
 
 class StopSignals:
-    """Handlers of stop signals. The first signal only sets ``seen``; a second one has its usual effect.
+    """Handlers of stop signals. The first signal sets ``seen``; a second one acts as it would without these handlers.
 
-    Earlier handlers are called as well. Signals within 5 seconds count as one: a scheduler may signal a job and its
-    launcher, which signals the job again. Raises `TypeError` unless ``signals`` are signals, and `ValueError` if one
-    cannot be handled, or if this is not the main thread: Python sets handlers only there.
+    The first signal also calls the handler that was set before, except Python's own for SIGINT. Signals within 5
+    seconds count as one: a scheduler may signal a job and its launcher, which signals the job again. Raises `TypeError`
+    unless ``signals`` are signals, and `ValueError` if one of them cannot be handled, or if this is not the main
+    thread: Python sets handlers only there.
     """
 
     def __init__(self, signals: Sequence[int]) -> None:
@@ -211,7 +212,7 @@ class StopSignals:
             raise TypeError(f"stop_signals must be signals, such as signal.SIGTERM, got {signals!r}.") from error
         if fixed := {signal.SIGKILL, signal.SIGSTOP} & set(self._signals):
             names = ", ".join(sorted(number.name for number in fixed))
-            raise ValueError(f"stop_signals must not contain {names}, because no program can handle it.")
+            raise ValueError(f"stop_signals must not contain {names}: programs cannot handle SIGKILL and SIGSTOP.")
         if self._signals and threading.current_thread() is not threading.main_thread():
             raise ValueError("only the main thread can handle signals. Make the manager there, or pass stop_signals=()")
         self.seen = False
@@ -242,7 +243,10 @@ class StopSignals:
                 self._put_back(number)
 
     def _put_back(self, number: int) -> bool:
-        """Restores the earlier handler of a signal. Returns False if another handler has been set since."""
+        """Restores the earlier handler of a signal.
+
+        Returns False if another handler has been set since, or if Python did not set the earlier one.
+        """
         before = self._before[number]
         if before is None or signal.getsignal(number) != self._handle:
             return False

@@ -66,7 +66,7 @@ def make_groups(process_group: dist.ProcessGroup | None) -> tuple[OwnGroup | Non
     """Makes two groups of the ranks of ``process_group`` (None: all ranks): one for `Heartbeats`, one for `Agreement`.
 
     Two groups are needed, because the collectives of saves run on another thread. If torch.distributed is not
-    initialised, returns None twice, or raises `ValueError` if ``process_group`` is given.
+    initialised, returns None for both, or raises `ValueError` if ``process_group`` is given.
     """
     if not is_distributed():
         if process_group is not None:
@@ -78,8 +78,8 @@ def make_groups(process_group: dist.ProcessGroup | None) -> tuple[OwnGroup | Non
 class Agreement:
     """Collective decisions of the ranks of ``group`` (None: this rank alone).
 
-    All ranks make the same calls. ``rank`` and ``size`` are those of the group. All methods raise `WriteError` after
-    `close`.
+    All ranks make the same calls. ``rank`` and ``size`` are those of the group. After `close` has destroyed the
+    group, the collective methods raise `WriteError`.
     """
 
     def __init__(self, group: OwnGroup | None) -> None:
@@ -149,7 +149,7 @@ class Agreement:
         shown = [
             f"{text} on rank{'s' if len(those) > 1 else ''} {listed_ranks(those)}" for text, those in values.items()
         ]
-        more = f", and {len(shown) - _VALUES_SHOWN} other values" if len(shown) > _VALUES_SHOWN else ""
+        more = ", and something else on other ranks" if len(shown) > _VALUES_SHOWN else ""
         raise ValueError(
             f"the managers of the ranks differ: {name} is {', '.join(shown[:_VALUES_SHOWN])}{more}. Pass the same "
             f"value on every rank."
@@ -158,7 +158,8 @@ class Agreement:
     def decided(self, decide: Callable[[], _T]) -> _T:
         """Sends the first rank's decision to all ranks. Only the first rank calls ``decide``.
 
-        An error in ``decide`` is raised on every rank. Raises `WriteError` if a rank is gone.
+        An error in ``decide`` is raised on every rank of the group, as a `CheckpointError`; without a group, unchanged.
+        Raises `WriteError` if a rank is gone.
         """
         self._come()
         outcome: list[Any] = [None, None]
@@ -182,7 +183,10 @@ class Agreement:
         return cast("_T", result)
 
     def close(self) -> None:
-        """Destroys the group, unless a signal handler interrupted a collective, which could take long to end."""
+        """Destroys the group, unless a collective is still in progress, because that could take long to end.
+
+        A signal handler may have interrupted such a collective.
+        """
         if self._group is not None and (self._work is None or self._work.is_completed()):
             self._work = None  # a reference to it would keep a thread alive
             self._group.destroy()
@@ -220,12 +224,15 @@ class RollCall:
         self.pause = self.timeout / 10
 
     def here(self, number: int) -> None:
-        """Records that this rank has reached the operation with this number."""
+        """Records that this rank has reached the collective with this number."""
         with suppress(RuntimeError):  # if the store's host is gone, the collective fails as well, with the reason
             self._store.set(str(self._rank), str(number))
 
     def explain(self, number: int, error: BaseException, what: str) -> str:
-        """Describes a failed collective: the absent ranks, and how long this rank waited for all to do ``what``."""
+        """Describes a failed collective, in which this rank waited for the others to do ``what``.
+
+        After a timeout, names the ranks that are absent or do not respond.
+        """
         who = f"rank {self._ranks[self._rank]}"
         if _CLOSED in str(error):
             return f"{who}: the ranks went out of sync in an earlier step. Restart the job."
@@ -238,15 +245,15 @@ class RollCall:
         try:
             absent, silent = finding.result(_STORE_SECONDS)
         except (FutureTimeout, RuntimeError):
-            return f"{waited}. The job's store does not answer either: this host is cut off, or the store is down"
+            return f"{waited}. The job's store does not respond either: this host is cut off, or the store is down"
         if absent:
             return f"{waited}. {_have(absent)} not arrived: stopped, busy, or cut off"
         if silent:
-            return f"{waited}. {_have(silent)} not answered since: stopped, or cut off"
+            return f"{waited}. {_have(silent)} arrived, but not responded since: stopped, or cut off"
         return f"{waited}. All of them have arrived, so the network between them may be down. {words}"
 
     def _missing(self, number: int) -> tuple[list[int], list[int]]:
-        """Returns the ranks that have not reached the operation, and those that have not reported their own timeout.
+        """Returns the ranks that have not reached the collective, and those that have not reported their own timeout.
 
         Waits a short time for their reports.
         """
@@ -275,7 +282,7 @@ _ERROR_SECONDS = 30.0  # extra time in which the coordinator reports to the othe
 
 
 class Heartbeats:
-    """Heartbeats of slow ranks during saves and loads.
+    """Heartbeats of slow ranks during saves, loads and publications.
 
     A save or load waits for a silent rank no longer than the group's timeout, and for a slow rank without a limit.
 
@@ -283,7 +290,7 @@ class Heartbeats:
     for a rank that takes minutes, and cannot distinguish it from a dead rank. So before DCP's collective, a small
     collective of the same group runs repeatedly: busy ranks join it at intervals, and ready ranks wait in it. When all
     ranks are ready, they enter DCP's collective. Nothing else may use ``group`` at that time. Without a group, this
-    rank is alone.
+    rank is alone, and sends no heartbeats.
     """
 
     def __init__(self, group: OwnGroup | None) -> None:
@@ -318,7 +325,10 @@ class Heartbeats:
 
     @contextmanager
     def watch(self, done: str) -> Iterator[None]:
-        """Sends heartbeats during the ``with`` block, for work between saves that may take longer on one rank."""
+        """Sends heartbeats during the ``with`` block, for work between saves that may take longer on one rank.
+
+        ``done`` as in `_until_all_have`.
+        """
         if (calls := self._calls) is None:
             yield
             return
@@ -332,7 +342,7 @@ class Heartbeats:
         if self._calls is None or not is_of_ranks:
             return None
         failure, self._failure = self._failure, None
-        failure = failure or self._calls.explain(self._number, error, "take part in it")
+        failure = failure or self._calls.explain(self._number, error, "take part in this operation")
         gone = WriteError(f"{what}: {failure}")
         gone.__cause__ = error
         return gone
@@ -346,7 +356,7 @@ class Heartbeats:
 
     @contextmanager
     def _until_all_have(self, done: str, calls: RollCall, then: timedelta | None = None) -> Iterator[None]:
-        """Waits at the end of the ``with`` block until all ranks have reached its end, or have failed inside.
+        """Waits at the end of the ``with`` block until all ranks have reached its end, or have failed inside it.
 
         ``done`` is the work of the block, as a participle for messages. ``then`` is the group's timeout afterwards;
         None: unchanged. Raises `WriteError` if a rank is unresponsive.

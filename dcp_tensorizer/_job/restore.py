@@ -1,4 +1,4 @@
-"""Loads a checkpoint into a state dict: all of it, or a selection of keys."""
+"""Loads a checkpoint, or a state in memory, into a state dict: all of it, or a selection of keys."""
 
 from __future__ import annotations
 
@@ -63,15 +63,17 @@ class Selection:
     """Selection of keys of a flattened state dict.
 
     Patterns are those of `fnmatch`. They match a key, or the name of a list that contains the key: for ``exclude`` of a
-    save, a list is one key. Without ``include`` all keys are selected, except those that ``exclude`` matches.
+    save, a list is one key. Without ``include`` all keys are selected. ``exclude`` always takes precedence.
 
     Attributes:
         include: Patterns of the selected keys.
         exclude: Patterns of keys that are left out.
-        strict: Raise an error for a key that the checkpoint lacks. If False, its value stays unchanged.
-        allow_shape_mismatch: Leave a tensor unchanged if it is stored in another shape. If False, raise an error.
-        grow: Patterns of tensors that may be larger than the stored ones, each with the value of their new elements;
-            None leaves new elements unchanged.
+        strict: Raise an error for a key that the checkpoint lacks, and for a stored value that an optimizer or an empty
+            dict cannot take. If False, the value stays unchanged.
+        allow_shape_mismatch: Leave a tensor and its optimizer state unchanged if the tensor is stored in another shape.
+            If False, raise an error.
+        grow: Patterns of tensors that may be larger than the stored ones, each with the value of the tensors' new
+            elements; None leaves new elements unchanged.
     """
 
     include: tuple[str, ...] = ()
@@ -199,7 +201,7 @@ def load_from_memory(
     Raises `CheckpointError`, on all ranks, if a complete state does not fit the target, or a rank is gone.
     """
     started = time.perf_counter()
-    name = f"the memory of step {head.step} on rank {agreement.rank}"
+    name = f"the state of step {head.step} in memory on rank {agreement.rank}"
     load = functools.partial(_loaded, found, head, agreement.rank, name, state, selection, options)
     loaded, own = load(memory.holders(head, agreement.rank))
     problems = agreement.gathered(own)
@@ -208,7 +210,7 @@ def load_from_memory(
         loaded, own = load(memory.holders(head))  # the target has another sharding, so each rank needs all parts
         problems = agreement.gathered(own)
     if problem := joint_problem(problems):
-        logger.error("the state in memory, of step %d, cannot be loaded: %s", head.step, problem.error)
+        logger.error("the state of step %d in memory cannot be loaded: %s", head.step, problem.error)
         return problem
     found.forget_all_but(head.id)
     with dtypes_kept(state.values()):
@@ -266,7 +268,7 @@ def _loaded(
 
 
 def joint_problem(problems: Sequence[Problem | None]) -> Problem | None:
-    """Joins the problems of all ranks' loads. Raises `CheckpointError` if a complete state does not fit a rank."""
+    """Joins the problems of all ranks. Raises `CheckpointError` if a complete state does not fit a rank's target."""
     found = [problem for problem in problems if problem is not None]
     if misfit := next((problem for problem in found if problem.is_whole and not problem.is_damage), None):
         raise misfit.error
@@ -319,7 +321,10 @@ class SelectivePlanner(LoadPlanner):
     ) -> None:
         """Receives the state and the checkpoint's metadata from DCP. Removes from both the keys that are not selected.
 
+        Also makes the state of optimizers that have not taken a step.
+
         Raises:
+            MetadataError: a pattern of the selection matches no key.
             StateMismatch: the state and the checkpoint do not match; the error names the keys.
         """
         assert metadata is not None
@@ -376,7 +381,7 @@ class SelectivePlanner(LoadPlanner):
         return growing
 
     def _enlarge(self, grown: Mapping[str, tuple[float | None]]) -> None:
-        """Sets the sizes of stored tensors to those of the larger targets, so that chunks are parts of the targets."""
+        """Sets the sizes in the metadata to those of the larger targets, so that chunks are parts of the targets."""
         assert self.metadata is not None
         if not grown:
             return
@@ -387,8 +392,8 @@ class SelectivePlanner(LoadPlanner):
             self._grown[key] = entry.size, value
             stored[key] = dataclasses.replace(entry, size=whole_size(self.state_dict[key]))
         self.metadata = dataclasses.replace(self.metadata, state_dict_metadata=stored)
-        shown = [f"{key!r}, stored in shape {tuple(size)}" for key, (size, _) in self._grown.items()]
-        logger.info("%s is loaded into larger tensors (grow): %s", self._path, listed(shown))
+        shown = [(key, tuple(size)) for key, (size, _) in self._grown.items()]
+        logger.info("%s is loaded into larger tensors (grow). Keys and stored shapes: %s", self._path, listed(shown))
 
     def _of_parameters(self, of_keys: Mapping[str, _T]) -> Callable[[torch.Tensor], _T | None]:
         """Returns a function that finds the value for a parameter, given values by key.
@@ -444,7 +449,7 @@ class SelectivePlanner(LoadPlanner):
         return {key: entry for key, entry in stored.items() if key in more} if more else {}
 
     def _has_older_keys(self) -> bool:
-        """Returns whether a torch before 2.4 saved the checkpoint. If so, torch maps keys, and reports missing ones."""
+        """Returns whether torch before 2.4 saved the checkpoint. If so, torch maps keys, and reports missing ones."""
         assert self.metadata is not None
         return has_older_keys(self.metadata, self.state_dict, self.original_state_dict)
 
@@ -469,8 +474,9 @@ class SelectivePlanner(LoadPlanner):
         sizes = other_sizes(missing, stored)
         for name, (there, here) in sizes.items():
             reason = (
-                f"{name!r} was saved by {there} data-parallel ranks, and there are {here}: each of its states belongs "
-                f"to one of {there} shares of the data, which cannot be divided"
+                f"{name!r} was saved by {there} data-parallel rank{'s' if there > 1 else ''}, and there "
+                f"{'are' if here > 1 else 'is'} {here}: each of its states belongs to one rank's share of the data, "
+                f"which cannot be divided"
             )
             if self._selection.strict:
                 problems.append(
@@ -478,10 +484,10 @@ class SelectivePlanner(LoadPlanner):
                     f"data-parallel ranks as before"
                 )
             else:
-                logger.warning("%s: %s. It stays as it is (strict=False)", self._path, reason)
+                logger.warning("%s: %s. The current value stays as it is (strict=False)", self._path, reason)
         missing = [key for key in missing if not other_sizes([key], stored)] if sizes else missing
         if missing and not self._selection.strict:
-            logger.warning("%s has no %s: they stay as they are (strict=False)", self._path, listed(missing))
+            logger.warning("%s has no %s. Such keys stay as they are (strict=False)", self._path, listed(missing))
         elif missing and not self._has_older_keys():
             problems.append(f"it has no {listed(missing)}. With strict=False such keys stay as they are")
         shapes = "; ".join(list(misfits.values())[:_SHAPES_SHOWN])
@@ -522,8 +528,8 @@ class SelectivePlanner(LoadPlanner):
             )
         elif lost:
             advice = (
-                "the optimizer cannot take them: its parameters or groups differ from those of the saved optimizer, or "
-                "the values differ in shape from their sharded parameters. In the latter case, call the optimizer's "
+                "the optimizer cannot take such values: its parameters or groups differ from those of the saved one, "
+                "or the values differ in shape from their sharded parameters. In the latter case, call the optimizer's "
                 "step() before restore()"
             )
         elif lost := keys_below_empty_dicts(self.original_state_dict, more, metadata):
@@ -532,8 +538,8 @@ class SelectivePlanner(LoadPlanner):
             return []
         problem = f"{self._path} has {listed(lost)}, and {advice}"
         if self._selection.strict:
-            raise StateMismatch(f"{problem}. Leave them out with exclude=, or pass strict=False, which only warns")
-        logger.warning("%s. They are not loaded (strict=False)", problem)
+            raise StateMismatch(f"{problem}. Leave such keys out with exclude=, or pass strict=False, which only warns")
+        logger.warning("%s. These values are not loaded (strict=False)", problem)
         return lost
 
 

@@ -34,11 +34,12 @@ class Retention:
     If no checkpoint has a value of the metric, the best one is unknown, and all checkpoints stay.
 
     Attributes:
-        latest: Number of the newest checkpoints to retain. The newest always stays.
+        latest: Retain this many of the newest checkpoints. The newest always stays.
         every: Retain the steps that are multiples of this.
         metric: Retain the best checkpoint by this metric.
         mode: Whether the smallest or the largest value is best.
-        delete_after: Age in seconds before which no checkpoint is deleted, on storage where other jobs see no locks.
+        delete_after: Minimum age in seconds of a checkpoint to delete, on storage where jobs do not see each other's
+            locks.
         delete_other_files: Also delete checkpoints with files that no save wrote, and these files.
     """
 
@@ -87,7 +88,7 @@ class Retention:
         return self.latest is None and self.every is None and self.metric is None
 
     def best(self, steps: Sequence[Step]) -> Step | None:
-        """Returns the best step by the metric, the newest of equal ones, or None if no step has a value."""
+        """Returns the best step by the metric, the newest of equal ones; None without a metric or without values."""
         if self.metric is None:
             return None
         name, sign = self.metric, -1 if self.mode == "min" else 1
@@ -114,7 +115,7 @@ _LINKED = "it is a link. Remove the link and its target by hand"
 
 
 def _delete(storage: Storage, step: Step, owner: Lease, *, other_files: bool) -> str:
-    """Deletes a checkpoint, its metadata first. Returns why it must stay, or an empty string after the deletion.
+    """Deletes a checkpoint, its metadata first. Returns why it must stay, or an empty string if it is gone.
 
     With ``other_files``, also deletes files that no save wrote. Otherwise, a checkpoint with such files stays. Raises
     `CheckpointError` or `OSError` if the checkpoint cannot be read or removed, or another run has taken the lease.
@@ -218,7 +219,7 @@ class Retaining:
         if metric in saved.metrics:
             problem = f"the metric {metric!r} of step {saved.number} is NaN, but keep_best needs a number"
         else:
-            given = f" (its metrics are {listed(sorted(saved.metrics))})" if saved.metrics else ""
+            given = f" (its metrics: {listed(sorted(saved.metrics))})" if saved.metrics else ""
             problem = (
                 f"step {saved.number} was saved without the metric {metric!r}, which keep_best needs{given}: pass "
                 f"metrics={{{metric!r}: ...}} to save"
@@ -234,7 +235,7 @@ class Retaining:
     def _retain(self, saved: Step) -> None:
         """Updates `LATEST`, and deletes the checkpoints of the branch that no rule retains, except ``saved``.
 
-        Logs failures, and the reasons why checkpoints stay. No save fails because of them.
+        Logs failures, and the reason if a checkpoint that no rule retains must stay. A failure here fails no save.
         """
         rules, folder = self._rules, self._folder
         assert rules is not None
@@ -252,10 +253,11 @@ class Retaining:
                 steps = members(sound(read_steps(folder, self._names)), saved.branch)
                 if saved.number not in {step.number for step in steps}:
                     raise ReadError(f"{folder.path} does not list step {saved.number}, which was just saved")
+                linked = folder.linked_directories()
             except CheckpointError as error:
                 logger.warning("old checkpoints are not deleted: %s", str(error))
                 return
-            staying, linked = rules.retained(steps) | {saved.number}, folder.linked_directories()
+            staying = rules.retained(steps) | {saved.number}
             for step in steps:
                 storage = folder.child(step.name)
                 is_recent = not storage.locks_are_visible and time.time() - step.saved_at / 1e9 < rules.delete_after

@@ -43,7 +43,7 @@ logger = logging.getLogger("dcp_tensorizer")
 _CLEAN_UP_SECONDS = 20.0
 
 Collect = Callable[[], tuple[dict[str, Any], set[str]]]
-"""Collects the saved part of a state; see `collected_part`."""
+"""Function that collects the part of a state to save, as `collected_part` does."""
 
 
 @dataclass(slots=True)
@@ -57,8 +57,8 @@ class StepSave:
     staged: StagedStateDict | None = None  # the state, while it is only in memory
     refusal: StagingError | None = None  # why the state could not be collected
     began: float = 0.0
-    future: Future[str] = field(default_factory=Future)  # the path; done when the save is committed
-    over: Future[None] = field(default_factory=Future)  # done when the work after the commit is done
+    future: Future[str] = field(default_factory=Future)  # the path; done when the save is committed or has failed
+    over: Future[None] = field(default_factory=Future)  # done when the save and the work after it are over
     saved: Step | None = None  # the checkpoint, once it is committed
     files: WrittenFiles = field(default_factory=WrittenFiles)  # the files that this rank has written
 
@@ -165,9 +165,9 @@ class Saves:
     def _written_elsewhere(self, state: Mapping[str, Any] | None, before: StepSave | None) -> frozenset[str]:
         """Returns the keys of tensors that this rank need not stage, because other ranks write them. Collective.
 
-        The planner uses only the keys, shapes and shardings of all ranks. If these have not changed on any rank since
-        the last save, each rank writes the same items again. ``state`` is None if it could not be collected. Raises
-        `WriteError` if a rank is gone.
+        The planner uses only the keys, types, shapes, dtypes and shardings of all ranks. If these have not changed on
+        any rank since the last save, each rank writes the same items again. ``state`` is None if it could not be
+        collected. Raises `WriteError` if a rank is gone.
         """
         if self._stages_all:
             return frozenset()
@@ -180,13 +180,13 @@ class Saves:
         return frozenset() if differs else self.planner.written_elsewhere
 
     def _wait_exported(self) -> None:
-        """Waits for the export of the last save, because the next state is about to be staged."""
+        """Waits for the export of the last save, and releases its state: the next one is about to be staged."""
         if self._exports is not None:
             self.wait()
             self._exports.release_staged()
 
     def wait_published(self, deadline: Deadline, *, on_all_ranks: bool = True) -> None:
-        """Waits until the last export is published. One rank publishes.
+        """Waits until the last export is published, or until the deadline. One rank publishes. Sets `error`.
 
         With ``on_all_ranks``, the call is collective, and all ranks get the error.
         """
@@ -295,7 +295,7 @@ class Saves:
         return self.saved
 
     def forget(self) -> None:
-        """Drops the last save, which is over, because the job does not resume from it."""
+        """Drops the last save, which is over, and the step in memory: the job does not resume from them."""
         self._last = self._held = None
 
     def wait(self, deadline: Deadline = NEVER) -> None:
@@ -346,10 +346,10 @@ class Saves:
             try:
                 save.future.set_result(save.storage.location)
             except BaseException:  # a callback has failed; waiting threads are notified before callbacks
-                logger.exception("a callback of the save of %s failed; the save did not", save.storage.path)
+                logger.exception("a callback failed after the save of %s, which is committed", save.storage.path)
             if before is not None:
                 before.over.result()
-            with suppress(Exception):  # the error has been logged
+            with suppress(Exception):  # the save is committed, and does not fail because of this work
                 self._after(save.saved)
             if self._exports is not None and self._exports.is_due(save.record.step):
                 self.error = self._exports.run(save.saved)
@@ -405,7 +405,7 @@ def collected_part(
 
 
 def _frozen(state: Mapping[str, Any], collected: Mapping[str, Any]) -> set[str]:
-    """Returns the keys of the modules' frozen parameters, under each of their names in the collected state."""
+    """Returns the keys that the modules' frozen parameters have in the collected state, one for each of their names."""
     frozen = set()
     for key, value in state.items():
         if isinstance(value, torch.nn.Module):

@@ -25,8 +25,9 @@ logger = logging.getLogger("dcp_tensorizer")
 
 # --- branches: a job that goes back to an earlier checkpoint begins a branch ------------------------------------------
 #
-# A branch is its whole history: the name of each branch on the path, and the step at which that branch left the one
-# before. So checkpoints in between may be deleted. Checkpoints that were saved without a manager are on the `TRUNK`.
+# A `Branch` has its whole history: for each branch from the first one to itself, the name, and the step at which that
+# branch left the one before. So the history does not depend on checkpoints, any of which may be deleted. Checkpoints
+# that were saved without a manager are on the `TRUNK`.
 
 Branch = tuple[tuple[str, int], ...]
 TRUNK: Branch = (("", 0),)
@@ -48,7 +49,7 @@ def belongs(saved: Step, branch: Branch) -> bool:
 
 
 def members(steps: Iterable[Step], branch: Branch) -> list[Step]:
-    """Returns the checkpoints of a branch, lowest step first."""
+    """Returns the checkpoints that belong to a branch, lowest step first."""
     return sorted((saved for saved in steps if belongs(saved, branch)), key=lambda saved: saved.number)
 
 
@@ -79,7 +80,7 @@ LATEST = "latest"
 """The file that names the directory of the newest checkpoint."""
 _MAX_NAME = 1024
 
-# The suffixes of checkpoint files of other packages. Files with other suffixes may be logs and settings.
+# The suffixes of checkpoint files, of this package and of others. Files with other suffixes may be logs and settings.
 _FOREIGN_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".tensors", ".tensorizer")
 
 
@@ -123,8 +124,8 @@ def read_steps(folder: Storage, names: StepNames) -> list[Step]:
 
     Makes one request for each checkpoint, one for the folder and one for `LATEST`. A listing may come from a cache, so
     the checkpoint that `LATEST` names counts even if it is not listed. Links to directories also count. Unreadable
-    checkpoints have a ``problem``. Raises `MetadataError` if two directories are of the same step, and `ReadError` if
-    the folder cannot be listed.
+    checkpoints have a ``problem``. Raises `MetadataError` if the folder is a file, or two directories are of the same
+    step, and `ReadError` if the folder cannot be listed.
     """
     try:
         found = {*folder.listing()[1], *folder.linked_directories()}
@@ -177,15 +178,15 @@ def _is_of_checkpoint(name: str) -> bool:
 
 # --- the names of steps' directories ----------------------------------------------------------------------------------
 
-_TRIED = (0, 7, 10, 999, 1000, 123_456, 1_234_567, 2**63 - 1)  # they reveal other bases, commas and exponents
+_TRIED = (0, 7, 10, 999, 1000, 123_456, 1_234_567, 2**63 - 1)  # reveal other bases, commas and exponents
 
 
 class StepNames:
     """Names of steps' directories, such as ``step-20``. The number counts: ``step-000020`` is the same step.
 
     ``template`` is the name with ``{}`` for the number; ``{:06}`` pads it. ``shown`` has ``N`` instead of the number.
-    Raises `TypeError` unless ``template`` is a string, and `ValueError` unless it has exactly one field and can name a
-    directory.
+    Raises `TypeError` unless ``template`` is a string, and `ValueError` unless it has exactly one field and no slash,
+    and the step can be parsed out of each name.
     """
 
     def __init__(self, template: str) -> None:
@@ -265,11 +266,12 @@ class Position:
 
     Attributes:
         branch: The job's branch.
-        tip: The checkpoint that the job resumes from; None if it does not exist or is unknown.
+        tip: The last checkpoint of this run, or, before its first, the one that it resumed from; None if it does not
+            exist or is unknown.
         numbers: The existing steps of the branch.
         names: The names of all steps' directories, on any branch.
         others: The names of the directories of steps on other branches, and of unreadable checkpoints.
-        left: The newest checkpoint if the job has gone back to an earlier step and has not saved since; otherwise None.
+        left: Until the first save on this branch: the newest checkpoint, if it is on another branch; otherwise None.
         step: The step of the last `save` or restore; -1 before the first.
         line: The save ids of the checkpoint that this run resumed from, and of those saved since, the newest first.
         serial: The highest serial of the folder's checkpoints.
@@ -303,7 +305,7 @@ class Position:
         self.branch, self.tip, self.numbers, self.left, self.line = branch, None, set(), self.tip or self.left, ()
 
     def advance(self, saved: Step | None) -> None:
-        """Records the checkpoint of the last save. ``saved`` is None if that save failed."""
+        """Records the checkpoint of the last save. ``saved`` is None if that save failed, or there was none."""
         if saved is not None:
             self.tip, self.left = saved, None
             self.line = (saved.save_id, *self.line)[:_LONGEST_LINE]
@@ -318,8 +320,8 @@ class Position:
         """Warns about checkpoints on other branches."""
         if self.others:
             logger.warning(
-                "%s: this job does not resume from %s, so these checkpoints do not count, and are not deleted. Each "
-                "is replaced if this job saves its step.",
+                "%s: this job does not resume from %s. Such a checkpoint does not count, and is not deleted. It is "
+                "replaced if this job saves its step.",
                 path,
                 listed(self.others),
             )
@@ -363,8 +365,9 @@ def restorable(
     Each comes with the job's branch after the restore. Without ``fallback`` there is at most one. Also returns all
     checkpoints of the folder.
 
-    Raises `NotCommitted` if that step has no checkpoint, `MetadataError` if the folder has only checkpoints of unknown
-    formats, and `CheckpointError` if the folder cannot be read or two directories are of the same step.
+    Raises `NotCommitted` if that step has no checkpoint, `MetadataError` if the folder has only checkpoints with other
+    names or of unknown formats, and `CheckpointError` if the folder cannot be read or two directories are of the same
+    step.
     """
     unfinished = clean_up(folder, names)
     steps = read_steps(folder, names)
@@ -383,8 +386,7 @@ def restorable(
         _check_others(folder, names)
         if unfinished:
             logger.warning(
-                "%s has no committed checkpoint, so the job starts from the beginning. The save of %s never finished, "
-                "and its files are removed",
+                "%s has no committed checkpoint. The files of saves that never finished were removed from %s",
                 folder.path,
                 listed(unfinished),
             )
@@ -399,7 +401,8 @@ def _check_others(folder: Storage, names: StepNames) -> None:
     """Checks the other contents of a folder in which `read_steps` found no checkpoint.
 
     Raises `MetadataError` for directories and files that look like checkpoints, and warns about steps' directories that
-    have data without metadata. Makes one request for the folder and one for each directory. Raises `ReadError`.
+    have data without metadata. Makes one request for the folder and one for each directory. Raises `ReadError` if a
+    request fails.
     """
     try:
         files, folders = folder.listing()
@@ -421,12 +424,12 @@ def _check_others(folder: Storage, names: StepNames) -> None:
     if unknown:
         raise MetadataError(
             f"{folder.path} has no checkpoint named {names.template!r}, but has {listed(unknown)}. Pass a matching "
-            f"name=, load one of them with dcp.load, convert it, or choose another folder."
+            f"name=, load such a checkpoint with dcp.load, convert it, or choose another folder."
         )
     if lost:
         logger.warning(
-            "%s has no committed checkpoint, but %s has data without .metadata. A save has not finished there, or a "
-            "copy has left out hidden files, as `cp step/* ...` does. Copy with `cp -r`",
+            "%s has no committed checkpoint, but there is data without .metadata in %s. A save has not finished there, "
+            "or a copy has left out hidden files, as `cp step/* ...` does. Copy with `cp -r`",
             folder.path,
             listed(lost),
         )

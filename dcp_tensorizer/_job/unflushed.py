@@ -45,7 +45,7 @@ class UnflushedPart(NamedTuple):
 class LocalSaves(NamedTuple):
     """Unflushed saves in a rank's local folder."""
 
-    held: set[str]  # those of their files that are in the folder
+    held: set[str]  # those of their files that are complete in the folder
     parts: list[UnflushedPart]
     can_list: bool  # the rank can list its folder
 
@@ -62,10 +62,10 @@ class _Loss(NamedTuple):
 def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str]:
     """Continues the flush of saves of an earlier job. Waits for the flush if a save can only be loaded from the remote.
 
-    If each rank has all files of a save in its local folder, the save is loaded from there. Saves of a lost node are
-    given up: their files on the remote are removed, and each rank logs an error for each save that is known to have
-    been committed. Collective. Returns the ids of the given-up saves, the same on all ranks. Raises `WriteError` if a
-    rank is gone.
+    If each rank has all files of a save in its local folder, the save can be loaded from there. Saves of which a lost
+    node had a part are given up: their files on the remote are removed. If such a save is known to have been committed,
+    each rank logs an error, otherwise only the first rank logs a warning. Collective. Returns the ids of the given-up
+    saves, the same on all ranks. Raises `WriteError` if a rank is gone.
     """
     if flushing is None:
         return set()
@@ -108,7 +108,10 @@ def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str
 
 
 def _whole(flushing: Flushing, record: FlushRecord) -> set[str]:
-    """Returns the files of a flush record that are complete. Unreadable ones count, because the flush retries them."""
+    """Returns the files of a flush record that are complete in the local folder.
+
+    Unreadable files count as complete, because the flush retries them.
+    """
     local, whole = LocalStorage(flushing.target.folder(record.subpath)), set[str]()
     for name, nbytes in record.files.items():
         try:
@@ -121,13 +124,15 @@ def _whole(flushing: Flushing, record: FlushRecord) -> set[str]:
 
 
 def _suspects(everybody: Sequence[LocalSaves]) -> list[tuple[list[UnflushedPart], set[str]]]:
-    """Finds the saves that seem to be lost. Returns the known parts of each, and the files that no rank has.
+    """Finds the saves that seem to be lost. Returns parts of each, and its files that are known to be missing.
 
-    Either some files of a committed save are on no node of this job, or the nodes have parts of a save whose commit
-    record none of them has. Saves of a living writer do not count, because a job may load the saves of another job.
+    If some files of a committed save are on no node of this job, returns the coordinator's part, and these files. If
+    the nodes have parts of a save whose commit record none of them has, returns these parts, and no files. Saves of a
+    living writer do not count, because a job may load the saves of another job.
     """
     held = set[str]().union(*(left.held for left in everybody))
-    parts = [part for left in everybody for part in left.parts]
+    # All ranks of a node list the same records.
+    parts = list({(part.record.rank, part.record.id): part for left in everybody for part in left.parts}.values())
     named = set[str]().union(*(part.committed or () for part in parts))
     suspects = [
         ([part], files.keys() - held)
@@ -173,7 +178,7 @@ def _losses(flushing: Flushing, suspects: Sequence[tuple[list[UnflushedPart], se
 
 
 def _give_up(flushing: Flushing, entry: FlushEntry, record: FlushRecord, reason: str) -> None:
-    """Gives up this node's part of a lost save."""
+    """Gives up one rank's part of a lost save, unless a flush has locked its record for too long."""
     deadline = time.monotonic() + _CLAIM_SECONDS
     while time.monotonic() < deadline:
         now = next((e for e, _ in flushing.open_records() if e.stem == entry.stem), None)
@@ -199,7 +204,7 @@ def _clear(flushing: Flushing, loss: _Loss) -> None:
 
 
 def _wait(flushing: Flushing, agreement: Agreement) -> None:
-    """Waits until no rank has a save to flush, or until no flush has made progress within the timeout."""
+    """Waits until each rank has flushed its saves, or its flush has made no progress within the timeout."""
     logger.info(
         "%s: waiting for the flush of saves that an earlier job left in local folders: not every node has all of their "
         "files",

@@ -58,7 +58,7 @@ class Load:
     """The load of one rank, once it has a plan.
 
     The constructor raises `MetadataError` if an item of the plan is not stored or the metadata is damaged, and
-    `ReadError` if the metadata cannot be read.
+    `ReadError` if the metadata cannot be read, or if a data file is found to be missing or too short.
     """
 
     storage: Storage
@@ -67,7 +67,7 @@ class Load:
     metadata: Metadata  # as DCP has seen it
     items: Sequence[ReadItem]  # of the plan
     cipher: Cipher | None  # for encrypted items
-    is_own: bool  # each rank saved for itself, or reads a state in memory by itself
+    is_own: bool  # each rank saved for itself, or loads a state in memory for itself
     note: Callable[[Span], object]  # called with the time span of each read, by several threads
 
     def __post_init__(self) -> None:
@@ -86,10 +86,10 @@ class Load:
         group: dist.ProcessGroup | None,
         progress: Callable[[int, int], object],
     ) -> tuple[int, int]:
-        """Loads the items of the final plan. Returns the bytes read, and the bytes received from other ranks.
+        """Loads the items of the final plan. Returns the numbers of bytes read and of bytes received from other ranks.
 
-        The ranks of ``group`` exchange what they read. Calls ``progress`` with the bytes of tensors done and their
-        total. Raises `CheckpointError`; see `TensorizerStorageReader.read_data`.
+        The ranks of ``group`` exchange what all of them need. Calls ``progress`` with the bytes of tensors done and
+        their total. Raises `CheckpointError`; see `TensorizerStorageReader.read_data`.
         """
         path, catalog = self.storage.path, self.catalog
         in_memory, verify = catalog.in_memory, self.options.verify and catalog.has_digests
@@ -148,7 +148,7 @@ class Load:
 
 
 def check_one_save(path: str, carried: Sequence[object]) -> None:
-    """Raises `MetadataError` unless the plans of all ranks are known to be for the same save."""
+    """Raises `MetadataError` if the plans of the ranks name different saves, or if the planner has dropped a name."""
     if len(carried) < 2:
         return
     lost = [rank for rank, data in enumerate(carried) if not isinstance(data, ReadFrom)]
@@ -161,17 +161,17 @@ def check_one_save(path: str, carried: Sequence[object]) -> None:
     others = [rank for rank, save_id in enumerate(ids) if save_id != ids[0]]
     if others:
         raise MetadataError(
-            f"{path} was overwritten while its metadata was read: rank {others[0]} and rank 0 found different saves. "
-            f"No target has changed. Load it again, or load another checkpoint."
+            f"{path}: rank {others[0]} and rank 0 found different saves. The checkpoint was overwritten while its "
+            f"metadata was read, or the ranks were given different paths. No target has changed. Load the same "
+            f"checkpoint again on all ranks, or load another one."
         )
 
 
 def check_own_parts(path: str, metadata: Metadata, plan: LoadPlan, targets: Mapping[str, Any]) -> None:
-    """Checks that a rank that saved for itself saved everything that its targets hold, because it cannot read the
-    saves of other ranks.
+    """Checks that a checkpoint that this rank loads for itself has all elements of this rank's targets.
 
-    If a target is larger than the stored tensor, checks only the part that the stored tensor covers. Raises
-    `MetadataError`, naming the key, if the rank saved other parts.
+    The checkpoint may lack parts that other ranks saved. If a target is larger than the stored tensor, checks only the
+    part that the stored tensor covers. Raises `MetadataError`, naming the key, if elements are missing.
     """
     # A planner may read a part more than once.
     parts = {(i.dest_index.fqn, i.dest_index.offset, i.dest_offsets, i.lengths) for i in plan.items}
@@ -185,15 +185,15 @@ def check_own_parts(path: str, metadata: Metadata, plan: LoadPlan, targets: Mapp
         needed = local_elements(target, entry.size)
         if planned[key] != needed:
             raise MetadataError(
-                f"{path} holds {planned[key]:,} of the {needed:,} elements of {key!r} that this rank loads: it was "
-                f"saved with use_collectives=False, each rank for itself, with another sharding or rank order. Load it "
-                f"with the sharding and the rank order of the save."
+                f"{path} holds {planned[key]:,} of the {needed:,} elements of {key!r} that this rank loads. It was "
+                f"saved with another sharding or rank order, each rank for itself (use_collectives=False) or in "
+                f"memory. Load it with the sharding and the rank order of the save."
             )
 
 
 EMPTY_DICT = (
-    "the target state dict has an empty dict in their place, so they are not loaded. For a new optimizer, pass the "
-    "optimizer itself to CheckpointManager.restore, or use get_optimizer_state_dict of "
+    "the target state dict has an empty dict in the place of the saved one, so nothing is loaded into it. For a new "
+    "optimizer, pass the optimizer itself to CheckpointManager.restore, or use get_optimizer_state_dict of "
     "torch.distributed.checkpoint.state_dict. Other dicts must contain the keys that are to be loaded"
 )
 """Explanation and advice for messages about `keys_below_empty_dicts`."""
@@ -255,7 +255,7 @@ def read_objects(
 def check_trust(path: str, objects: Sequence[tuple[ReadItem, bytes]]) -> None:
     """Checks, before any object is loaded, that none needs a type that could run code.
 
-    Raises `UntrustedObject`, naming the keys and all types, with advice.
+    Raises `UntrustedObject`, naming the first key and, unless that object is invalid, all types, with advice.
     """
     checked: dict[bytes, tuple[str, ...]] = {}
     keys: list[str] = []
@@ -317,8 +317,8 @@ def read_tensors(
 
     If the planner looks up its targets as torch's own does, reads tensors in batches. Other planners may return the
     same scratch buffer for each tensor, and reuse it after the commit: they get one tensor at a time, as from torch's
-    own reader. ``targets_of`` checks that an item fits a tensor, and returns what to read. ``read`` has the signature
-    of `run.fetch`.
+    own reader. ``targets_of`` checks that an item fits a tensor, and returns what to read. ``read`` takes the same
+    arguments as `Exchange.read`.
     """
     total = sum(_wanted_bytes(piece) for _, pieces, _ in items for piece in pieces)  # reads may exceed it
     done = 0
@@ -328,7 +328,7 @@ def read_tensors(
         resolved_items, targets = [], []
         with collector_paused():
             for (read_item, pieces, coder), tensor in zip(batch, resolved(batch, planner), strict=True):
-                coder = None if is_fake(tensor) else coder  # a fake tensor takes no elements
+                coder = None if is_fake(tensor) else coder  # a fake tensor has no elements to decode to
                 memory = _memory_for(tensor, pieces, coder)
                 if coder is not None and _is_object(pieces):
                     key, item = read_item.dest_index.fqn, pieces[0].item
@@ -350,7 +350,8 @@ def read_tensors(
 def resolved(items: _Items, planner: LoadPlanner) -> Iterator[torch.Tensor]:
     """Yields the tensors that receive items, in the order of the items.
 
-    A tensor that one item fills is looked up without the planner, because torch's planner takes several times as long.
+    If the planner looks up tensors as torch's own does, plain tensors that one item fills are looked up without it:
+    torch's planner takes several times as long.
     """
     state = getattr(planner, "state_dict", {}) if delivers_at_once(planner) else {}
     for read_item, *_ in items:
@@ -384,7 +385,10 @@ def delivers_at_once(planner: LoadPlanner) -> bool:
 
 
 def _batches(items: _Items, planner: LoadPlanner) -> Iterator[_Items]:
-    """Yields batches, whose items are all resolved before any is committed. Items with a coder come last."""
+    """Yields batches, whose items are all resolved before any is committed.
+
+    In ``items``, those with a coder come last. Their batches have at most `_CODED_BYTES` bytes, or a single item.
+    """
     if not delivers_at_once(planner):
         yield from ([item] for item in items)
         return

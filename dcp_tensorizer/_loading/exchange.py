@@ -1,4 +1,4 @@
-"""Exchanges data that all ranks of a group need, by collectives, so that only one rank reads it from the storage.
+"""Exchanges data that all ranks of a group need, by collectives: only one rank reads each byte from the storage.
 
     votes     --all_gather-->                whether all ranks can exchange, and whether one has failed
     requests  --broadcast, all_reduce-->     the bytes that every rank requests
@@ -49,8 +49,8 @@ class Exchange:
 
     ``fetch`` reads targets from the storage, like `run.fetch`. ``verify`` compares data with its digests, and data
     received in host memory with the sender's digests. ``in_memory`` has the contents of files that need not be read.
-    ``reason`` is the reason why this rank exchanges no tensors; empty if it does. ``window_bytes`` is the size of a
-    window, of which a rank holds two in memory, and ``round_bytes`` the size of all ranks' pieces in one collective.
+    ``reason`` is the reason why this rank exchanges no tensors; empty if it does. ``window_bytes`` is the maximum size
+    of a window, of which a rank holds two in memory, and ``round_bytes`` that of all ranks' pieces in one collective.
     ``received_bytes`` counts the bytes from other ranks.
     """
 
@@ -89,7 +89,9 @@ class Exchange:
                     )
 
     def read(self, targets: Sequence[ReadTarget], *, progress: Progress = lambda done, total: None) -> int:
-        """Reads targets. One rank reads data that all ranks need. Returns the number of bytes that this rank has read.
+        """Reads targets. Of the data that all ranks need, reads only this rank's share, and receives the rest.
+
+        Returns the number of bytes that this rank has read from the storage.
 
         Call it once for objects, then once for tensors, unless `exchanges_tensors` is false. Raises the
         `CheckpointError` of ``fetch``, on all ranks if the data is exchanged, and `ReadError` if a rank is gone.
@@ -120,7 +122,7 @@ class Exchange:
         votes = self._group.votes(ExchangeVote(None, self._reason, setting, len(requests), on_gpu), error)
         reason = next((vote.reason for vote in votes if vote.reason), "")
         if reason:
-            self._votes_left = 0  # objects are always exchanged: planners get them only after all are read
+            self._votes_left = 0  # objects are exchanged even so: planners get them only after all are read
         odd = [rank for rank, vote in enumerate(votes) if vote.setting != votes[0].setting]
         if odd:
             common, reason = [], f"the options of rank {odd[0]} differ from those of rank 0"
@@ -131,6 +133,8 @@ class Exchange:
             if shared < wanted:
                 reason = reason or "the ranks need different parts of the rest"
             what = f"{shared / 1e6:,.1f} of {wanted / 1e6:,.1f} MB"
+            if not of_tensors:
+                what += " of objects" if self._votes_left else " of objects, but no tensors"
             logger.info("%s: %d ranks exchange %s%s", self._path, self._group.size, what, reason and f": {reason}")
         exchanged = {target for request in common for target in request.targets}
         left = [target for target in targets if target not in exchanged]
@@ -188,7 +192,7 @@ class Exchange:
                 failed = failed or error
             for start in range(0, max(window.nbytes for window in now), rounds.piece):
                 if rounds.exchange(content[start : start + rounds.piece], has_failed=failed is not None):
-                    self._group.votes(ExchangeVote(), failed)  # raises the error, because every rank gets it
+                    self._group.votes(ExchangeVote(), failed)  # raises, on every rank, the error of the one that failed
                     raise AssertionError("a rank has failed without a message")
                 try:
                     rounds.check()
@@ -282,7 +286,10 @@ class _Rounds:
         return bool(self._headers[:, 0].any())
 
     def check(self) -> None:
-        """Raises `ReadError` if received bytes do not match their sender's digest. On a GPU, they have no digest."""
+        """Raises `ReadError` if received bytes do not match their sender's digest.
+
+        Without verification, or on a GPU, they have no digest.
+        """
         if not self._hashes:
             return
         for rank, (header, piece) in enumerate(zip(self._headers, self.received, strict=True)):
@@ -320,7 +327,7 @@ _ID_BYTES = 16
 
 
 class ReadFrom(NamedTuple):
-    """The part of a rank's load plan that shows the coordinator which save the rank reads."""
+    """The part of a rank's load plan that shows the coordinator which save the rank reads, and with which group."""
 
     save_id: str
     group: str = ""  # identity of the ``exchange`` group (`identity_of`); empty without a group
@@ -351,7 +358,7 @@ def reads_alone(path: str, group: dist.ProcessGroup | None, carried: Sequence[ob
     """Returns whether each rank loads for itself, and exchanges nothing although it has a ``group``.
 
     ``carried`` is the ``storage_data`` of the plans of all ranks that load together. Raises `ReadError` if some ranks
-    of a group do not load: the others would wait for them.
+    of a group do not load, or do not pass the group: the others would wait for them.
     """
     if len(carried) == 1:
         if group is not None:
@@ -362,9 +369,9 @@ def reads_alone(path: str, group: dist.ProcessGroup | None, carried: Sequence[ob
     for rank, plan in enumerate(plans):
         if plan.group and loading[plan.group] != plan.group_size:
             raise ReadError(
-                f"{path}: the exchange group of rank {rank} has {plan.group_size - 1} other ranks, of which "
-                f"{loading[plan.group] - 1} load with it and pass the same group. Pass exchange= on all of its ranks, "
-                f"and call dcp.load with a process_group that has all of them."
+                f"{path}: the exchange group of rank {rank} has {plan.group_size} ranks, but only "
+                f"{loading[plan.group]} took part in this load and passed the group. Pass exchange= on all of its "
+                f"ranks, and call dcp.load with a process_group that has all of them."
             )
     return False
 
@@ -476,7 +483,8 @@ class ExchangeRequest(NamedTuple):
 
     id: bytes  # the same on all ranks that need the same bytes
     item: StoredItem
-    intervals: list[tuple[int, int]]  # relative to the tensor's first byte; whole blocks if the data is verified
+    # relative to the tensor's first byte; whole blocks if the data is verified or encrypted
+    intervals: list[tuple[int, int]]
     targets: tuple[ReadTarget, ...]
 
 

@@ -5,8 +5,9 @@ into it, checks the data, queues copies on a side stream, and returns the slot. 
 copies.
 
 Each call that releases the GIL may have to wait to reacquire it: about 25 calls for each 8 MiB, with blocks hashed one
-by one, limited loads to 6 to 8 GB/s where 26 were possible. So on machines with many cores a read has `DEVICE_BYTES`
-bytes, items up to that size have one digest to compare, and small tensors are copied in one transfer.
+by one, limited loads to 6 to 8 GB/s where 26 were possible. So on machines with many cores a read has up to
+`DEVICE_BYTES` bytes, items up to that size have one digest to compare, and several small tensors are copied in one
+transfer.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ..errors import ReadError, StagingError
 from .plan import ReadLimits, ReadOperation, ReadTarget
 
 DEVICE_BYTES = 32 << 20
-"""The size of one read for a GPU, on machines with cores for several reads."""
+"""The maximum size of one read for a GPU, if the process has more than `_FEW_CORES` cores."""
 
 _FEW_CORES = 4
 _POOL_BYTES = 256 << 20  # of the slots that threads read into concurrently
@@ -45,7 +46,7 @@ class PinnedPools:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._kept: PinnedPool | None = None
-        self._lock = free_in_child(threading.Lock())  # an exchange reads concurrently with the load
+        self._lock = free_in_child(threading.Lock())  # concurrent loads share these slots
         in_child(self, PinnedPools._forget)
 
     def _forget(self) -> None:

@@ -129,7 +129,8 @@ def targets_of(
 def _check_fit(key: str, size: tuple[int, ...], stored_dtype: torch.dtype, tensor: torch.Tensor, casts: Casts) -> None:
     if tensor.shape != size:
         raise ReadError(
-            f"{key!r} needs a target of shape {size}, got {tuple(tensor.shape)}. Load it into a tensor of that shape."
+            f"{key!r} needs a target of shape {size}, got {tuple(tensor.shape)}. Load it into a tensor of the needed "
+            f"shape."
         )
     if not tensor.is_contiguous() and any(
         extent > 1 and stride == 0 for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)
@@ -209,18 +210,19 @@ def _memory(target: ReadTarget) -> tuple[int, int, int]:
 # --- from targets to reads --------------------------------------------------------------------------------------------
 
 MAX_SCRATCH_BYTES = 8 << 20
-"""The size of one operation: large enough for a disk's full speed, and small enough to keep several threads busy."""
+"""The default limit of an operation: enough for a disk's full speed, small enough to keep several threads busy."""
 
 MAX_SEGMENTS = 512
-"""Segments of one operation: half of the buffers that one ``preadv`` takes, because each gap also takes a buffer."""
+"""The maximum number of segments in one operation: half of the buffers that one ``preadv`` takes, because each gap
+also takes a buffer."""
 
 
 class ReadLimits(NamedTuple):
     """The limits by which reads are joined and cut."""
 
     max_gap_bytes: int  # reading this many unneeded bytes is faster than a second request
-    max_coalesced_bytes: int = MAX_SCRATCH_BYTES  # of one operation that reads directly into targets
-    max_scratch_bytes: int = MAX_SCRATCH_BYTES  # of one operation that reads into scratch memory
+    max_coalesced_bytes: int = MAX_SCRATCH_BYTES  # of one operation, unless it is a single segment in scratch memory
+    max_scratch_bytes: int = MAX_SCRATCH_BYTES  # of one operation's segments in scratch memory
     max_segments: int = MAX_SEGMENTS  # of one operation
 
 
@@ -253,7 +255,7 @@ class Segment(NamedTuple):
 
 @dataclass(slots=True)
 class ReadOperation:
-    """One read of consecutive bytes of a file: segments in order, with small gaps between them."""
+    """One read of consecutive bytes of a file: segments in order, with at most small gaps between them."""
 
     file: str
     offset: int
@@ -287,7 +289,7 @@ class ReadOperation:
         return True
 
     def batches(self, max_bytes: int) -> Iterator[slice]:
-        """Cuts the operation into reads that fit into the CPU cache, where the data is then hashed.
+        """Cuts the operation into reads of at most ``max_bytes``: their data is hashed while it is in the CPU cache.
 
         Yields slices of the segments: as many as fit into ``max_bytes``, or a single larger one.
         """

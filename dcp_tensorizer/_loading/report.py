@@ -23,13 +23,13 @@ class LoadReport:
         load_id: The reader's `TensorizerStorageReader.load_id`.
         rank: The rank that reports.
         items: The number of tensors, parts of tensors, and objects that this rank loaded.
-        nbytes: Bytes that this rank read; whole blocks if the load verifies.
+        nbytes: Bytes that this rank read; whole blocks if the load verifies, or if the checkpoint is encrypted.
         received_bytes: Bytes that this rank received from others; see ``exchange`` of `TensorizerStorageReader`.
         started_at: When the load began (``time.time()``).
-        seconds: The time from reading the metadata to the end of the load.
-        plan_seconds: The part of ``seconds`` before the first tensor is read: metadata, DCP's planning and collectives,
-            and checks.
-        read_seconds: The part of ``seconds`` for reading, verifying and converting.
+        seconds: The time from the start of the load, before the metadata is read, to its end.
+        plan_seconds: The part of ``seconds`` before the first tensor or object is read: metadata, DCP's planning and
+            collectives, and checks.
+        read_seconds: The rest of ``seconds``: reading, verifying, converting and, with ``exchange``, exchanging.
         verify_seconds: The time for comparing digests or decrypting, summed over threads.
         spans: The time spans of the load, its parts and each file, the whole load first. `trace` draws them.
         clock_offset: The seconds to add to the times of spans to get ``time.time()``.
@@ -52,7 +52,7 @@ class LoadReport:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """The bytes read per second, in units of 10^9."""
+        """The average speed: ``nbytes`` divided by ``seconds``, in units of 10^9 bytes per second."""
         return self.nbytes / 1e9 / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:

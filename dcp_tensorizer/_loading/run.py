@@ -2,7 +2,7 @@
 
 Data that cannot be read in place (other dtypes or strides, parts of blocks) goes through scratch memory: one buffer per
 thread, of at most an operation's size. Data for a GPU goes through the slots of a `PinnedPool`. Encrypted blocks are
-decrypted in place.
+decrypted where they have been read.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def fetch(
         note: Called with the time span of each operation, by several threads.
 
     Raises:
-        ReadError: a file, which the error names, is missing, too short or unreadable.
+        ReadError: a file, which the error names, is missing, too short or unreadable; or there is no memory for reads
+            to a GPU.
         ChecksumMismatch: stored bytes are not the ones that were saved; names file, key and offset.
     """
     if not targets:
@@ -299,7 +300,6 @@ def _timed(function: Callable[..., object], *arguments: object) -> float:
 
 
 def _advice(error: Exception) -> str:
-    """Returns advice for an error. A load, unlike a tool, has checked earlier that the files exist."""
     if isinstance(error, FileNotFoundError) or getattr(error, "errno", None) == errno.ESTALE:
         return (
             ". The checkpoint is damaged, or was overwritten or removed while it was read: load it again, or another "

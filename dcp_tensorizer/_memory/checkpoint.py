@@ -78,8 +78,9 @@ class StateCheckpoint(Storage):
             _names(part.head)[0]: buffer if isinstance(buffer, RemotePart) else _Buffer(buffer, part.nbytes)
             for part, buffer in parts
         }
-        indexes = [decode(part.description, f"the description of rank {part.head.rank}") for part, _ in parts]
-        # The paths of the keys, merged as by torch's planner; None if the data of a planner is not a dict.
+        indexes = [decode(part.description, f"the index of rank {part.head.rank}'s part") for part, _ in parts]
+        # The path of each key in the nested state dict, merged as by torch's planner. None if a part's planner data is
+        # not a dict.
         paths: dict[str, Any] | None = None
         if all(isinstance(index.planner_data, dict) for index in indexes):
             paths = {key: path for index in reversed(indexes) for key, path in index.planner_data.items()}
@@ -162,8 +163,7 @@ class _Buffer(RangeReader):
 class StateReader(TensorizerStorageReader):
     """Reader of a state in memory. Each rank plans and reads without the others.
 
-    The checkpoint may lack parts on other machines, if this rank does not load them. Reader options that do not apply
-    to memory are ignored.
+    The checkpoint may lack parts that this rank does not load. Reader options that do not apply to memory are ignored.
     """
 
     def __init__(self, checkpoint: StateCheckpoint, options: Mapping[str, Any]) -> None:
@@ -192,12 +192,12 @@ def _names(head: StateHead) -> list[str]:
 # --- the description of a state ---------------------------------------------------------------------------------------
 #
 # The description is an index of one rank's part; a checkpoint's index describes all parts. Keepers pass the description
-# on without decoding it. Its digests are zeros. The real digests are known later, and keepers send them separately.
+# on without decoding it. Its digests are zeros. The real digests are known later: they are in `StatePart.digests`.
 
 
 @collector_paused()
 def state_part(head: StateHead, staged: StagedStateDict, planner: SavePlanner) -> StatePart:
-    """Describes a staged state dict for a keeper, with all items that this rank could write.
+    """Describes a staged state dict for a keeper, with all items of this rank, also those that other ranks would write.
 
     Raises `CheckpointError`, with the key, if an item cannot be saved.
     """

@@ -41,7 +41,8 @@ _DIGEST_SECONDS = 660.0  # slightly longer than the keeper itself waits for dige
 class KeeperProcess(ChildProcess):
     """Keeper process, and the staging buffers of the states that it holds. The keeper outlives this process.
 
-    A keeper that does not answer is killed, because its buffers are about to be overwritten. This frees the buffers.
+    A keeper that does not answer is killed, so that later saves can use its buffers: otherwise the keeper would offer
+    the overwritten buffers to a successor.
 
     Args:
         job: The name of the job in the names of sockets.
@@ -56,7 +57,7 @@ class KeeperProcess(ChildProcess):
     def __init__(self, job: str, run: str, seconds: float, timeout: float = _ANSWER_SECONDS) -> None:
         self.timeout = timeout
         self.held: dict[str, SharedBuffer] = {}
-        self._written = WrittenDigests("", {})  # of the last state
+        self._written = WrittenDigests("", {})  # of the last state that a save has written
         try:
             self._path = socket_path(runtime_directory(), job)
             arguments = [str(os.getpid()), run, str(seconds), os.fspath(self._path)]
@@ -68,8 +69,8 @@ class KeeperProcess(ChildProcess):
     def hold(self, part: StatePart, buffer: SharedBuffer) -> None:
         """Sends a state to the keeper. Saves do not reuse the buffer until the state is forgotten or lost.
 
-        Raises `WriteError` if the keeper refuses this state, is busy, does not answer, or has ended. In the last two
-        cases all its states are lost.
+        Raises `WriteError` if the keeper refuses this state, is busy with another request, does not answer, or has
+        ended. In the last two cases all its states are lost.
         """
         state_id = part.head.id
         self.held[state_id], buffer.is_kept = buffer, True
@@ -94,10 +95,10 @@ class KeeperProcess(ChildProcess):
             in_background(functools.partial(self.ask, written, Done), name="digests", daemon=True)
 
     def forget(self, ids: Collection[str], *, but_copied: bool = False) -> None:
-        """Makes the keeper forget states, and frees their buffers, even on failure.
+        """Makes the keeper forget states, and frees their buffers.
 
-        ``but_copied``: the state whose copy is in progress, or was made last, stays. On failure, kills the keeper, so
-        that it holds nothing, and raises `WriteError`.
+        ``but_copied``: the state whose copy is in progress, or was made last, stays. On failure, kills the keeper,
+        frees the buffers of all its states, and raises `WriteError`.
         """
         forgotten = [state_id for state_id in ids if state_id in self.held]
         if not forgotten:
@@ -112,7 +113,8 @@ class KeeperProcess(ChildProcess):
     def end(self, deadline: Deadline = NEVER) -> None:
         """Ends the keeper, and frees its memory. Kills the keeper if it does not end in time. Idempotent.
 
-        Waits for the lock only until the deadline: if this runs in a signal handler, the interrupted code may hold it.
+        Waits for the lock for 5 seconds at most, and not beyond the deadline: if this runs in a signal handler, the
+        interrupted code may hold the lock.
         """
         if self._lock.acquire(timeout=deadline.within(END_SECONDS)):
             try:
@@ -155,7 +157,7 @@ class KeeperProcess(ChildProcess):
     def ask(self, request: Request, kind: type[_T], fds: Sequence[int] = ()) -> _T:
         """Sends a request. Returns the answer, an instance of ``kind``.
 
-        Raises `WriteError` if the keeper refuses, is busy, does not answer, or has ended.
+        Raises `WriteError` if the keeper refuses the request, is busy with another one, does not answer, or has ended.
         """
         timeout = min(self.timeout, _ANSWER_SECONDS)
         if not self._lock.acquire(timeout=timeout):  # a signal handler may have interrupted the lock's holder
@@ -170,13 +172,13 @@ class KeeperProcess(ChildProcess):
         finally:
             self._lock.release()
         if isinstance(answer, Failed):
-            raise WriteError(f"the keeper (pid {self.pid}) refuses: {answer.message}")
+            raise WriteError(f"the keeper (pid {self.pid}) reports an error: {answer.message}")
         assert isinstance(answer, kind)
         return answer
 
 
 class KeeperConnection:
-    """Connection to a keeper of an earlier run. ``found`` has the states that the keeper listed last.
+    """Connection to the keeper of another trainer. ``found`` has the states that the keeper listed last.
 
     Raises `EOFError` or `OSError` if the keeper has ended.
     """
@@ -194,19 +196,19 @@ class KeeperConnection:
     def wait_listed(self, timeout: float) -> None:
         """Waits for the keeper's first list of states. Raises `TimeoutError` on timeout.
 
-        Any other exception means that the keeper has ended, or is of another version.
+        Any other exception means that the keeper has ended, or runs another version of this package.
         """
         self.found = _found(self._channel.answer(timeout)[0])
 
     def claim(self, run: str) -> bool:
         """Reserves the keeper for this run while this connection is open. Returns whether the keeper agrees."""
         is_claimed = isinstance(self._ask(ClaimRequest(run))[0], Done)
-        if is_claimed:  # its trainer may have sent a last state in the meantime
+        if is_claimed:  # its trainer may have sent a last state since the first list
             self.found = _found(self._ask(Plain.LIST)[0])
         return is_claimed
 
     def forget_all_but(self, state_id: str) -> None:
-        """Makes the keeper forget all other states. Ignores a keeper that has ended."""
+        """Makes the keeper forget all other states. Does nothing if the keeper does not answer."""
         with suppress(CheckpointError):
             self._ask(Forget(tuple(head.id for head in self.found.heads if head.id != state_id)))
 
@@ -238,7 +240,7 @@ class KeeperConnection:
 def connect_to_keepers(job: str, timeout: float) -> tuple[list[KeeperConnection], list[Path]]:
     """Connects to all keepers of a job on this machine, including those of this run.
 
-    ``timeout`` is for all answers together.
+    ``timeout`` is the number of seconds for the answers of all keepers together.
 
     Returns the connections, and the sockets of the keepers that do not answer, for example because they are stopped.
     """

@@ -1,8 +1,8 @@
 """Copies of states on other hosts, from which a job resumes after the loss of a host.
 
-The keepers make the copies. The trainers decide together, in the all-reduce at the beginning of each step: if no copy
-is in progress, the state that all ranks stage next is copied. A state counts as copied once the parts of all ranks are
-copied.
+The keepers make the copies. The trainers decide together which states are copied, in the all-reduce of each `save` of
+the manager: if no copy is in progress, the state that all ranks stage next is copied. A state counts as copied once the
+parts of all ranks are copied.
 
 Each rank sends its host and the address of its keeper to all others. Every rank computes the partners from these values
 alone, so that the results are the same on all ranks.
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dcp_tensorizer")
 
 DEFAULT_RATE = 500e6
-"""Default for the bytes a second that each host sends for copies."""
+"""Default limit of the bytes a second that each host sends for copies."""
 LEAST_RATE = 1e6
 """Minimum rate, because a partner gives up after a minute of silence."""
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
@@ -62,11 +62,12 @@ class CopyOptions:
         failure_domain: Name of the unit that fails together with this host, such as a rack. Copies go to a host of
             another domain. By default each host is a domain.
         interface: The network interface for copies, by its name or its address. By default the interface towards the
-            coordinator.
+            coordinator; if that is the loopback interface, as it may be on the coordinator's host, the interface
+            towards another host.
 
     Raises:
         TypeError: an option is of a wrong type, or an empty string.
-        ValueError: the rate is too low.
+        ValueError: the rate is too low, or not finite.
     """
 
     rate: float | None = DEFAULT_RATE
@@ -78,7 +79,7 @@ class CopyOptions:
         if rate is not None and (not isinstance(rate, Real) or isinstance(rate, bool)):
             raise TypeError(f"rate must be a number of bytes a second, or None, got {rate!r}.")
         if rate is not None and not LEAST_RATE <= float(rate) < math.inf:
-            raise ValueError(f"rate must be None, or at least {LEAST_RATE:g} bytes a second, got {rate!r}.")
+            raise ValueError(f"rate must be None, or finite and at least {LEAST_RATE:g} bytes a second, got {rate!r}.")
         for name, value in (("failure_domain", self.failure_domain), ("interface", self.interface)):
             if value is not None and (not isinstance(value, str) or not value):
                 raise TypeError(f"{name} must be a string that is not empty, or None, got {value!r}.")
@@ -87,8 +88,8 @@ class CopyOptions:
 def check_copies(copies: object, options: object, seconds: object) -> None:
     """Checks ``copies`` and ``copy_options``. ``seconds`` is the value of ``survive``.
 
-    Raises `TypeError` for wrong types, `ValueError` for invalid values, and `WriteError` without libsodium, which
-    encrypts copies.
+    Raises `TypeError` for wrong types, `ValueError` for invalid values, and `WriteError` if ``copies`` is 2 and
+    libsodium, which encrypts copies, is missing.
     """
     check_count("copies", copies)
     check_type("copy_options", options, CopyOptions)
@@ -106,8 +107,8 @@ class MemoryVote(NamedTuple):
     has_failed: bool = False  # the newest state could not be held
     ends: bool = False  # the rank has stopped holding states
     copy_runs: bool = False  # a copy is in progress
-    copy_failed: bool = False  # the last copy is not complete
-    copies_end: bool = False  # this rank's states are no longer copied
+    copy_failed: bool = False  # the last copy has failed, or was not begun
+    copies_end: bool = False  # this rank can no longer copy its states
     is_superseded: bool = False  # a later run of the job has claimed the keeper that holds this rank's copies
 
 
@@ -115,7 +116,7 @@ NOTHING_IN_MEMORY = MemoryVote()
 
 
 class PeerCopies:
-    """Copies of a rank's states on another host. With ``copies=1`` it does nothing.
+    """Copies of a rank's states on another host. Does nothing with ``copies=1``.
 
     Attributes:
         is_on: Whether states are copied. The same on all ranks.
@@ -123,8 +124,8 @@ class PeerCopies:
         ordered: The id of the state that is to be copied, or is being copied; empty without such a state. The same on
             all ranks.
         is_ready: Whether a copy can be ordered: all ranks have partners, and all hosts have memory for the replicas.
-        problem: Why this rank's states are no longer copied; empty if they are. If set, the other ranks learn of it at
-            the next step.
+        problem: Why this rank can no longer copy its states; otherwise empty. If set, copies end on all ranks at the
+            next step.
     """
 
     def __init__(self, agreement: Agreement, copies: int, options: CopyOptions) -> None:
@@ -138,7 +139,7 @@ class PeerCopies:
         self._partner: Address | None = None
         self._rate = 0.0
         self._tries = 0
-        self._begun = ""  # the state that this rank's keeper has begun to copy last
+        self._begun = ""  # the last state that this rank's keeper has begun to copy
         self._logged = ""  # why a copy failed, in the last log record
 
     # --- all ranks together -----------------------------------------------------------------------------------------
@@ -176,8 +177,8 @@ class PeerCopies:
     def check_memory(self, nbytes: int, missing: int) -> bool:
         """Checks whether the replicas fit on all hosts. Returns whether to call it again.
 
-        Collective. Each rank passes the size of a state and the number of staging buffers that it has yet to allocate.
-        The second call, once the memory of earlier runs' states is freed, is final.
+        Collective. Each rank passes the size of its part of a state, and the number of staging buffers that it has yet
+        to allocate. The second call, once the memory of earlier runs' states is freed, is final.
         """
         if not self.is_on or self.is_ready:
             return False
@@ -201,7 +202,10 @@ class PeerCopies:
             self.ordered = ""
 
     def order(self, state_id: str) -> None:
-        """Orders a copy of the state that is staged next, if none is in progress. The same on all ranks."""
+        """Orders a copy of the state that is staged next, if copies are possible and none is in progress.
+
+        All ranks decide alike.
+        """
         if self.is_ready and not self.ordered:
             self.ordered = state_id
 
@@ -218,7 +222,10 @@ class PeerCopies:
             self._begun = self.ordered
 
     def forget(self, keeper: KeeperProcess | None) -> None:
-        """Removes the copies of this rank's states. Call it after restoring another state, or when copies end."""
+        """Removes the copies of this rank's states.
+
+        Call it before a restore, when the job goes back to an earlier step, and when copies end.
+        """
         self.confirmed = ""
         if self._begun and keeper is not None and keeper.is_ours:
             try:
@@ -271,7 +278,7 @@ class Peer(NamedTuple):
 
 
 def introduce(options: CopyOptions, keeper: KeeperProcess | None, towards: str = "") -> Peer:
-    """Opens this rank's keeper to other hosts, and returns its `Peer`. Idempotent.
+    """Opens this rank's keeper to other hosts. Returns the `Peer` of this rank. Idempotent.
 
     Without the option ``interface``, the keeper listens on the interface towards the host ``towards``, by default the
     coordinator's.
@@ -290,7 +297,7 @@ def introduce(options: CopyOptions, keeper: KeeperProcess | None, towards: str =
             address = address_towards(towards)
         peer = peer._replace(address=address)
         if is_local(address):
-            raise OSError(f"{address} is a loopback address. Pass interface=")
+            raise OSError(f"{address} is a loopback address. Pass CopyOptions(interface=...) with another interface")
     except OSError as error:
         return peer._replace(problem=f"it has no address that other hosts can reach: {error}")
     if keeper is None:
@@ -303,10 +310,10 @@ def introduce(options: CopyOptions, keeper: KeeperProcess | None, towards: str =
 
 
 def routes_to_others(peers: Sequence[Peer]) -> list[str]:
-    """Returns the address of another host for each rank with a loopback address, and "" for each other rank.
+    """Returns an address of another host for each rank whose own address is a loopback address or empty.
 
-    On the coordinator's host, its own name may resolve to a loopback address. Then the route to another host gives the
-    interface.
+    Returns "" for each other rank, and if no other host has a usable address. On the coordinator's host, its own name
+    may resolve to a loopback address. Then the route to another host gives the interface.
     """
     is_alone = [is_local(peer.address) for peer in peers]
     addresses = dict[str, str]()

@@ -19,10 +19,10 @@ FRAME_MAC_BYTES = 16
 
 
 class FrameCipherKind(enum.IntFlag):
-    """Ciphers of frames. Better ciphers have larger numbers."""
+    """Ciphers of frames."""
 
     CHACHA = 1
-    """ChaCha20-Poly1305 of libsodium: 1.7 GB/s on a core that does 20 GB/s with AES."""
+    """ChaCha20-Poly1305 of libsodium: 1.7 GB/s on a core that reaches 20 GB/s with AES."""
     AES = 2
     """AES-256-GCM of OpenSSL, if the installed package `cryptography` can encrypt into existing memory."""
 
@@ -37,8 +37,8 @@ def frame_ciphers() -> FrameCipherKind:
 class FrameCipher:
     """Cipher for the frames of one direction of a connection.
 
-    The nonce counts the frames, so a frame that is left out, repeated or moved cannot be opened. ``key`` has 32 bytes,
-    and is only for this connection and direction. ``kind`` is one of `frame_ciphers`.
+    The nonce counts the frames: after a frame was left out, repeated or moved, `open` returns False. ``key`` has 32
+    bytes, and is only for this connection and direction. ``kind`` is one of `frame_ciphers`.
     """
 
     def __init__(self, key: bytes, kind: FrameCipherKind = FrameCipherKind.CHACHA) -> None:
@@ -61,7 +61,8 @@ class FrameCipher:
     def open(self, sealed: memoryview, target: memoryview, header: bytes) -> bool:
         """Decrypts a frame into ``target``. ``sealed`` is the frame, followed by its MAC.
 
-        If the frame or its header was changed, returns False, and the content of ``target`` is undefined.
+        Returns False if the frame or its header was changed, or is not the next one. The content of ``target`` is then
+        undefined.
         """
         assert sealed.nbytes == target.nbytes + FRAME_MAC_BYTES
         if self._aes is not None:
@@ -84,10 +85,13 @@ class FrameCipher:
 @functools.cache
 @collector_paused()  # the garbage collector would add a quarter of a second to a restart
 def _aes() -> Any:
-    """Returns OpenSSL's AES-GCM, or None if it is missing, or too old to encrypt into existing memory."""
+    """Returns the AES-GCM of `cryptography`, or None if that package is missing, broken or too old.
+
+    Older versions cannot encrypt into existing memory.
+    """
     try:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-    except Exception:  # missing or broken
+    except Exception:
         return None
     return AESGCM if hasattr(AESGCM, "encrypt_into") and hasattr(AESGCM, "decrypt_into") else None
 

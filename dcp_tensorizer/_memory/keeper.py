@@ -1,16 +1,17 @@
 """The keeper: a process beside each trainer, which outlives the trainer and holds its newest states in memory.
 
 The keeper holds the descriptors of the staging buffers, not copies. When the trainer is gone, the keeper waits
-``survive`` seconds for a successor, and then ends. It neither reads nor writes storage.
+``survive`` seconds for a successor, and ends if none has come. It neither reads nor writes storage.
 
-The keeper also holds the digests of the states, with which a successor verifies the loaded bytes. If a save writes a
-state, the writer process computes the digests. The keeper computes the digests of all other states, and of states that
-are not written yet when it copies them or the trainer dies.
+The keeper also holds the digests of the states, with which a successor verifies the loaded bytes. It receives the
+digests that the writer process has computed for a save without encryption, and computes all others: those of states
+that no save writes, of items that other ranks write, and of states that are not written yet when the keeper copies them
+or the trainer dies.
 
 While the trainer lives, no process waits for digests or copies. So the threads that make them have low priorities, and
 so does the session of a keeper that copies: of a core that both need, training gets ten times as much. A successor does
-wait, so the session has the usual priority once the trainer is gone. A keeper that serves replicas of torchft always
-has the usual priority.
+wait, so the session has the usual priority once the trainer is gone. The keeper of a torchft transport always has the
+usual priority, because other replicas wait for it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from .replicas import NICENESS_OF_COPIES, NotCopied, ReplicaServer, Throttle, co
 from .runtime_directory import is_own_peer, listen, remove, touch
 from .wire import Address
 
-_NICENESS = 10  # of the thread for digests, and of a copying keeper's session: they yield to the writer process
+_NICENESS = 10  # of the thread for digests, and of a copying keeper's session: they yield to training and to saves
 _SLICE = 1 << 20  # small enough to be hashed while it is in the processor's cache
 _TOUCH_SECONDS = 6 * 3600.0  # systemd removes files from /tmp after 10 days; a connection does not update their times
 _NEEDED = "its memory was needed"
@@ -65,9 +66,10 @@ _DIGEST_SECONDS = 600.0  # enough at the lowest priority, beside a job that need
 
 
 class _HeldPart:
-    """A rank's part of a state, whose buffer is read as a file.
+    """A rank's part of a state, with its buffer and its digests.
 
-    Mapping it would take as long as reading it, and training would wait for the unmapping: 25 ms for each GiB.
+    To compute digests, the buffer is read as a file. Mapping it would take as long as reading it, and training would
+    wait for the unmapping: 25 ms for each GiB.
     """
 
     def __init__(self, part: StatePart, fd: int, *, is_replica: bool = False) -> None:
@@ -108,10 +110,10 @@ class _HeldPart:
 
 
 class Keeper:
-    """Holder of states, which answers the trainer, its successors, and the keepers of other hosts.
+    """Holder of states, which answers the trainer, its successors, and other hosts.
 
-    It waits ``seconds`` for a successor. ``set_priority`` sets the niceness of its session: to 10 when the keeper is
-    opened to other hosts, unless ``seconds`` is 0, and to 0 when the trainer is gone.
+    Once the trainer is gone, it waits ``seconds`` for a successor. ``set_priority`` sets the niceness of its session:
+    to 10 when the keeper is opened to other hosts, unless ``seconds`` is 0, and to 0 when the trainer is gone.
     """
 
     def __init__(
@@ -122,16 +124,16 @@ class Keeper:
         self._seconds = seconds
         self._set_priority = set_priority
         self._held: dict[tuple[str, int], _HeldPart] = {}  # by id and rank: the trainer's own parts, and replicas
-        self._claimed_by = ""  # the last run of a job that has claimed this keeper
+        self._claimed_by = ""  # the run that has claimed this keeper last
         self._server: ReplicaServer | None = None
         self._copy = CopyStatus()
         self._copying: _HeldPart | None = None  # the part of the current or last copy
-        self._copied: tuple[Address, StateHead] | None = None  # the keeper with the copies, and the last copied state
-        self._claims: dict[object, str] = {}  # the run of a job that has claimed this keeper, by its connection
+        self._copied: tuple[Address, StateHead] | None = None  # the partner, and the state of the last copy
+        self._claims: dict[object, str] = {}  # the runs that claim this keeper, by their connections
         self.is_orphaned = self._is_over = False
         self._deadline: float | None = None
         self._changed = free_in_child(threading.Condition())
-        # Peers wait for the digests of a live state, but not for those of a state that is held for a restart.
+        # With 0 seconds, other hosts wait for the digests while the trainer lives.
         lower = functools.partial(lower_priority, _NICENESS) if seconds else None
         self._digesting = ThreadPoolExecutor(1, "digest", initializer=lower)
 
@@ -149,7 +151,7 @@ class Keeper:
             channel.close()
 
     def orphan(self) -> None:
-        """Records that the trainer is gone, or no longer needs its keeper."""
+        """Records that the trainer is gone, or has closed its connection."""
         with self._changed:
             if not self.is_orphaned:
                 self.is_orphaned = True
@@ -169,7 +171,10 @@ class Keeper:
                     touch(path)
 
     def _restart_timeout(self) -> None:
-        """Restarts the timeout for successors. While a successor has claimed the keeper, there is no timeout."""
+        """Restarts the timeout for successors.
+
+        While the trainer lives, or a successor has claimed the keeper, there is no timeout.
+        """
         if self.is_orphaned:
             self._deadline = None if self._claims else time.monotonic() + self._seconds
             self._changed.notify_all()
@@ -234,7 +239,7 @@ class Keeper:
         return next((held for held in of_state if not held.is_replica), None)
 
     def _forget(self, ids: Sequence[str], *, is_trainer: bool, but_copied: bool) -> tuple[str, ...]:
-        """Forgets states: for a trainer only its own parts, for a successor all parts. Returns their ids.
+        """Forgets states: for a trainer only its own parts, for a successor all parts. Returns the ids of these states.
 
         With ``but_copied``, the state whose copy is in progress, or was made last, stays: if another host is lost, this
         rank may need its own part of that state.
@@ -277,7 +282,7 @@ class Keeper:
         if request.anew and self._server is not None:
             self._server.close()
             self._server = None
-        if self._seconds:  # a keeper with 0 seconds serves peers that wait for a live state
+        if self._seconds:  # with 0 seconds, other hosts wait for the states while the trainer lives
             self._set_priority(_NICENESS)
         try:
             self._server = self._server or ReplicaServer(self, request.host, request.secret)
@@ -303,7 +308,7 @@ class Keeper:
             try:
                 drop_copies(*copied)
             except OSError as error:
-                return Failed(f"the keeper at {copied[0]!r} has not removed them: {error}")
+                return Failed(f"the keeper at {copied[0]!r} has not removed the copies: {error}")
         return Done()
 
     def _run_copy(self, request: Copy, held: _HeldPart, fd: int) -> None:
@@ -332,7 +337,9 @@ class Keeper:
 
     def refusal(self) -> str:
         """Returns why this keeper accepts no more copies, or an empty string if it accepts them."""
-        return f"a later run of this job ({self._claimed_by}) has claimed this keeper" if self._claimed_by else ""
+        if not self._claimed_by:
+            return ""
+        return f"a later run of this job ({self._claimed_by}) has claimed the keeper on the partner host"
 
     def add_replica(self, part: StatePart, fd: int) -> None:
         """Adds a complete replica with its buffer."""
@@ -393,8 +400,9 @@ def _accept(listener: socket.socket, keeper: Keeper) -> None:
 def _set_session_priority(niceness: int, is_wanted: Callable[[], bool]) -> None:
     """Sets the niceness of this process's session, 0 or more, in a background thread.
 
-    This has an effect if the kernel schedules by session (autogroup): then each session gets an equal share of the CPU,
-    and the niceness of a process counts only within its session. The thread gives up once ``is_wanted`` returns False.
+    This has an effect only if the kernel schedules by session (autogroup): then each session gets an equal share of the
+    CPU, and the niceness of a process counts only within its session. The thread gives up once ``is_wanted`` returns
+    False.
     """
 
     def work() -> None:

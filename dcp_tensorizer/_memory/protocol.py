@@ -21,17 +21,18 @@ class Extent(NamedTuple):
 
 
 class StateHead(NamedTuple):
-    """Facts about a state in memory that are needed before it is loaded.
+    """Facts about a rank's part of a state in memory, which are needed before the state is loaded.
 
     Attributes:
         id: 32 hexadecimal digits; the same on all ranks.
         number: A later state of a run has a larger number.
         job: The run of the job that made the state. Each restart begins another run.
-        rank: The rank whose state it is.
+        rank: The rank whose part it is.
         world_size: The number of ranks of the job.
         record: The `SaveRecord` of the manager, which an index stores; None without a manager.
-        parent_step: The step of the checkpoint that the state resumes from; None without a checkpoint.
-        left: If the job went back to an earlier step, the id of the newest checkpoint at that time; otherwise None.
+        parent_step: The step of the last checkpoint before the state; None without a checkpoint.
+        left: If the job has gone back to an earlier step and has not saved since, the id of the checkpoint that was the
+            newest then; otherwise None.
         folder: The device and the inode of the job's folder, as ``host`` sees them. None if the folder is not local, or
             did not exist yet.
         host: The host that held the state first (see `this_host`); empty if unknown.
@@ -63,16 +64,16 @@ class StatePart:
     """A rank's part of a state in memory.
 
     The trainer sends the part to its keeper with the descriptor of the staging buffer, and without digests. The keeper
-    sends the part with the digests: to a successor on this host together with that descriptor, and to other hosts
-    without it, as the record that `replicas` describes.
+    sends the part with the digests: to a successor on this host together with that descriptor; to other hosts, as the
+    record that `replicas` describes.
     """
 
     head: StateHead
     nbytes: int  # the size of the buffer
     extents: tuple[Extent, ...]  # all tensors and objects, in the order of their digests
-    description: bytes  # the layout, for a load; a keeper does not decode it
+    description: bytes  # an index of this part alone, for a load; a keeper does not decode it
     inline: bytes  # the bytes that are not in the buffer
-    digests_follow: bool = False  # a save writes the state, and then sends the digests
+    digests_follow: bool = False  # a save writes the state, and then the trainer sends the digests
     digests: tuple[bytes, ...] = ()  # of each extent, as in `StoredItem`
 
 
@@ -81,7 +82,7 @@ class WrittenDigests:
     """Message of the trainer with the digests of a state that a save has written."""
 
     id: str
-    known: Mapping[tuple[int, int], bytes]  # by offset and size in the buffer; without items that other ranks wrote
+    known: Mapping[tuple[int, int], bytes]  # by offset and size in the buffer; of the unencrypted items of this rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class OpenToPeers:
     """Request of the trainer to exchange replicas with keepers on other hosts. The answer is an `Address`."""
 
     host: str  # the address of this host to listen on
-    secret: bytes  # of this keeper: who knows it may connect
+    secret: bytes  # of this keeper: whoever knows it may connect
     anew: bool = False  # stop listening at the previous address, and close its connections
 
 
@@ -118,8 +119,8 @@ class CopyStatus:
     id: str = ""  # the id of the state; empty before the first copy
     is_running: bool = False
     problem: str = ""  # why the copy has failed; empty otherwise
-    is_claimed: bool = False  # a later run of the job has claimed the other keeper
-    is_full: bool = False  # the other host has too little memory
+    is_claimed: bool = False  # a later run of the job has claimed the partner's keeper
+    is_full: bool = False  # the partner host has too little memory
     is_given_up: bool = False  # the memory of the state was needed
 
 
@@ -156,7 +157,7 @@ class Plain(Enum):
 
     LIST = auto()  # list the states: from any process
     COPY_STATUS = auto()  # return the status of the last copy: from the trainer
-    DROP_COPIES = auto()  # make the keeper on the other host forget its copies of this rank's states: from the trainer
+    DROP_COPIES = auto()  # make the partner's keeper forget its copies of this rank's states: from the trainer
     END = auto()  # end, because the states are no longer needed: from the trainer or a successor
 
 

@@ -181,7 +181,7 @@ class _Incoming:
                     os.close(self.fd)
 
     def complete(self) -> int:
-        """Ends the copy, and returns the buffer. Raises `WireError` if a block is missing."""
+        """Ends the copy, and returns the buffer. Raises `WireError` if blocks are missing or the copy is over."""
         with self._lock:
             if self.is_over or self._writers or any(self._missing):
                 raise WireError("blocks are missing, or the copy is over")
@@ -209,7 +209,7 @@ class ReplicaServer:
         self._listener = listen_on(host)
         self.address = Address(host, self._listener.getsockname()[1], secret)
         self._copies: dict[str, _Incoming] = {}
-        self._allocating = free_in_child(threading.Lock())  # one at a time, so that each sees what the others took
+        self._allocating = free_in_child(threading.Lock())  # one allocation at a time: each checks what the others left
         self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
         self._connections: set[socket.socket] = set()
         threading.Thread(target=self._accept, name="peers", daemon=True).start()
@@ -248,7 +248,7 @@ class ReplicaServer:
                 while True:
                     match wire.receive(ReplicaOffer | Block | Record | Read):
                         case ReplicaOffer() as offer:
-                            lower_priority(NICENESS_OF_COPIES)  # nothing waits for a copy
+                            lower_priority(NICENESS_OF_COPIES)  # no process waits for a copy
                             received = memoryview(bytearray(BLOCK))
                             copy, answer = self._offered(offer, own)
                             wire.send(answer)
@@ -279,10 +279,13 @@ class ReplicaServer:
     # --- receiving replicas -----------------------------------------------------------------------------------------
 
     def _offered(self, offer: ReplicaOffer, own: list[_Incoming]) -> tuple[_Incoming | None, ReplicaAnswer]:
-        """Begins or joins a copy. Returns it, and the answer. ``own`` are the copies that this connection began."""
+        """Begins or joins a copy, or only forgets replicas. Returns the copy, if there is one, and the answer.
+
+        ``own`` are the copies that this connection has begun.
+        """
         if offer.copy:
             joined = self._copies.get(offer.copy)
-            return joined, ReplicaAnswer(refusal="no such copy") if joined is None else ReplicaAnswer()
+            return joined, ReplicaAnswer(refusal="the partner ended the copy") if joined is None else ReplicaAnswer()
         if why := self._keeper.refusal():  # the later run may load the replicas of this keeper
             return None, ReplicaAnswer(refusal=why, is_claimed=True)
         if not offer.record_nbytes:
@@ -313,7 +316,7 @@ class ReplicaServer:
         try:
             return allocated(offer.nbytes, offer.record_nbytes), ""
         except (OSError, MemoryError) as error:
-            return None, f"a replica of {offer.nbytes:,} bytes does not fit into memory: {error}"
+            return None, f"the partner host cannot allocate {offer.nbytes:,} bytes for a replica: {error}"
 
     def _recorded(self, wire: Wire, own: list[_Incoming], digest: bytes) -> ReplicaAnswer:
         if len(own) != 1:
@@ -533,7 +536,7 @@ class RemotePart(RangeReader):
     def record(self, seconds: float = 0.0) -> StatePart:
         """Reads the record of the part. If the keeper does not hold the part yet, waits for it up to ``seconds``.
 
-        Raises `ReadError` if the record could not be read.
+        Raises `ReadError` if the record cannot be read, or is of another part.
         """
         deadline = time.monotonic() + seconds
         try:
@@ -582,7 +585,7 @@ class RemotePart(RangeReader):
         try:
             answer: ReplicaAnswer = wire.ask(Read(self._id, self._rank, offset, nbytes), ReplicaAnswer)
             if answer.refusal:
-                raise OSError(f"the keeper at {self._address!r}: {answer.refusal}")
+                raise OSError(f"the keeper at {self._address!r} does not send the state: {answer.refusal}")
         except BaseException:
             wire.close()
             raise

@@ -1,7 +1,7 @@
 """The sockets of the keepers of a job, in a directory that belongs only to the user.
 
-The name of a socket has a hash of the job's folder and a random part, but no rank, because a launcher renumbers ranks.
-The kernel reports the user at the other end of a socket. Both ends check that user before they read any data.
+The name of a socket has a hash that identifies the job, and a random part, but no rank, because a launcher renumbers
+ranks. The kernel reports the user at the other end of a socket. Both ends check that user before they read any data.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def runtime_directory() -> Path:
 
 
 def job_name(location: str) -> str:
-    """Returns the name of a job in the names of its sockets. ``location`` identifies the job, as its folder does."""
+    """Returns the name of a job in the names of its sockets. ``location`` identifies the job, such as its folder."""
     # The name includes the boot's id: machines may share the directory's disk, but a socket works only on one machine.
     boot = socket.gethostname()
     with suppress(OSError):
@@ -48,7 +48,7 @@ def job_name(location: str) -> str:
 
 
 def identity(folder: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Returns the device and the inode of a local folder, or None if it does not exist."""
+    """Returns the device and the inode of a folder, or None if it is not local or does not exist."""
     with suppress(OSError, ValueError):
         if os.path.isabs(folder):
             status = os.stat(folder)

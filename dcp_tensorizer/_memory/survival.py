@@ -1,7 +1,7 @@
 """Restarts from memory: keeper processes outlive the trainers, and hold their newest states for a later run.
 
-A state is forgotten only when each rank has the next one. So whenever a rank dies, all ranks have at least one state in
-common. After a restart, all ranks decide together which state to load, if any.
+A newer state replaces an older one only when all ranks hold the newer one. So whenever a rank dies, all ranks have at
+least one state in common. After a restart, all ranks decide together which state to load, if any.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Survival:
         copy_options: CopyOptions,
     ) -> None:
         self.run = agreement.decided(lambda: uuid.uuid4().hex) if seconds else ""
-        # With staging="device" the writer process copies, and it cannot copy while it writes.
+        # With staging="device" the writer process copies the state, and it cannot copy while it writes.
         self.holds = bool(seconds) and buffers > 2 and saver.options.staging != "device"
         self._saver = saver
         self._folder = folder
@@ -163,7 +163,7 @@ class Survival:
     def find_partners(self) -> None:
         """Finds the partners of all ranks, on the first call. Collective; call it after `start_keeper`.
 
-        Waits until the keeper has started. Raises `WriteError` if a rank is gone.
+        With copies, waits until the keeper has started. Raises `WriteError` if a rank is gone.
         """
         if self._has_partners:
             return
@@ -175,7 +175,8 @@ class Survival:
     def wait_held(self) -> None:
         """Waits until the newest state is held, or holding it has failed.
 
-        If the keeper has ended, or memory is short, stops holding states.
+        Stops holding states if the keeper has ended, or if memory is too short for the next state. In the second case,
+        if this run holds no state yet, frees the states of earlier runs instead.
         """
         holding, self._holding = self._holding, None
         error = None if holding is None else holding.exception()
@@ -237,7 +238,7 @@ class Survival:
         return self._buffers + self.copies.is_on
 
     def next_state(self, record: SaveRecord, position: Position) -> OnStaged | None:
-        """Returns a function that holds the next staged state, or None if no rank holds states.
+        """Returns a function that makes the keeper hold the next staged state, or None if no rank holds states.
 
         ``record`` is the record that an index of this state gets, and ``position`` is the position of the job.
         """
@@ -302,7 +303,7 @@ class Survival:
         ]
         if own:
             is_same = all(then in (None, now) for then, now in own)
-        else:  # these hosts are gone. Other hosts have other device numbers, but the same inode.
+        else:  # these hosts are gone. Other hosts have other device numbers, but the same inode number.
             is_same = head.folder is not None and there is not None and head.folder[1] == there[1]
         refusal = functools.partial(outdated, head, tip, head.folder if is_same else None, ids, lost)
         if words := self._agreement.decided(refusal):
@@ -311,7 +312,7 @@ class Survival:
         return head, memory
 
     def forget(self) -> None:
-        """Forgets all states of this run. Call it if the job does not resume from them."""
+        """Forgets all states of this run. Call it before a restore, and when the job goes back to an earlier step."""
         self.wait_held()
         self._newest = None
         self._forget_all_but([])
@@ -362,7 +363,10 @@ class Survival:
             self.copies.start(self._keeper)
 
     def _check_memory(self) -> None:
-        """Frees states if memory is too short to stage the next one as well."""
+        """Checks whether memory is too short to stage another state.
+
+        If it is, stops holding states, or frees the states of earlier runs if this run holds none yet.
+        """
         if len(self._held) > 1:  # the older state is about to be forgotten
             return
         nbytes = max([self.predecessors.nbytes, *(buffer.nbytes for buffer in self._held.values())])
@@ -382,13 +386,16 @@ class Survival:
         available = None if saves.has_buffer(nbytes) else available_memory()
         if available is None or available > _MARGIN * nbytes:
             return ""
-        return f"another staging buffer takes {nbytes:,} bytes, and {available:,} bytes of memory are available"
+        return (
+            f"another staging buffer takes {nbytes:,} bytes, {int(_MARGIN * nbytes):,} with the allocations around it, "
+            f"and {available:,} bytes of memory are available"
+        )
 
     def _stop_holding(self, why: str) -> None:
         """Stops holding states on this rank. The next vote reports it to the other ranks."""
         if self._stage is not _Stage.ENDING:
             self._stage = _Stage.ENDING
-            logger.warning("states are no longer held in memory, and survive=%g is off: %s", self._seconds, why)
+            logger.warning("states are not held in memory from now on, and survive=%g is off: %s", self._seconds, why)
         self._forget_all_but([])
 
     def _forget_all_but(self, staying: Sequence[str], *, but_copied: bool = False) -> None:
@@ -406,7 +413,7 @@ class Survival:
 class Predecessors:
     """Keepers of earlier trainers on this machine.
 
-    ``nbytes`` is the size of the buffer on this machine that `open` opened last, or 0.
+    ``nbytes`` is the size of the last buffer that `open` opened, or 0 if it is on another machine, or none was opened.
     """
 
     def __init__(self, keepers: Sequence[KeeperConnection] = ()) -> None:
@@ -416,7 +423,8 @@ class Predecessors:
     def claim(self, run: str) -> str:
         """Reserves the keepers for a run of the job.
 
-        If a keeper refuses because another run is alive, returns the reason, and otherwise an empty string.
+        If a keeper refuses because another run is alive or is starting, returns the reason, and otherwise an empty
+        string.
         """
         deadline = time.monotonic() + _DEATH_SECONDS
         for keeper in self._keepers:
@@ -450,9 +458,9 @@ class Predecessors:
     ) -> StateCheckpoint:
         """Opens a state as a checkpoint. If several ranks have the same item, ``rank`` gets its own.
 
-        ``elsewhere`` has the holders on other hosts, by the parts' ranks. ``damaged`` has the rank and the holder of
-        each unusable part. Raises `ReadError` if no keeper holds one of the parts any longer, or the state cannot be
-        read.
+        ``elsewhere`` has the addresses of keepers on all hosts, by the ranks of the parts that they hold. ``damaged``
+        has the rank and the holder of each unusable part. Raises `ReadError` if no keeper sends one of the parts, or
+        the parts form no checkpoint.
         """
         holders: dict[int, list[KeeperConnection | Address]] = {}
         for keeper in self._keepers:
@@ -511,7 +519,7 @@ def _name_of(holder: KeeperConnection | Address) -> str:
 def _part_of(
     holders: Sequence[KeeperConnection | Address], state_id: str, rank: int
 ) -> tuple[KeeperConnection | Address, tuple[StatePart, Descriptor | RemotePart]]:
-    """Gets a part from the first holder that still has it. Raises `ReadError` if no holder has it."""
+    """Gets a part from the first holder that sends it. Raises `ReadError` if no holder does."""
     failure = ReadError(f"no undamaged copy of rank {rank}'s part is left")
     for holder in holders:
         try:
@@ -533,8 +541,8 @@ def _order(head: StateHead) -> tuple[int, int, str]:
 class AllMemory:
     """States in the memory of all hosts of the job.
 
-    ``found`` has, for each rank, the keepers on its host. ``parts`` are the heads of the parts of each state, by the
-    state's id and the parts' ranks.
+    ``found`` has, for each rank, what the keepers on its host hold. ``parts`` are the heads of the parts of each state,
+    by the state's id and the parts' ranks.
     """
 
     def __init__(self, found: Sequence[Sequence[Found]]) -> None:
@@ -549,9 +557,9 @@ class AllMemory:
                     holders += [keeper.address] * (keeper.address not in holders)
 
     def states(self) -> list[StateHead]:
-        """Returns the states that all ranks can load from their own or other hosts, each as the head of its first part.
+        """Returns the states that all ranks can load from their own or other hosts.
 
-        A keeper without an address serves only its own host.
+        Each is returned as the head of its lowest rank's part. A keeper without an address serves only its own host.
         """
         found = []
         for state_id, parts in self.parts.items():
@@ -577,7 +585,7 @@ class AllMemory:
     def holders(self, head: StateHead, rank: int | None = None) -> dict[int, list[Address]]:
         """Returns the keepers that serve parts of a state to other hosts, by the parts' ranks.
 
-        With ``rank``, returns only the parts that this rank needs.
+        With ``rank``, returns only the keepers of the parts that this rank needs.
         """
         holders = self._holders.get(head.id, {})
         needed = holders.keys() if rank is None else holders.keys() & self._needed(head, rank)
@@ -607,11 +615,11 @@ def outdated(
     if head.folder not in (None, folder):
         return "the job's folder was replaced"
     if tip is None:
-        return "" if parent is None else "the checkpoint that it resumes from is gone"
+        return "" if parent is None else "the last checkpoint before it is gone"
     if head.left == tip.save_id and (record.parent is None or record.parent in ids):
         return ""  # the job has gone back to a step before the tip, and no run has saved since
     is_newer = head.parent_step is None or tip.number > head.parent_step
     is_of_run = tip.record is not None and tip.record.job == head.job and tip.branch == record.branch
     if parent != tip.save_id and not (is_newer and is_of_run):
-        return f"another job has saved step {tip.number} since, or removed checkpoints"
+        return f"another run has saved step {tip.number} since, or checkpoints were removed"
     return "" if record.step >= tip.number else f"step {tip.number} is on storage"

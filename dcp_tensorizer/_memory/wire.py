@@ -49,7 +49,8 @@ class WireError(OSError):
 class Wire:
     """One end of a connection, for one thread at a time.
 
-    ``is_server``: this end accepted the connection. Raises `WireError` if the other end does not know the secret.
+    ``is_server``: this end accepted the connection. ``seconds`` is the timeout of each read and write after the
+    handshake. Raises `OSError` if the handshake fails: `WireError` if the other end violates the protocol.
     """
 
     def __init__(self, sock: socket.socket, secret: bytes, *, is_server: bool, seconds: float = _SECONDS) -> None:
@@ -115,7 +116,10 @@ class Wire:
         self._send(_MESSAGE, content)
 
     def receive(self, kind: Any) -> Any:
-        """Receives a message of a type or of a union of types. Raises `OSError`, and `WireError` for other types."""
+        """Receives a message of a type or of a union of types.
+
+        Raises `OSError`, and `WireError` if the other end sends anything else.
+        """
         nbytes = self._header(_MESSAGE, MAX_MESSAGE)
         content = memoryview(bytearray(nbytes))
         self._open(_MESSAGE, nbytes, content)
@@ -207,7 +211,7 @@ def _derived(secret: bytes, purpose: bytes, nonces: bytes) -> bytes:
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Address of a keeper for other hosts, and the secret of its run, which only ranks and keepers of the job know."""
+    """Address of a keeper for other hosts, with the keeper's secret, which only ranks and keepers of the job know."""
 
     host: str
     port: int

@@ -34,7 +34,10 @@ _ADAPTER_CONFIG = "adapter_config.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """The options of a model: see `SafetensorsStorageWriter`. Raises `TypeError` or `ValueError` if one is invalid."""
+    """The options of a model: see `SafetensorsStorageWriter`.
+
+    Raises `TypeError` or `ValueError` if one is invalid, and `CheckpointError` if ``publish`` needs a missing zstd.
+    """
 
     dtype: torch.dtype | None = None
     rename: Rules = field(default_factory=dict)
@@ -54,7 +57,9 @@ class ModelOptions:
         if self.publish is not None:
             check_type("publish", self.publish, Publish)
             if self.is_adapter:
-                raise ValueError(f"publish= takes whole models, but files= contains {_ADAPTER_CONFIG}. Omit publish=.")
+                raise ValueError(
+                    f"publish= cannot publish adapters, and files= contains {_ADAPTER_CONFIG}. Omit publish=."
+                )
             zstd()
         if self.dtype is not None:
             check_type("dtype", self.dtype, torch.dtype)
@@ -98,7 +103,7 @@ class ModelTensor:
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """The files of a model, in order."""
+    """The plan of a model's files. A file's number is its index in ``files``."""
 
     files: tuple[SafetensorsLayout[ModelTensor], ...]
     dropped: frozenset[str]  # names, in the state dict, of tied tensors that are not written
@@ -113,11 +118,11 @@ def plan_model(
     order: Mapping[str, int],
     ties: Sequence[Mapping[str, str]],
 ) -> ModelPlan:
-    """Lays out the model of the ranks' plans.
+    """Lays out the files of the model that the ranks' plans make up.
 
-    ``order`` maps the names in the coordinator's state dict to their positions. ``ties`` has a mapping for each rank,
-    from the name of each tied tensor to the name of the tensor that it is tied to. Raises `WriteError`, naming keys, if
-    the format cannot hold the model, or the rules of ``rename`` do not fit its tensors.
+    ``order`` maps the names in the coordinator's state dict to their positions there. ``ties`` has a mapping for each
+    rank, from the name of each tied tensor to the name of the tensor that it is tied to. Raises `WriteError`, naming
+    keys, if the format cannot hold the model, or the rules of ``rename`` do not fit its tensors.
     """
     tensors: dict[str, ModelTensor] = {}
     chunks: dict[str, list[_Chunk]] = defaultdict(list)
@@ -161,7 +166,7 @@ def plan_model(
 
 
 def _carried(box: Box, source: ModelTensor, layouts: dict[str, ChunkLayout]) -> Sequence[_Chunk]:
-    """Returns the parts of a source tensor's chunks that are in a box, with their offsets in the file's tensor.
+    """Returns the parts of a source tensor's chunks that are in a box, as regions of the file's tensor.
 
     ``layouts`` caches the layouts of source tensors by key, because every box needs the layout of its source tensor.
     """
@@ -192,8 +197,8 @@ def _dropped(ties: Sequence[Mapping[str, str]], tensors: Mapping[str, object]) -
 def _placed(shapes: Mapping[str, tuple[int, ...]], rules: Rules, path: str) -> dict[str, Placed]:
     """Returns the tensors of the files.
 
-    Raises `WriteError` if two tensors would have one name, a rule matches no tensor, or a load could not reverse a
-    rule.
+    Raises `WriteError` if two tensors would have one name, a rule matches no tensor, a tensor that it matches has an
+    unsuitable shape, or a load could not reverse the rule.
     """
     renaming = Renaming(rules)
     try:
@@ -221,8 +226,8 @@ def _placed(shapes: Mapping[str, tuple[int, ...]], rules: Rules, path: str) -> d
 class RankLayout:
     """The layout of all files, the same for all ranks.
 
-    Columns have one row per tensor, in ascending order of ``hashes``. A tensor that goes to several tensors of the
-    files has several rows.
+    Columns have one row for each box of a tensor of the files, and one for each tensor of the state dict that is not
+    written. The rows are in ascending order of ``hashes``. Several rows may be of one tensor of the state dict.
     """
 
     save_id: str  # the coordinator's
@@ -265,7 +270,7 @@ class RankLayout:
 
 
 def rank_layout(plan: ModelPlan, files: Sequence[SharedFilePart], save_id: str) -> RankLayout:
-    """Returns the layout for the ranks. The files must have been begun."""
+    """Returns the layout for the ranks. ``files`` are the files that the coordinator has created."""
     has_owners = plan.ranks > 1 and any(part.granule > 1 for part in files)
     numbers: dict[object, int] = {}  # of shardings
     shardings: list[tuple[Layout, list[Run]]] = []

@@ -63,9 +63,9 @@ def _cut(firsts: Integers, nbytes: int, size: int) -> Integers:
 
 
 def split(pieces: Pieces, layout: RankLayout) -> tuple[Pieces, Pieces]:
-    """Divides a rank's pieces into those in blocks that it writes alone, and those in blocks that ranks share.
+    """Divides a rank's pieces into those in blocks that it fills alone, and those in blocks that it may share.
 
-    Each shared piece lies within one block.
+    Each piece of the second kind lies within one block.
     """
     pieces = pieces.select(pieces.nbytes > 0).sorted()
     if not layout.has_granules or not len(pieces):

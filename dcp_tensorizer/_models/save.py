@@ -187,8 +187,8 @@ class ModelSave(Save):
             ranks = RankGroup(group_of_save() if layout.ranks > 1 else None, self.path)
             if ranks.size != layout.ranks:
                 raise WriteError(
-                    f"{self.path}: {layout.ranks} ranks have planned the save, but this rank's process group has "
-                    f"{ranks.size} ranks. Pass the same process_group on all ranks."
+                    f"{self.path}: {layout.ranks} ranks have planned the save, but the size of this rank's process "
+                    f"group is {ranks.size}. Pass the same process_group on all ranks."
                 )
             job = _RankJob(self, layout)
             progress = self._saver.reports.progress
@@ -206,7 +206,7 @@ class ModelSave(Save):
         return [WriteResult(MetadataIndex(f"rank {self.rank}"), job.done.nbytes, job.done.parts)]
 
     def items_of(self, plan: SavePlan, planner: SavePlanner, layout: RankLayout) -> list[Item]:
-        """Returns the items that this rank writes; raises `WriteError`, naming the key, if one cannot be written."""
+        """Returns this rank's items that are in the files; raises `WriteError`, naming a key that cannot be written."""
         buffer = None if self._staged is None else self._staged.buffer
         items = resolve(plan, planner, buffer, self._description.omitted)
         try:
@@ -232,7 +232,7 @@ class ModelSave(Save):
         ]
 
     def headers(self) -> list[torch.Tensor]:
-        """Returns the headers of the files on the coordinator, which writes them, and no headers on other ranks."""
+        """Returns the files' headers on the coordinator, which writes all of them; on other ranks, an empty list."""
         files = () if self._plan is None else self._plan.files
         return [torch.frombuffer(bytearray(file.header), dtype=torch.uint8) for file in files]
 
@@ -244,7 +244,7 @@ class ModelSave(Save):
         dtypes: Sequence[torch.dtype],
         progress: Callable[[int], object],
     ) -> WriteDone:
-        """Writes pieces of this rank's items; raises `WriteError`."""
+        """Writes pieces, whose sources are ``items``. Raises `WriteError`."""
         saver = self._saver
         files = SharedFiles(self.storage, self.rank, saver.options, layout.files, pieces, dtypes)
         return saver.engine.client.write(files, items, self._staged, lambda: saver.closed, progress)
@@ -263,7 +263,7 @@ class ModelSave(Save):
         names: list[str] = []
         with suppress(NotCommitted):  # the directory does not exist
             names = [file.name for file in storage.listing()[0]]
-        recorded = recorded_uploads(storage, names)  # empty if uploads are visible: `commit.begin` removes them
+        recorded = recorded_uploads(storage, names)  # none if `open` could see and remove them
         needed = set() if self._saver.versions is None else self._saver.versions.files_needed(storage.location)
         uploads = {save_id: files for save_id, files in recorded.items() if needed.isdisjoint(files)}
         self._left = set(files_of_models(storage, names, marks_of_uploads(uploads)))
@@ -291,8 +291,8 @@ class ModelSave(Save):
             )
         if self._has_single and (count > 1 or self._index_before is not None):
             raise WriteError(
-                f"{storage.path} holds {self._single}, which readers prefer to an index, but the new model needs "
-                f"an index (of {count} file(s)). Save to another path."
+                f"{storage.path} holds {self._single}, which readers prefer to an index, but the new model needs an "
+                f"index. Save to another path."
             )
         # The files of a model stay until the model is published, even if the next save replaces the model earlier.
         has_readers = self.model.publish is not None and self.model.overwrite
@@ -378,10 +378,10 @@ class ModelSave(Save):
     def _commit_files(self, plan: ModelPlan, parts: Mapping[int, Mapping[int, Mapping[str, str]]]) -> set[str]:
         """Commits the files as the model at the path, when all ranks have written their parts.
 
-        Called on the coordinator. ``parts`` are the ranks' parts by the number of the file. Returns the files of the
-        replaced model, for removal. Raises `WriteError` in three cases: the save is not committed (the previous
-        model is then untouched), it is unknown whether the save is committed, or the save is committed but one of the
-        user's `files` could not be replaced.
+        Called on the coordinator. ``parts`` are the `Sink.parts` of all ranks, by the number of the file. Returns the
+        files of the replaced model, for removal. Raises `WriteError` in three cases: the save is not committed (the
+        previous model is then untouched), it is unknown whether the save is committed, or the save is committed but one
+        of the user's `files` could not be replaced.
         """
         storage, sync = self.storage, self._saver.options.sync_files
         is_lone = self._begun[0].name == self._single
@@ -440,10 +440,10 @@ class ModelSave(Save):
         return replaced
 
     def _other_files(self) -> dict[str, bytes]:
-        """Returns the contents of the user's other files by name.
+        """Returns the contents of the files that ``files=`` lists, by name.
 
-        Skips files of weights in directories. Raises `Refused` if a file is unreadable, or if its name is one that
-        readers would take for weights.
+        Of a directory, returns those of all its files except weights. Raises `Refused` if a file is unreadable, or if
+        its name is one that readers would take for weights.
         """
         found: dict[str, bytes] = {}
         for given in self.model.files:
@@ -468,7 +468,8 @@ class ModelSave(Save):
             if remove(self.storage, names):
                 with suppress(Exception):
                     remove_uploads(self.storage, *self._dead)
-                self._unmark(*names)  # a save that replaces this one may have recorded this save's uploads again
+                # This save's record in S3 stays: a later save that replaces this model may have written it again.
+                self._unmark(*names)
 
         names = tuple(names)
         self._after_held(lambda: self._clean_up(clean_up))

@@ -31,7 +31,7 @@ class SavedModel:
     """A committed model.
 
     ``before`` is the model that this one has replaced, while publishing may still need the files of that model.
-    ``release`` removes the files of the replaced model.
+    ``release`` removes the files of the replaced model, if any, and releases the directory.
     """
 
     storage: Storage

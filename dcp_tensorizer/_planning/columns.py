@@ -99,7 +99,7 @@ class Columns:
     """The write items of a rank."""
 
     table: Table
-    dims: Integers  # dimensions of each item's chunk; -1 for an object
+    dims: Integers  # the number of dimensions of each item's chunk; -1 for an object
     starts: Integers  # a row per item, with zeros after its dimensions
     sizes: Integers  # likewise
 
@@ -221,7 +221,7 @@ class Pickled(NamedTuple):
 
 
 def pack_paths(planner_data: Any, keys: list[str]) -> PackedPaths | Pickled:
-    """Packs paths for sending. ``keys`` are the plan's keys.
+    """Packs planner data for sending: as paths if possible, otherwise as a pickle. ``keys`` are the plan's keys.
 
     Equal paths give equal bytes, unlike pickles, which depend on the identity of strings.
     """
@@ -316,7 +316,7 @@ class EncodedColumns:
     digest: bytes  # of the contents
     table: bytes  # the `Table`; equal bytes on ranks with equal tables
     chunks: bytes  # the other columns
-    may_refer: bool = False  # the rank retains the columns, and understands an answer that refers to them
+    may_refer: bool = False  # the rank retains the columns, and understands a response that refers to them
 
     def decode_table(self, tables: dict[bytes, Table]) -> Table:
         """Returns the table from ``tables``. If it is not there, decodes the table and adds it."""

@@ -1,6 +1,4 @@
-"""The coordinator's part of planning: determines, from all ranks' plans, the items that each rank writes, and makes
-DCP's ``Metadata``.
-"""
+"""The coordinator's part of planning: decides which rank writes which item, and makes DCP's ``Metadata``."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ class GlobalPlan:
 
 
 def encoded(plan: SavePlan) -> EncodedColumns:
-    """Returns a rank's plan as encoded columns. Raises `Unsupported` if the plan has none."""
+    """Returns a rank's plan as encoded columns. Raises `Unsupported` if columns cannot hold the plan."""
     items = plan.items
     if type(plan) not in (SavePlan, CompactPlan) or not plan.usable:
         raise Unsupported
@@ -158,11 +156,13 @@ def _shown_chunk(starts: Integers, sizes: Integers, row: int) -> str:
 
 def _shown(problems: list[tuple[str, str, list[int]]]) -> str:
     lines = []
-    for key, problem, ranks in problems[:_SHOWN]:
-        of = f" (of rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))})" if ranks else ""
+    for key, problem, found in problems[:_SHOWN]:
+        ranks = list(dict.fromkeys(found))  # one rank may have planned both parts
+        of = f" (planned by rank{'s' if len(ranks) > 1 else ''} {' and '.join(map(str, ranks))})" if ranks else ""
         lines.append(f"{key!r} cannot be saved: {problem}{of}")
     more = len(problems) - _SHOWN
-    return "; ".join([*lines, *([f"and {more} other keys have such faults"] if more > 0 else [])])
+    others = "1 other key has" if more == 1 else f"{more} other keys have"
+    return "; ".join([*lines, *([f"and {others} such faults"] if more > 0 else [])])
 
 
 _SHOWN = 3  # keys shown in an error
@@ -256,7 +256,8 @@ def _check_alike(
 def _ranks(ranks: Integers) -> str:
     """Formats ranks: ``rank 0``, ``ranks 1, 2, 3 and 5 others``."""
     numbers = list(dict.fromkeys(ranks.tolist()))
-    more = f" and {len(numbers) - _SHOWN} others" if len(numbers) > _SHOWN else ""
+    others = len(numbers) - _SHOWN
+    more = f" and {others} other{'s' if others > 1 else ''}" if others > 0 else ""
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:_SHOWN]))}{more}"
 
 

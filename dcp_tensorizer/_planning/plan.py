@@ -1,7 +1,7 @@
 """A save plan whose items are made on demand, and whose pickle is small.
 
-A rank sends its plan as columns, or only their digest if the coordinator knows them. The coordinator's answer only
-marks the items that the rank writes.
+A rank sends its plan as columns, or only their digest if the coordinator knows them. If the rank still has its columns,
+the coordinator's response only marks the items that the rank writes.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Reference(NamedTuple):
 class WrittenItems(NamedTuple):
     """The items of a plan that its rank writes.
 
-    If the rank still has its columns, the coordinator answers the rank's plan with this object alone.
+    If the rank still has its columns, this object replaces the items in the coordinator's response to the rank's plan.
     """
 
     items: int  # their number
     mask: bytes  # a bit for each item of the plan
     hints: bytes  # packed
-    reference: Reference | None = None  # in an answer: to the columns that the rank has sent
+    reference: Reference | None = None  # in a response: to the columns that the rank has sent
 
 
 def choose(is_written: np.ndarray, hints: Integers) -> WrittenItems:
@@ -72,8 +72,8 @@ class Items(MutableSequence[WriteItem]):
     Args:
         source: The columns.
         choice: The chosen items; None: all, without hints.
-        history: The history of the planner that made this local plan, if the answer may refer to the plan.
-        coordinator: The id of the coordinator's planner, if the plan answers a rank and that rank accepts references.
+        history: The history of the planner that made this local plan, if the coordinator's response may refer to it.
+        coordinator: The id of the coordinator's history, if this is a response that may refer to the rank's columns.
         tables: The decoded tables of other ranks' plans.
     """
 
@@ -107,7 +107,7 @@ class Items(MutableSequence[WriteItem]):
 
     @functools.cached_property
     def columns(self) -> Columns:
-        """All columns, including those of items that are not chosen."""
+        """The columns of all items, including those that are not chosen."""
         return self.source if isinstance(self.source, Columns) else self.source.decode(self.tables)
 
     @functools.cached_property
@@ -245,7 +245,7 @@ class CompactPlan(SavePlan):
         return _received, (encoded, None, self.storage_data)
 
     def _answer(self, items: Items, choice: WrittenItems) -> tuple[Any, ...]:
-        """Returns the pickle of the coordinator's plan for a rank. Most ranks only need their choice."""
+        """Returns the pickle of the coordinator's response to a rank. Most ranks need only the choice of items."""
         source = items.source
         is_theirs = "planner_data" not in self.__dict__ or self.planner_data is items.table.planner_data
         if items.coordinator is not None and isinstance(source, EncodedColumns) and source.may_refer and is_theirs:
@@ -307,7 +307,7 @@ class History:
         return self._known.find(digest)
 
     def answered(self, reference: Reference | None) -> Columns:
-        """Returns the columns that an answer refers to, and records that the coordinator knows them."""
+        """Returns the columns that a response refers to, and records that the coordinator knows them."""
         assert self._sent is not None and reference is not None and self._sent[1] == reference.digest
         self._known.add(reference.digest, reference)
         return self._sent[0]
@@ -324,8 +324,9 @@ class History:
         if plan is not None:
             return plan
         raise WriteError(
-            f"rank {rank} refers to a plan that this coordinator does not know: the rank's planner has saved with "
-            f"another coordinator. The next save sends the whole plan. Use one planner per rank for all saves."
+            f"rank {rank} refers to a plan that this coordinator does not know: another rank, or another planner, "
+            f"coordinated the last saves of rank {rank}. The next save sends the whole plan. Use one planner per rank "
+            f"for all saves."
         )
 
     def find(self, key: object) -> Any:

@@ -35,7 +35,7 @@ def has_older_keys(metadata: Metadata, state_dict: Mapping[str, Any], nested: Ma
 
 
 def _containers(container: Any, path: str) -> Iterator[str]:
-    """Yields the keys that the dicts and lists in a container would have."""
+    """Yields the keys of the dicts and lists in a container, for a checkpoint that stores them as objects."""
     members = container.items() if isinstance(container, Mapping) else enumerate(container)
     for name, member in members:
         if isinstance(member, (Mapping, list)):
@@ -120,8 +120,7 @@ _retained: WeakValueDictionary[str, RetainedPlan] = WeakValueDictionary()
 class RetainedPlan(LoadPlan):
     """A load plan whose items the coordinator does not send back.
 
-    Hold the plan that `keep` returns until its copy has come back. The fields are those of `LoadPlan`. To change the
-    items on another rank, assign ``items``, or make a new plan.
+    Hold the plan that `keep` returns until its copy has come back.
     """
 
     def __init__(self, items: list[ReadItem], storage_data: Any = None, planner_data: Any = None) -> None:

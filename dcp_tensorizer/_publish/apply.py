@@ -48,10 +48,11 @@ class Applied:
 
     Attributes:
         version: The version that the copy has now.
-        before: The version that the copy had. None if the directory was empty.
+        before: The version that the copy had. None if the directory had no model.
         deltas: The number of deltas that were applied.
         is_whole: A whole version was copied first.
-        nbytes: Bytes of tensors and files that were written. If the copy already had the version, 0.
+        nbytes: The size of the safetensors files that were written, or of the tensors that were changed. If the copy
+            already had the version, 0.
         seconds: The duration of the call.
     """
 
@@ -74,8 +75,9 @@ def apply_delta(
     """Updates a copy of a model to a published version, atomically.
 
     In a directory, writes new files and verifies their SHA-256. Then replaces the index, which is the commit, and
-    removes the old files. Copies a whole version into an empty directory. In a mapping, verifies the result for each
-    tensor, and then changes the tensors in place. After an error, restores them.
+    removes the old files. If the directory is empty, or no deltas lead from its version to the wanted one, copies a
+    whole version first. In a mapping, verifies the result for each tensor that changes, and then changes these tensors
+    in place. After an error, restores them.
 
     Args:
         target: A local directory, or a mapping from names to tensors or NumPy arrays, such as a state dict. Names that
@@ -86,9 +88,10 @@ def apply_delta(
         on_progress: Called with the number of bytes done, and the total.
 
     Raises:
-        StateMismatch: the copy is not at a version that the deltas apply to. Nothing has changed.
+        StateMismatch: the copy is not at a version that the deltas apply to, files beside the weights would have to
+            change, or tensors are missing from the mapping or cannot be changed in place. Nothing has changed.
         ChecksumMismatch: the copy or the published version is damaged. Nothing has changed.
-        NotCommitted: the version does not exist.
+        NotCommitted: the version does not exist, or nothing has been published.
         MetadataError: the published version is damaged.
         UnsupportedFormat: another program, or a newer release, published the version.
         WriteError: the directory is not local, cannot be written to, stays locked by another process, belongs to
@@ -269,7 +272,7 @@ class _Directory:
         current: Manifest | None,
         base: Manifest,
     ) -> Manifest:
-        """Writes the files of a version from those of a directory, under temporary names.
+        """Writes the files of a version under temporary names, from files in ``storage`` and the deltas of ``chain``.
 
         Then renames the files, and writes the index.
         """
@@ -325,7 +328,7 @@ class _Directory:
         return manifest
 
     def _write_others(self, base: Manifest, save: str) -> list[str]:
-        """Writes the files beside the weights, into a directory without a model."""
+        """Writes the files beside the weights under temporary names. Returns their final names."""
         storage = self._published.folder(base.version)
         for name, record in base.others.items():
             stored = base.stored(name)
@@ -564,7 +567,7 @@ class _View(NamedTuple):
 
 
 def _check_target(key: str, value: Any, tensor: StoredBytes) -> None:
-    """Raises `StateMismatch` unless a value is a writable tensor in memory, of the right size."""
+    """Raises `StateMismatch` unless a value is a tensor or an array of the right size, and can be changed in place."""
     torch = sys.modules.get("torch")  # without torch there are no tensors
     if torch is not None and isinstance(value, torch.Tensor):
         is_plain = not hasattr(value, "__tensor_flatten__")  # tensor subclasses such as DTensor have this method
@@ -573,8 +576,8 @@ def _check_target(key: str, value: Any, tensor: StoredBytes) -> None:
         is_right = isinstance(value, np.ndarray) and value.flags.c_contiguous and value.flags.writeable
     if not is_right:
         raise StateMismatch(
-            f"{key!r} must be a writable tensor or array in memory, without overlapping elements, got "
-            f"{type(value).__name__}"
+            f"{key!r} must be a plain strided tensor in memory without overlapping elements, or a writable "
+            f"C-contiguous NumPy array, got an object of type {type(value).__name__}"
         )
     if value.nbytes != tensor.nbytes:
         raise StateMismatch(

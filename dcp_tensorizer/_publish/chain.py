@@ -94,8 +94,9 @@ class Chain:
     ) -> Iterator[np.ndarray]:
         """Reads a tensor of the earlier version, and yields all of its bytes with the deltas applied.
 
-        Appends the deltas to ``frames``, in the order of the versions. Raises `ChecksumMismatch` if the result differs
-        from the published tensor: the tensor belongs to another version, or the tensor or a delta is damaged.
+        Appends the deltas to ``frames``, if given, in the order of the versions. A tensor that no delta changes is not
+        verified. Otherwise raises `ChecksumMismatch` if the result differs from the published tensor: the tensor
+        belongs to another version or model, or the tensor or a delta is damaged.
         """
         changing = [(delta, delta.changes[tensor.key]) for delta in self._deltas if tensor.key in delta.changes]
         with ExitStack() as files:
@@ -129,7 +130,7 @@ class Chain:
 
 
 def _frame(read: Read, stored: StoredBytes, tensor: StoredBytes) -> Iterator[memoryview]:
-    """Reads the delta of a tensor in pieces."""
+    """Reads the delta of a tensor in pieces. Raises `ValueError` if the delta is too large for the tensor."""
     if stored.nbytes > largest_delta(tensor.nbytes):
         raise ValueError(f"its delta has {stored.nbytes:,} bytes, too many for a tensor of {tensor.nbytes:,} bytes")
     for start in range(0, stored.nbytes, PIECE):

@@ -25,7 +25,7 @@ PIECE = 1 << 20
 """Bytes that are compared, hashed and compressed in one step: they fit into the L2 cache."""
 
 _FRAME_OVERHEAD = 1 << 10
-_EXPANSION = 128  # zstd stores incompressible data in blocks of 128 KiB, each with a header of 3 bytes
+_EXPANSION = 128  # 1 byte more per 128: enough, as zstd adds 3 bytes to each block of 128 KiB that it cannot compress
 
 
 def zstd() -> Any:
@@ -40,7 +40,8 @@ def zstd() -> Any:
             from backports import zstd as module
     except ImportError as error:
         raise CheckpointError(
-            f"cannot import zstd, which deltas need ({error}): pip install 'dcp_tensorizer[publish]'"
+            f"cannot import zstd, which deltas need ({error}). Before Python 3.14, run pip install "
+            f"'dcp_tensorizer[publish]'. From 3.14 on, use a build of Python with zstd."
         ) from None
     return module
 

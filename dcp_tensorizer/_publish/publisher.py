@@ -77,8 +77,8 @@ def publish(
     """Publishes a model as the next version of a directory: the whole model, or its changes since the previous version.
 
     A version is whole if it is the first one, or if ``max_deltas`` deltas follow the last whole one. It is also whole
-    if the model differs from the last whole version in the names, dtypes, shapes or locations of its tensors, or in the
-    files beside the weights.
+    if the model differs from the last whole version in the header of a safetensors file, or in the files beside the
+    weights. A header has the names, dtypes, shapes and offsets of the tensors, and ``__metadata__``.
 
     A directory has one publisher at a time. A later publisher takes the lease of the directory, and the earlier one
     raises `Refused`. If the earlier one's manifest arrives first nevertheless, its version stays, and the later one
@@ -92,13 +92,13 @@ def publish(
         step: The step of training, recorded in the version.
         max_deltas: The number of deltas that may follow a whole version. A new reader has to read all of them.
         keep_latest: The number of newest versions to keep, with all versions on which they build. The other
-            versions are removed.
+            versions are removed. If None, all versions are kept.
         storage_options: Options of the storages of URLs, such as credentials.
-        on_progress: Called with the number of bytes read, and the size of the model.
+        on_progress: Called with the number of bytes read, and the size of the model's safetensors files.
 
     Raises:
         NotCommitted: there is no model in ``directory``.
-        MetadataError: the model or a published version is damaged.
+        MetadataError: the model or a published version is damaged, or a manifest cannot describe the model.
         ChecksumMismatch: ``previous`` or the published files are not the previous version, or are damaged.
         Refused: another publisher has taken the lease, or has just published this version. It is a `WriteError`.
         WriteError: the version cannot be written.
@@ -126,6 +126,8 @@ class Publish:
 
     Raises:
         TypeError, ValueError: an option is invalid.
+        WriteError: the path is relative, and there is no working directory; or its URL is read-only, has an unknown
+            protocol, or needs a library that is missing.
     """
 
     path: str | os.PathLike[str]
@@ -197,7 +199,7 @@ class _Publisher:
         self._lock = free_in_child(threading.Lock())
 
     def publish(self, previous: Model | None, options: Publish) -> PublishedVersion:
-        """Writes the files of the version, and then its manifest. Then removes the old versions."""
+        """Writes the files of the version, then its manifest. Then, with ``keep_latest``, removes old versions."""
         notes = _notes_of(self._model)
         others = {name: FileRecord.of(self._source, name) for name in self._model.others}
         base, why = self._base(others, options.max_deltas)
@@ -208,7 +210,10 @@ class _Publisher:
             content = encode_manifest(manifest, notes if base is None else {})
             path = f"{self._target.path}/{INDEX}"
             if len(content) > MAX_HEADER or decode_manifest(content, path) != manifest:
-                raise MetadataError(f"the manifest of {self._source.path} cannot be read back from {path}")
+                raise MetadataError(
+                    f"{self._source.path} is not published: its manifest is too large, or could not be read back from "
+                    f"{path}"
+                )
             self.lease.check()
         except BaseException:
             self._drop()
@@ -256,7 +261,7 @@ class _Publisher:
         chain = self._folder.chain(newest.version)
         first, deltas = chain[0], chain[1:]
         if len(deltas) >= max_deltas:
-            return None, f"{len(deltas)} deltas follow version {first.version}"
+            return None, f"the limit of max_deltas={max_deltas} after version {first.version} is reached"
         if first.others != others:
             return None, f"files beside the weights differ from version {first.version}"
         storage = self._folder.folder(first.version)
@@ -264,7 +269,8 @@ class _Publisher:
         pairs = [(file, headers.pop(file.header, None)) for file in self._model.weights.values()]
         matched = [(new, old) for new, old in pairs if old is not None]
         if headers or len(matched) < len(pairs):
-            return None, f"its tensors, or their locations in the files, differ from version {first.version}"
+            what = "the header of a file (its tensors, their offsets, and __metadata__)"
+            return None, f"{what} differs from version {first.version}"
         built = Chain([read_delta(self._folder, manifest) for manifest in deltas])
         return _Base(storage, first, built, matched), ""
 

@@ -12,12 +12,12 @@
         model.safetensors.index.json
 
 A version's manifest is its index, so that programs that read models can read a base, and SGLang's receiver can read the
-indices. All other fields are in one object, ``metadata.dcp_tensorizer``.
+indices. The fields that only this package reads are in one object, ``metadata.dcp_tensorizer``.
 
-Two publications may write the same version at the same time. Their files have different names, and the storage accepts
-only one of their manifests. From then on the other publication cannot commit, and its files are leftovers. Programs
-expect the files beside the weights under fixed names. `Published.tidy` adds these names after the commit, and the
-manifest does not refer to them.
+Two publications may write the same version at the same time. Their files have different names. Local disks, and object
+stores with conditional puts, accept only one of their manifests. From then on the other publication cannot commit, and
+its files are leftovers. Programs expect the files beside the weights under fixed names. `Published.tidy` adds these
+names after the commit, and the manifest does not refer to them.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     base_version: int | None = None  # of a delta, the version that it changes
     chain: int  # the base that a delta builds on, directly or through other deltas; of a base, its own number
     files: dict[str, FileRecord]  # the model's safetensors files at this version, by name: in the base, or in the copy
-    others: dict[str, FileRecord] = {}  # of a base, the other files, which do not change within a chain
+    others: dict[str, FileRecord] = {}  # of a base or a copy: the other files, which do not change within a chain
     tensors: dict[str, _Digest] = {}  # the digests of a base's tensors; of a delta, those of the changed tensors
     weight_map: dict[str, str]  # the file of each tensor; of a delta, of each changed tensor
     published_at: datetime
@@ -107,7 +107,7 @@ def other_file_name(record: FileRecord, publication: str) -> str:
     return f".other-{record.sha256}-{publication}"
 
 
-# --- as JSON: an index, with the fields of SGLang in ``metadata``, and all others in ``metadata.dcp_tensorizer`` ------
+# --- as JSON: an index, with SGLang's fields in ``metadata``, and this package's in ``metadata.dcp_tensorizer`` -------
 
 _OF_DELTAS = {"delta_encoding": "xor", "compression_format": "zstd"}
 _CHECKSUMS = "xxh3-128"
@@ -221,7 +221,7 @@ class VersionInfo:
 
 
 class Published:
-    """A directory of published versions, which only a publisher changes."""
+    """A directory of published versions."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -260,10 +260,11 @@ class Published:
         manifest = self.find(version)
         if manifest is None:
             there = [number for number in self.numbers() if self.find(number) is not None]
-            raise NotCommitted(
-                f"there is no version {version} in {self.path}: "
-                + (f"it has versions {there[0]} to {there[-1]}" if there else "nothing has been published there")
-            )
+            if len(there) > 1:
+                instead = f"it has versions {there[0]} to {there[-1]}"
+            else:
+                instead = f"it has only version {there[0]}" if there else "nothing has been published there"
+            raise NotCommitted(f"there is no version {version} in {self.path}: {instead}")
         return manifest
 
     def manifests(self) -> list[Manifest]:
@@ -313,8 +314,8 @@ class Published:
         """Removes versions, except the ``keep_latest`` newest and those on which they build; returns the removed ones.
 
         Removes the highest versions first, so that no delta is ever without its base. Does not need the lease: a
-        version that a publisher adds at the same time builds on the newest one, which stays. Also removes the leftovers
-        of killed publishers and removals.
+        version that a publisher adds at the same time is whole, or builds on the newest one, which stays. Also removes
+        the leftovers of killed publishers and removals. With ``dry_run``, removes nothing.
         """
         versions = [manifest.version for manifest in self.manifests()]
         needed: set[int] = set()
@@ -346,7 +347,7 @@ class Published:
         that programs expect.
 
         Call it only if the version has its manifest: until then, any of its publications may commit. In a new version,
-        all files of other publications are leftovers. Raises `OSError` and `WriteError`.
+        all files that the manifest does not refer to are leftovers. Raises `OSError` and `WriteError`.
         """
         folder = self.folder(manifest.version)
         found = _files_in(folder)
@@ -430,7 +431,9 @@ def collect_versions(
         The versions that were removed; with ``dry_run``, those that would be removed.
 
     Raises:
+        TypeError, ValueError: ``keep_latest`` is not an int of at least 1.
         NotCommitted: nothing has been published there.
+        MetadataError: a manifest is damaged.
         WriteError: a version cannot be removed.
     """
     check_count("keep_latest", keep_latest)

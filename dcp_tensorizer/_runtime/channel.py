@@ -1,4 +1,4 @@
-"""Sends messages and descriptors between two processes over a Unix socket; defines the messages common to all uses.
+"""Sends messages and descriptors between two processes over a Unix socket; defines the messages that all processes use.
 
 Both ends are processes of one user on one machine, so messages are plain pickles.
 """
@@ -29,7 +29,7 @@ _HEADER = struct.Struct("<QI")  # length of the pickle, number of descriptors
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The first message of a process, sent when it has imported its modules."""
+    """The first message of a child process, sent when it has imported its modules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The answer to a request that failed. ``details`` is the traceback, as text."""
+    """The answer to a request that failed. ``details`` is the traceback, as text; empty if there was no exception."""
 
     message: str
     details: str = ""
@@ -128,17 +128,18 @@ class Channel:
             raise TimeoutError(f"no answer in {timeout:g} s") from None
 
     def serve(self, answer: Callable[[Any, list[int]], tuple[object, Sequence[int]]]) -> None:
-        """Answers requests until the other end closes.
+        """Answers requests until the other end closes the channel.
 
         ``answer`` takes a request and its descriptors, and returns an answer and the descriptors to send with it.
-        If ``answer`` raises an exception, or the request cannot be unpickled, the answer is `Failed`.
+        If ``answer`` raises an exception, or a request lacks descriptors or cannot be unpickled, the answer is
+        `Failed`.
         """
         while True:
             try:
                 request, fds = self.receive()
             except EOFError:
                 return
-            except Exception as error:  # the request cannot be unpickled
+            except Exception as error:  # the request cannot be unpickled, or lacks descriptors
                 reply: tuple[object, Sequence[int]] = _failed(error), ()
             else:
                 try:

@@ -187,7 +187,7 @@ def _start(
     module: str, theirs: socket.socket, output: int, arguments: Sequence[str], *, devices: bool, own_session: bool
 ) -> subprocess.Popen[bytes]:
     trainer = -1
-    with suppress(AttributeError, OSError):  # old kernel or sandbox: only the socket's EOF reports our end
+    with suppress(AttributeError, OSError):  # old kernel or sandbox: only the socket's EOF reports the trainer's end
         trainer = above_standard_streams(os.pidfd_open(os.getpid()))
     try:
         # The process inherits the mask, and unblocks these signals after it has set them to be ignored.

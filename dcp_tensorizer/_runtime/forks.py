@@ -162,7 +162,9 @@ class Descriptor:
     def number(self) -> int:
         """Returns the number. Raises `OSError` if it no longer belongs to the file."""
         if not self.is_ours:
-            raise OSError(errno.EBADF, f"{os.strerror(errno.EBADF)}: other code has closed it (os.closerange?)")
+            raise OSError(
+                errno.EBADF, f"{os.strerror(errno.EBADF)}: it was closed, perhaps by other code (os.closerange)"
+            )
         return self._fd
 
     def close(self) -> None:

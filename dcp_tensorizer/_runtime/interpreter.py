@@ -67,9 +67,9 @@ class Borrowed(Generic[_T]):
 # there are none.
 
 _AGEINGS = 96
-"""After this many calls of `_age` since the last full collection, in about ten saves, it no longer delays the next one.
+"""The number of calls, those of about ten saves, after which `_age` no longer delays a full collection.
 
-A full collection frees dead cycles in the oldest generation.
+A full collection restarts the count. No other collection frees dead cycles in the oldest generation.
 """
 _FROZEN_BY_PYTHON = 1000 if sys.version_info[:2] == (3, 12) else 0
 """Python 3.12 starts with about 375 frozen objects, which may be unfrozen. A trainer's ``gc.freeze`` adds many more."""
@@ -95,7 +95,8 @@ _aged = _full_collections = 0
 def _age() -> None:
     """Moves all objects to the oldest generation without visiting them, which delays full collections.
 
-    Also unfreezes objects that another thread freezes between `gc.get_freeze_count` and `gc.unfreeze`.
+    Does nothing after `_AGEINGS` calls, or if the trainer has frozen objects. Also unfreezes objects that another
+    thread freezes between `gc.get_freeze_count` and `gc.unfreeze`.
     """
     global _aged, _full_collections
     full = gc.get_stats()[-1]["collections"]

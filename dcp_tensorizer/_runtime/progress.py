@@ -12,7 +12,8 @@ logger = logging.getLogger("dcp_tensorizer")
 class TransferProgress:
     """A reporter of the progress of a load or a save to a callback, and every ``log_seconds`` to the log.
 
-    ``doing`` names the work on ``path`` in the log. An exception of the callback is logged, and ends the calls.
+    ``doing`` names the work on ``path`` in the log. If the callback raises an exception, the exception is logged, and
+    the callback is not called again.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ def _one(result: object) -> int:
 
 
 class Recent(Generic[_T]):
-    """A thread-safe cache of the most recent results. Keys are digests of contents, so no entry is ever stale.
+    """A thread-safe cache of the results that were added last. Keys are digests of contents, so no entry is ever stale.
 
     It holds at most ``most`` results; with ``size``, results whose sizes add up to at most ``most``. A copy or an
     unpickled cache is empty.

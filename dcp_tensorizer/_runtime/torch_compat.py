@@ -140,11 +140,11 @@ def trusted_globals() -> Set[str]:
 def pickle_of(file: IO[bytes]) -> bytes:
     """Returns the pickle in a file that ``torch.save`` wrote, as ``torch.load`` finds it.
 
-    Raises `ValueError` if ``torch.load`` would read the file as another format.
+    Raises `ValueError` if the file is damaged, or ``torch.load`` would read it as another format.
     """
     file.seek(0)
     if file.read(4) != b"PK\3\4":
-        raise ValueError("it is not in the format of torch.save")
+        raise ValueError("it is not in the zip format of torch.save")
     file.seek(0)
     try:
         archive = torch._C.PyTorchFileReader(file)
@@ -318,7 +318,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def layout_of(value: object) -> tuple[Any, ...] | None:
-    """Returns a value that identifies which part of a DTensor is on this rank. Equal layouts have equal values.
+    """Returns a value that is equal only for DTensors of which this rank has the same part, while their meshes exist.
 
     Returns None for a DTensor that describes its part, and for values that are not DTensors.
     """
@@ -328,7 +328,10 @@ def layout_of(value: object) -> tuple[Any, ...] | None:
 
 
 def local_elements(target: Any, within: torch.Size) -> int:
-    """Returns the number of a tensor's elements on this rank that lie within ``within``, a size of the whole tensor."""
+    """Returns the number of a tensor's elements on this rank that lie within ``within``, a size of the whole tensor.
+
+    Of a ShardedTensor, counts all elements on this rank. Returns 0 for a value that is not a tensor.
+    """
     if isinstance(target, torch.Tensor) and describes_part(target):
         return sum(_elements(chunk.offsets, chunk.sizes, within) for chunk in _create_chunk_list(target))
     if isinstance(target, ShardedTensor):

@@ -76,7 +76,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 def check_type(name: str, value: object, kind: type) -> None:
     """Raises `TypeError` unless the value is an instance of ``kind``."""
     if not isinstance(value, kind):
-        raise TypeError(f"{name} must be {kind.__name__}, got {_type(value)}.")
+        raise TypeError(f"{name} must be an instance of {kind.__name__}, got {_type(value)}.")
 
 
 def check_flags(options: DataclassInstance | None = None, **flags: object) -> None:

@@ -1,4 +1,7 @@
-"""The commit: ``.metadata`` is replaced atomically; only then are the files of the replaced checkpoint removed."""
+"""The commit, which replaces ``.metadata`` atomically, and the removal of files that no ``.metadata`` names.
+
+The files of a replaced checkpoint are removed only after the commit.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,9 @@ from ..errors import CheckpointError, WriteError, listed_ranks
 def begin(storage: Storage, timeout: float) -> DirectoryLock:
     """Locks a directory for a save before any rank writes, and removes the files of dead saves.
 
-    Removes files only if no save is in progress: then these files can never become part of a checkpoint. Raises
-    `WriteError` if the directory cannot be opened, or if another save's clean-up holds the directory's lock for longer
-    than ``timeout`` seconds.
+    Removes files only if no other save is in progress there: then these files can never become part of a checkpoint.
+    Raises `WriteError` if the directory cannot be opened, or if another save's clean-up holds the directory's lock for
+    longer than ``timeout`` seconds.
     """
     lock = storage.lock_directory()
     with suppress(Exception):
@@ -73,9 +76,9 @@ def drop_record(storage: Storage, save_id: str) -> None:
 def dead_files(storage: Storage, names: Sequence[str]) -> list[str]:
     """Returns the files of a directory that belong to saves with records, and that no metadata names.
 
-    No save may be in progress in the directory: then these files provably belong to dead saves. Other files may be
-    copies in progress, or belong to a save whose lock is not visible. Raises `CheckpointError` if the metadata or
-    records cannot be read.
+    Call it only if no other save is in progress in the directory: then these files provably belong to dead saves. Other
+    files may be copies in progress, or belong to a save whose lock is not visible. Raises `CheckpointError` if the
+    metadata or records cannot be read.
     """
     records = {save_id_in(name) for name in names if is_record_file_name(name) and storage.is_record(name)}
     return _leftovers(storage, names, lambda name: save_id_in(name) in records) if records else []
@@ -107,7 +110,8 @@ def files_of_models(storage: Storage, names: Sequence[str], temporary: Iterable[
     """Returns the safetensors files that saves have marked as their own, and that belong to no model.
 
     A killed save wrote these files without an index that names them, or was about to remove them. ``names`` are all
-    files of the directory; ``temporary`` are the temporary names with which saves mark files.
+    files of the directory; ``temporary`` are the temporary names with which saves mark files. Raises `CheckpointError`
+    if the index cannot be read.
     """
     pairs = [(name_of_temporary(mark), mark) for mark in temporary]
     there = {name for name in names if name.endswith(".safetensors")}
@@ -157,6 +161,7 @@ def commit(
     Raises:
         WriteError: nothing is committed, the previous checkpoint is untouched, and the save's files are removed; or the
             outcome is unknown, as after a lost response, and all files stay.
+        ReadError: with ``is_owned``, the metadata to replace cannot be read. Nothing is committed, and all files stay.
     """
     name, old_files = metadata_file_name(rank), replaced()
     if storage.locks_are_visible:  # a second check is cheap, and another job may have saved here since
@@ -206,13 +211,16 @@ def replaced_files(storage: Storage, rank: int | None) -> set[str]:
     This may be called while data is being written. The result lacks the files of a checkpoint that another job commits
     after this call.
     """
-    with suppress(Exception):  # foreign or unreadable metadata must not make a committed save fail
+    with suppress(Exception):  # foreign or unreadable metadata must not make the save fail
         return _named_files(storage, metadata_file_name(rank))
     return set()
 
 
 def remove(storage: Storage, names: Iterable[str]) -> bool:
-    """Removes files that belong to no checkpoint; returns whether all are removed. Leftovers only take space."""
+    """Removes files that belong to no checkpoint; returns whether all are removed.
+
+    Raises no errors, because files that stay only take space.
+    """
     names = tuple(names)
     with suppress(Exception):
         storage.remove(*names)

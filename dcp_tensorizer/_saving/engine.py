@@ -28,9 +28,9 @@ logger = logging.getLogger("dcp_tensorizer")
 class Engine:
     """The resources that the writers of a process share.
 
-    Until a writer needs them, no process runs and no memory is allocated.
-    The engine ends with the interpreter, or when its last open writer is closed. A later writer starts it again. With
-    ``devices`` the writer process sees the trainer's GPUs.
+    Until a writer needs them, no process runs and no memory is allocated. The engine ends with the interpreter, or when
+    its last open writer is closed. A later writer starts it again. With ``devices`` the writer process sees the
+    trainer's GPUs.
 
     Attributes:
         saves: The staged saves and their buffers.
@@ -107,7 +107,7 @@ class Engine:
 
 
 def _exit(reference: weakref.ref[Engine]) -> None:
-    """Waits for a save in progress at the end of the program. If it is not committed, logs the error."""
+    """Waits for the saves in progress at the end of the program. Logs those that are not committed."""
     engine = reference()
     if engine is not None:
         engine.saves.drain_at_exit()
@@ -124,6 +124,9 @@ in_child(_engines, _Engines.clear)
 
 
 def engine_of_process(*, devices: bool) -> Engine:
-    """Returns the engine of this process, with or without GPUs in its writer process. Made on first use."""
+    """Returns an engine of this process, which is made on first use.
+
+    There is one whose writer process sees the GPUs, and one whose writer process does not.
+    """
     # Without a lock: a signal handler that makes a writer could interrupt the lock's holder.
     return _engines.get(devices) or _engines.setdefault(devices, Engine(devices=devices))

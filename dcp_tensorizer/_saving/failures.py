@@ -67,15 +67,16 @@ class FailuresInARow:
         """
         count = self.count if count is None else count
         if limit is not None and count >= limit:
+            saves = "the last save was" if count == 1 else f"{count} saves in a row were"
+            cause = f"The last error was: {self.last_error}. " if self.last_error else ""
             raise WriteError(
-                f"{count} saves in a row were not committed. The last error was: {self.last_error}. The last "
-                f"checkpoint that was committed: {self.last_committed}. Fix the cause, or pass "
-                f"SaveLimits(max_consecutive_failures=None) to keep training without checkpoints."
+                f"{saves} not committed. {cause}The last checkpoint that was committed: {self.last_committed}. Fix the "
+                f"cause, or pass SaveLimits(max_consecutive_failures=None) to keep training without checkpoints."
             )
 
 
 class FailureCounter:
-    """Counter of failed saves in a row, of all writers of a process, because frameworks make a writer for every save.
+    """Counter of failed saves in a row, of all writers of an engine, because frameworks make a writer for every save.
 
     Counts are separate for each process group, and for paths that differ in more than numbers. A save belongs to its
     thread. A save has failed if it is over and `committed` was not called. Only the coordinator knows whether a

@@ -44,7 +44,7 @@ class _Followed:
 
 
 _following: weakref.WeakValueDictionary[str, _Followed] = weakref.WeakValueDictionary()
-"""The saves of this process that the remote does not have yet, by their ids."""
+"""The saves of this process that `Flushing.follow` follows, by their ids. `_received` confirms and removes them."""
 
 
 class CommittedMeta(StorageMeta):
@@ -68,7 +68,7 @@ def _received(*fields: Any) -> StorageMeta:
 
 
 class Flushing:
-    """The flush of one local folder, shared by all writers of a process that save there.
+    """The flush of one local folder, shared by the writers of an engine that save there with equal options.
 
     Attributes:
         target: The local folder, and the folder on the remote that it mirrors.
@@ -95,7 +95,10 @@ class Flushing:
         )
 
     def resume(self) -> None:
-        """Requests the flush of the whole folder from the writer process, including the saves of dead jobs."""
+        """Requests that the writer process flush all unflushed saves in the folder, including those of dead jobs.
+
+        A background thread then reports each save that arrives or is given up.
+        """
         self._has_ended = False
         states = set[str]()
         with suppress(ReadError):  # `open_records` logs it
@@ -125,9 +128,10 @@ class Flushing:
         self._given_up.append(words)
 
     def future(self, save_id: str) -> Future[float] | None:
-        """Returns a future that is done when the remote has a save.
+        """Returns a future of the time when a save arrives on the remote.
 
-        Returns None if the remote has the save already, or if this rank has no part in it.
+        The future fails if the save is given up or can no longer be followed. Returns None if the flush has no part of
+        this rank to send, or if the future was done before `follow` was called for a later save.
         """
         return self._futures.get(save_id)
 
@@ -208,14 +212,13 @@ class Flushing:
             raise WriteError(given_up[0] + (f" (and {len(given_up) - 1} more)" if len(given_up) > 1 else ""))
 
     def end(self, deadline: Deadline) -> None:
-        """Waits until this rank's part of the flush is done. On timeout, logs the number of checkpoints left."""
+        """Waits until this node's part of the flush is done. On timeout, logs the number of checkpoints left."""
         if count := self.unflushed():
             logger.info("%s: waiting for the flush of %d checkpoint(s)", self.target.name, count)
         if not self.wait(deadline, until=lambda: not self.unflushed()):
             logger.error(
-                "%d checkpoint(s) have not reached %s. They are in %s. Start a job with the same local folder to flush "
-                "them.",
-                *(self.unflushed(), self.target.name, self.target.local),
+                "checkpoints in %s that have not reached %s: %d. Start a job with the same local folder to flush them.",
+                *(self.target.local, self.target.name, self.unflushed()),
             )
 
     def stop(self) -> None:
@@ -254,9 +257,9 @@ class Flushing:
                         self._request()
 
     def _check_folder(self) -> bool:
-        """Reports saves that have arrived, have failed or were given up.
+        """Reports saves that have arrived, were given up or can no longer be followed, and warns of failing flushes.
 
-        Returns whether others may be left to follow or flush.
+        Returns whether other saves may be left to follow or flush.
         """
         if not self._lock.acquire(timeout=1.0):
             return True

@@ -39,11 +39,12 @@ class SaveReport:
         nbytes: Bytes of this rank's tensors and objects, written or reused.
         reused_nbytes: The part of ``nbytes`` that was in files of an earlier save, and was not written again
             (``reuse_unchanged``).
-        files: Data files that this rank wrote or reused.
+        files: Number of data files that this rank wrote or reused.
         attempts: 1, or 2 if the writer process died and everything was written again.
         started_at: When staging, or a save without staging, began (``time.time()``).
         seconds: Time from ``started_at`` to ``durable_at``.
-        wait_seconds: Time in `stage` until the previous save was over; before ``started_at``.
+        wait_seconds: Time in `stage` before ``started_at``, until the previous save was over and the writer process had
+            been started.
         stage_seconds: Time in `stage` for the copy, including any wait because of ``max_unflushed``; 0 for a
             synchronous save.
         plan_seconds: Time in DCP's planning and its collectives.
@@ -56,7 +57,7 @@ class SaveReport:
         remote_durable_at: With ``local``, when the whole checkpoint had arrived at the path; None before that, and
             without ``local``.
         spans: The steps as spans of time, including those of the writer process and of each file; the whole save comes
-            first. `trace` draws them.
+            first. `TraceFile` writes them to a file.
         clock_offset: Seconds to add to the times of ``spans`` to get those of ``time.time()``.
     """
 
@@ -106,8 +107,8 @@ class SaveReport:
 def report_of(spans: Sequence[Span], done: WriteDone, *, path: str, save_id: str, rank: int) -> SaveReport:
     """Returns the report of a save, or of a rank's part in it, whose last span has just ended.
 
-    ``spans`` are the spans of staging (none without staging), "plan", "write", the spans of ``done``, "agree", and
-    "commit".
+    ``spans`` are the spans of staging (none without staging), "plan", "write", the spans of ``done`` and, on a rank
+    that commits, "agree" and "commit".
     """
     of = {span.name: span for span in spans}
     write, offset = of["write"], clock_offset()
@@ -211,11 +212,12 @@ class Freshness:
         """Compares a save with the previous one, and retains its digests for the next comparison.
 
         ``written`` has all items that the rank has written. If no compared tensor has changed, returns the first keys;
-        if one has, an empty tuple; if nothing can be compared, None.
+        if one has, an empty tuple; if there is nothing to compare, or no previous save of another step, None.
         """
         before, self._digests = self._digests, {}
         for key, item in written.items():
-            if item.kind == "tensor" and item.digests and not item.nonce_and_macs:  # digests with a nonce always differ
+            # The digests of encrypted data differ in every save.
+            if item.kind == "tensor" and item.digests and not item.nonce_and_macs:
                 dtype = named_dtype(item.dtype)
                 if dtype.is_floating_point or dtype.is_complex:
                     self._digests[key] = item.digests[-_DIGEST_BYTES:]

@@ -42,13 +42,14 @@ _MIN_STEADY_BYTES = INDEX_CAPACITY  # the header of a smaller file takes more sp
 
 
 TensorContent = tuple[TensorSource, bytes]
-"""A tensor's description in a file (`_described`), and the digest of its elements. Both determine a file's bytes."""
+"""A tensor's description in a file (`_described`), and the digest of its elements.
+
+The bytes of a file follow from the `TensorContent` of each of its tensors, in order.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _History:
-    """The history of a tensor."""
-
     digest: bytes  # of its elements, in its last save
     same: int = 0  # number of saves in a row, before the last one, that had the same digest
     needed: int = 1  # the value of ``same`` from which the tensor counts as unchanging
@@ -59,7 +60,6 @@ class _History:
         return self.same >= self.needed
 
     def after(self, digest: bytes, save: int) -> _History:
-        """Returns the history after another save."""
         if digest == self.digest:
             return _History(digest, self.same + 1, self.needed, save)
         needed = min(_MAX_NEEDED, 2 * self.needed) if self.is_steady else self.needed
@@ -107,7 +107,7 @@ class KnownFiles:
         return number, found, histories
 
     def end(self, number: int, files: Sequence[_KnownFile], histories: Mapping[TensorSource, _History]) -> None:
-        """Adds the files and histories of a save that has written its files. Drops those that no later save can use."""
+        """Adds the files and histories of a save that has written its files. Drops those of no use for later saves."""
         with self._changing:
             known = {
                 tensor: history for tensor, history in self._histories.items() if number - history.seen < _SAVES
@@ -247,7 +247,7 @@ class FilesOfSave:
         return digests
 
     def remove(self) -> None:
-        """Removes the files. No process may be writing them."""
+        """Removes the files. Call it only when no process writes them."""
         for file in self._requests:
             try:
                 self.storage.discard(file.name)

@@ -179,7 +179,10 @@ class Save:
 
     @contextmanager
     def whole_or_nothing(self) -> Iterator[None]:
-        """Releases the staged state after a write. If the write fails, removes the save's record."""
+        """Releases the staged state after a write. If the write fails, ends the save, and removes the save's record.
+
+        Adds the rank to the message of a `CheckpointError`, and marks every error by `failed_before_commit`.
+        """
         saver = self._saver
         try:
             yield
@@ -224,8 +227,8 @@ class Save:
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits the save, on the coordinator; without collectives every rank commits its own part.
 
-        Raises `WriteError` if the save is not committed, and the previous checkpoint is untouched; or if the outcome is
-        unknown, as after a lost response.
+        Raises `WriteError` or `ReadError` if the save is not committed, and the previous checkpoint is untouched; or
+        `WriteError` if the outcome is unknown, as after a lost response.
         """
         assert self._written is not None, "write comes first"
         self._lap("agree")
@@ -239,8 +242,7 @@ class Save:
         try:
             self._committed()
         finally:
-            # The files are removed before the user's callback runs, because until their removal a load that began
-            # earlier may find files of both saves.
+            # Before the user's callback, which may copy the directory: it would copy the files of both checkpoints.
             if replaced:
                 self.remove(replaced)
             self.end()
@@ -375,7 +377,7 @@ class Save:
     def commit(self, index: bytes, files: dict[str, int]) -> set[str]:
         """Commits the save as the checkpoint at its path; returns the replaced checkpoint's files, for removal.
 
-        ``files`` has the sizes of all ranks' files. Raises `WriteError`; see `commit.commit`.
+        ``files`` has the sizes of all ranks' files. Raises errors as `commit.commit` does.
         """
         saver = self._saver
         assert self._replaced is not None

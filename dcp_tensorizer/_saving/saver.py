@@ -127,8 +127,8 @@ class Saver:
     ) -> StagedStateDict:
         """Copies a state dict into the staging buffer, once the previous saves are over.
 
-        If too many saves in a row were not committed, the coordinator copies nothing: the save fails on all ranks, and
-        `raise_refusal` raises the error.
+        If the state must not or cannot be saved, the save fails on all ranks. If the reason is that too many saves in a
+        row were not committed, `raise_refusal` also raises the error, on the coordinator.
         """
         called = time.perf_counter()
         self.end_save()  # a failed synchronous save still holds its directory
@@ -179,8 +179,8 @@ class Saver:
         If the save writes from the tensors themselves, ``staged_save`` is None. If another process has staged the
         tensors, ``context`` and ``error`` are those of that staging.
 
-        Raises `StagingError` if this rank could not stage its state dict, and `WriteError` if the save has no path, if
-        the writer is closed, or if too many saves in a row were not committed.
+        Raises `StagingError` if this rank could not stage its state dict, and `WriteError` if the save cannot begin:
+        for example, it has no path, the writer is closed, or too many saves in a row were not committed.
         """
         if staged_save is None:  # a synchronous save, or one that another stager has staged
             self.engine.saves.wait_turn(self.stager)
@@ -236,7 +236,11 @@ class Saver:
         self.engine.failures.check(self.options.limits.max_consecutive_failures, _shown(path), group)
 
     def close(self, deadline: Deadline) -> None:
-        """Waits for the saves of this writer. If no other writer uses the engine, ends it and frees its memory."""
+        """Waits for the saves of this writer, and for the flush of the local folder.
+
+        Then, if no other writer uses the engine, ends the writer process and frees the memory. On timeout, ends the
+        process in any case.
+        """
         is_over = self.engine.saves.drain(self.stager, deadline)
         if self.flushing is not None and self._flushes:  # also flushes saves of dead jobs
             self.flushing.end(deadline)
@@ -272,13 +276,14 @@ class Saver:
         """
         most = self.options.max_unflushed
         flushing.resume()
-        logger.info("%s: training waits for the flush of %d checkpoints", flushing.target.name, most)
+        logger.info("%s: training waits for the flush (max_unflushed=%d)", flushing.target.name, most)
         if flushing.wait(until=lambda: self.closed or flushing.unflushed() < most):
             return StagingError(_CLOSED) if self.closed else None
+        count = flushing.unflushed()
         return StagingError(
-            f"{flushing.unflushed()} checkpoints are only in {flushing.target.local}, and nothing has arrived at "
-            f"{flushing.target.name} for {flushing.target.timeout:g} s: the remote is unreachable, or a node is lost. "
-            f"Check the remote."
+            f"{count} checkpoint{' is' if count == 1 else 's are'} only in {flushing.target.local}, and nothing has "
+            f"arrived at {flushing.target.name} for {flushing.target.timeout:g} s: the remote is unreachable, or a "
+            f"node is lost. Check the remote."
         )
 
     def _where(
@@ -286,13 +291,13 @@ class Saver:
     ) -> str | Path:
         if self.closed:
             raise WriteError(_CLOSED)
+        if path is None:
+            raise WriteError("no path: pass one to the writer, or checkpoint_id= to the save")
         if staged_save is not None and staged_save.distributed and not is_distributed():
             raise WriteError(
                 f"the process group was destroyed before the save to {redact(str(path))} had begun: the ranks would "
                 f"overwrite each other's files. Close the writer before destroy_process_group()."
             )
-        if path is None:
-            raise WriteError("no path: pass one to the writer, or checkpoint_id= to the save")
         return absolute_path(path, directory)
 
     def _check_group(self, where: str | Path, staged_save: StagedSave | None) -> None:

@@ -111,7 +111,7 @@ class TieredSave(Save):
         return super().write_items(items)
 
     def _write_locally(self, items: Sequence[Item]) -> WriteDone:
-        """Writes to the local folder. If that fails, removes the local copies of older saves, and writes again."""
+        """Writes to the local folder. If that fails, removes local copies of flushed saves, and writes once more."""
         try:
             written = super().write_items(items)
         except WriterProcessDied:
@@ -172,8 +172,8 @@ class TieredSave(Save):
     def _commit_remotely(self, index: bytes, commit: Commit) -> set[str]:
         """Waits for earlier saves and the files of all ranks, and commits the save on the remote.
 
-        Raises `WriteError` on timeout, or if the commit fails. In both cases removes the save's files, unless the
-        outcome of the commit is unknown.
+        Raises `WriteError` on timeout, or if the commit fails, and `ReadError` if the remote cannot be read. After an
+        error, removes the save's files only if the save is certainly not committed.
         """
         is_known = True
         try:

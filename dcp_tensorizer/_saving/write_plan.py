@@ -245,7 +245,7 @@ def warn_about_untrusted(items: Sequence[Item], known: set[str]) -> None:
         if refused:
             logger.warning(
                 "%r will be loaded only after torch.serialization.add_safe_globals([%s]), or with "
-                "allow_pickle=True: these types could run code",
+                "allow_pickle=True: loading such a type could run code",
                 key,
                 ", ".join(refused),
             )
@@ -285,7 +285,7 @@ def _check_shape(item: WriteItem, tensor: torch.Tensor) -> None:
     if planned is not None and planned != tensor.shape:
         raise WriteError(
             f"{item.index.fqn!r}: the planner has planned a part of shape {tuple(planned)}, and its resolve_data "
-            f"returned {tuple(tensor.shape)}. Return the planned part."
+            f"returned one of shape {tuple(tensor.shape)}. Return the planned part."
         )
 
 
@@ -310,7 +310,7 @@ _JSON_PATH = "\x1e"  # tensorizer reads a name that begins with it as a JSON pat
 
 
 def stored_names(keys: Sequence[Any]) -> list[str]:
-    """Returns names for tensors in tensorizer files: a key itself, if it is a unique string that can be stored."""
+    """Returns a unique name in tensorizer files for each key: where possible, the key itself."""
     used: set[str] = set()
     names = []
     for number, key in enumerate(keys):

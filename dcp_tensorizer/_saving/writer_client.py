@@ -37,7 +37,7 @@ _PROGRESS_SECONDS = 1.0
 
 
 class WriterClient:
-    """The owner of the writer process that the writers of a trainer share. Writes one rank's items through it.
+    """The owner of the writer process that the writers of an engine share. Writes one rank's items through it.
 
     With ``devices`` the writer process sees the trainer's GPUs. ``device`` is the accelerator of unstaged tensors.
 

@@ -1,8 +1,8 @@
 """GPUs: side streams, events on them, pinned host memory. Only this module calls ``torch.cuda``; see also `driver`.
 
-Every call names its device. The current device of a new thread is device 0, so a CUDA call of that thread without a
-device would create a context on device 0, which may be another rank's GPU. This module never initialises CUDA: it makes
-streams and events only for tensors that are already on a GPU.
+Calls that may create a context name their device. The current device of a new thread is device 0, so such a call of
+that thread without a device would create a context on device 0, which may be another rank's GPU. This module never
+initialises CUDA: it makes streams and events only for tensors that are already on a GPU.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ logger = logging.getLogger("dcp_tensorizer")
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of this process
 
 PIN_BYTES = 1 << 30
-"""Bytes of one registration. Current drivers fail on hundreds of GiB in one call, and Linux 6.11 to 6.13 refuse 2 GiB
-or more. During a call the driver also holds locks, which block calls of other processes."""
+"""Maximum bytes of one registration. Current drivers fail on hundreds of GiB in one call, and Linux 6.11 to 6.13 refuse
+2 GiB or more. During a call the driver also holds locks, which block calls of other processes."""
 
 PIECE_BYTES = 32 << 20
 """Maximum bytes of one copy over the bus. Training's own transfers, such as those of ``.item()``, wait for one piece,
@@ -63,7 +63,7 @@ class SideStream(abc.ABC):
     """A stream for copies on one device, beside the streams of training.
 
     Attributes:
-        has_batches: Whether `copy_batch` may be called.
+        has_batches: Whether `copy_batch` takes batches.
     """
 
     has_batches = False
@@ -79,8 +79,9 @@ class SideStream(abc.ABC):
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Queues copies to, from or on the device.
 
-        Host memory should be pinned, and must not change until the copies are complete. For copies over the bus, source
-        and target must be contiguous and of one dtype: otherwise torch would allocate device memory for each copy.
+        Host memory should be pinned. Until the copies are complete, the caller must not change it, and must not read
+        targets in it. For copies over the bus, source and target must be contiguous and of one dtype: otherwise torch
+        would allocate device memory for each copy.
         """
 
     def spread(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -89,11 +90,11 @@ class SideStream(abc.ABC):
 
     @abc.abstractmethod
     def batch(self, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> Batch:
-        """Prepares copies of bytes from addresses on the device to addresses of pinned host memory."""
+        """Prepares copies of bytes from addresses on the device to addresses of host memory, which should be pinned."""
 
     @abc.abstractmethod
     def copy_batch(self, batch: Batch) -> bool:
-        """Queues the copies of a batch, in any order. Returns whether the driver has accepted all of them.
+        """Queues the copies of a batch, which may run in any order. Returns whether the driver accepts them all.
 
         If the driver refuses a copy, clears `has_batches`.
         """
@@ -198,7 +199,7 @@ class _CudaStream(SideStream):
         self.has_batches = self._copier is not None
         self._followed = torch.cuda.current_stream(index)
         with torch.cuda.device(index):
-            torch.cuda.Event().record(self._followed)  # makes the device's context current, as the driver needs it
+            torch.cuda.Event().record(self._followed)  # makes the device's context current, for `new_stream`
             handles = [new_stream() for _ in range(1 if self.has_batches else LANES)]
         self._lanes = [
             torch.cuda.Stream(device=index) if handle is None else torch.cuda.ExternalStream(handle, device=index)
@@ -266,7 +267,7 @@ class _CudaStream(SideStream):
             try:
                 return torch.empty(nbytes, dtype=torch.uint8, device=device)
             except torch.OutOfMemoryError:
-                # torch gives memory that training has freed only to training's stream. All other memory may be taken.
+                # torch gives memory that training has freed only to training's stream, and perhaps no other is free.
                 with torch.cuda.stream(followed):
                     memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
                 self._wait_for(followed)  # kernels queued on that stream may still use the memory
@@ -312,7 +313,7 @@ class Device:
     Tests on machines without a GPU use a simulated device, which runs its queues on demand.
 
     Attributes:
-        side_streams: The side streams of this process, shared by all savers and loads.
+        side_streams: The side streams of this process, shared by all saves and loads.
     """
 
     def __init__(self) -> None:
@@ -361,7 +362,7 @@ class Device:
                         f"returned {int(status)} ({_name_of(cudart, status)}) at byte {start - address:,}. Copies from "
                         f"and to the GPU will be several times slower. Possible reasons: the machine or the container "
                         f"is short of memory that can be pinned, the virtual machine or the sandbox has its own limit, "
-                        f"or the driver does not register memory of files."
+                        f"or the driver does not register memory that is mapped from a file."
                     )
                 registered.append(start)
                 self._record(new=start)
@@ -406,10 +407,10 @@ def expandable_segments() -> str | None:
 
 
 def synchronize_other_devices(tensors: Iterable[torch.Tensor]) -> None:
-    """Waits for everything on the calling thread's current streams of these tensors' devices without side streams.
+    """Waits for the calling thread's current stream on each of these tensors' devices that has no side stream.
 
-    Such devices are XPU and MPS, for example. Their tensors are copied like host tensors, on threads that have other
-    current streams.
+    Such devices are XPU and MPS, for example. Tensors on them are copied like host tensors, possibly by threads that
+    have other current streams.
     """
     if not _has_other_accelerator():
         return

@@ -1,7 +1,8 @@
 """NVIDIA's driver through ctypes: batches of copies, and streams outside torch's pool.
 
-torch has no API for either. Both are optional: with an older driver, or in a ROCm build, copies go through torch. The
-device's context must be current in the calling thread, which any torch call on that device ensures.
+torch has no API for either. Both are optional: with a driver that is too old for batches, or in a ROCm build, torch
+makes the copies. Without NVIDIA's driver, torch also provides the streams. The device's context must be current in the
+calling thread, which any torch call on that device ensures.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Batch(NamedTuple):
     targets: Numbers
     sources: Numbers
     sizes: Numbers
-    bounds: list[int]  # the number of each call's first copy, then the number of all copies
+    bounds: list[int]  # the index of each call's first copy, then the count of all copies
 
 
 def batch_of(
@@ -38,7 +39,7 @@ def batch_of(
 ) -> Batch:
     """Makes a batch of copies to host memory, each of at most ``most`` bytes.
 
-    The copies of one driver call may have more bytes together, by less than the size of one copy.
+    The copies of one driver call together may exceed ``most``, by less than the size of one copy.
 
     ``borders`` are the sorted addresses at which registrations of host memory begin. No copy may cross one.
     """

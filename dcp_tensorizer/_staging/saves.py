@@ -1,6 +1,6 @@
 """The staged saves of all writers of an engine, in the order of staging, and the buffers that these writers share.
 
-When a save is over, its buffer is retained for a later save of any writer.
+When a save is over, a later save of any of these writers may reuse its buffer.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .staged_save import StagedSave, name_of_group
 # Timeout for a save to take its staged state dict. The save's thread starts just before `async_save` returns, and takes
 # the dict within a millisecond. One second is ample, and limits the cost of a state that is staged but never saved.
 _TAKE_SECONDS = 1.0
-# The same timeout on the thread of the next save, which waits this long only once: in PROCESS mode torch may still be
-# starting its process.
+# Timeout of the same wait on the thread of the next save. It is longer, because in PROCESS mode torch may still be
+# starting its process. After this timeout, the earlier save is abandoned: no save waits for it again.
 _START_SECONDS = 60.0
 
 
@@ -40,7 +40,7 @@ class StagedSaves:
         self._saves: list[StagedSave] = []
         self.spares = weakref.WeakKeyDictionary[object, int]()
         self._idle: list[SharedBuffer] = []
-        self._kept: list[SharedBuffer] = []  # belong to no save, but the keeper may read them (`SharedBuffer.is_kept`)
+        self._kept: list[SharedBuffer] = []  # needed after their saves (`SharedBuffer.is_kept`)
         self._prewarming: Future[SharedBuffer] | None = None
         # Reentrant, because a signal handler that closes the writer may interrupt the holder. No code blocks while it
         # holds this lock.
@@ -61,9 +61,9 @@ class StagedSaves:
             self._saves.remove(staged_save)
 
     def begin(self, owner: object) -> StagedSave | None:
-        """Returns the calling thread's first staged save that has not begun, and adds ``owner`` to its owners.
+        """Begins the first save that has not begun and whose staged state dict the calling thread has taken.
 
-        If there is none, returns None.
+        Returns the save, with ``owner`` added to its owners. If there is none, returns None.
         """
         for staged_save in list(self._saves):
             if staged_save.thread is threading.current_thread() and not staged_save.begun:
@@ -80,7 +80,7 @@ class StagedSaves:
         no save takes an earlier staged state dict, the next save waits only for a timeout, and gets another buffer.
         """
         earlier = list(self._saves)
-        if before is not None:  # if it is missing, a wait for it has timed out, and all remaining saves came later
+        if before is not None:  # if `close` has removed it after a timeout, all remaining saves came later
             del earlier[earlier.index(before) if before in earlier else 0 :]
         thread = threading.current_thread() if before is None else before.staged_on
         group = name_of_group() if before is None else before.group
@@ -95,8 +95,9 @@ class StagedSaves:
                 staged_save.wait_over()
 
     def drain(self, owner: object, deadline: Deadline) -> bool:
-        """Waits for a stager's saves that have begun. Returns False on timeout, or if this call comes from a signal
-        handler that has interrupted the staging of one of them.
+        """Waits until a stager's saves are over, except those whose staged state dict no save takes.
+
+        Returns False on timeout, or in a signal handler that has interrupted the staging of one of the saves.
         """
         for staged_save in self.of(owner):
             if staged_save.is_interrupted or not staged_save.wait_built(deadline.left):
@@ -122,11 +123,11 @@ class StagedSaves:
                 staged_save.wait_over()
 
     def only_of(self, owner: object) -> bool:
-        """Returns whether all unfinished saves are the stager's own."""
+        """Returns whether all unfinished saves have ``owner``, a stager, as their only owner."""
         return all(staged_save.owners == (owner,) or staged_save.over() for staged_save in list(self._saves))
 
     def prewarm(self, nbytes: int, make: Callable[[int], SharedBuffer]) -> None:
-        """Makes a buffer in the background, unless one of that size exists or a save is in progress.
+        """Makes a buffer in the background, unless an idle buffer is large enough or a save is in progress.
 
         Raises `StagingError` if memory is short.
         """
@@ -146,7 +147,10 @@ class StagedSaves:
                 self._idle.append(prewarming.result(deadline.left))
 
     def take_buffer(self, nbytes: int, pin_for: tuple[Device, int] | None = None) -> SharedBuffer:
-        """Returns an idle buffer, or a new one if all are too small. With ``pin_for``, registers it for that device."""
+        """Returns an idle buffer of at least ``nbytes`` bytes. If there is none, frees all idle ones, and makes one.
+
+        With ``pin_for``, registers the returned buffer for that device.
+        """
         self.wait_prewarmed()
         while (buffer := self._take_idle()) is not None:
             if buffer.fits(nbytes):
@@ -158,11 +162,11 @@ class StagedSaves:
         return SharedBuffer(nbytes, pin_for)
 
     def has_buffer(self, nbytes: int) -> bool:
-        """Returns whether a buffer of that size is idle or being made."""
+        """Returns whether an idle buffer has at least ``nbytes`` bytes, or `prewarm` is making a buffer."""
         return self._prewarming is not None or any(buffer.fits(nbytes) for buffer in list(self._idle))
 
     def reclaim(self) -> None:
-        """Reclaims the buffers of finished saves, and retains the largest ones."""
+        """Removes the saves that are over, and takes back their buffers. Retains the largest idle buffers."""
         for staged_save in list(self._saves):
             staged_save.wait_built()  # the staging thread may still take an idle buffer
         unused: list[SharedBuffer] = []
@@ -170,7 +174,7 @@ class StagedSaves:
             for staged_save in [staged_save for staged_save in self._saves if staged_save.over()]:
                 self._saves.remove(staged_save)
                 buffer = staged_save.buffer
-                if buffer is None or not buffer.is_kept:  # otherwise the keeper may still read it
+                if buffer is None or not buffer.is_kept:  # otherwise other code may still get it from the save
                     staged_save.buffer = None
                 if buffer is not None:
                     is_wanted = staged_save.keeps_buffer or buffer.is_kept

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class MappedFile(NamedTuple):
-    """A file that its owner maps. Device and inode show whether the path still refers to it."""
+    """A file that the trainer maps. Device and inode show whether the path still refers to it."""
 
     path: str
     device: int
@@ -97,7 +97,7 @@ class SharedTensors:
 
 
 class SharedWay(BufferWay):
-    """``staging="shared"``: tensors in shared memory are written without a copy."""
+    """The way of ``staging="shared"``: tensors in shared memory are written without a copy."""
 
     holds_training = True
 
@@ -108,7 +108,7 @@ class SharedWay(BufferWay):
 
 
 def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns address ranges sorted, with overlapping and adjacent ones merged."""
+    """Merges overlapping and adjacent address ranges. ``spans`` must be sorted."""
     joined: list[tuple[int, int]] = []
     for start, end in spans:
         if joined and start <= joined[-1][1]:
@@ -119,13 +119,13 @@ def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def map_shared(file: MappedFile) -> mmap.mmap:
-    """Maps another process's shared memory read-only. Raises `WriteError` if it was released or cannot be opened."""
+    """Maps the trainer's shared memory read-only. Raises `WriteError` if it was released or cannot be mapped."""
     try:
         fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             status = os.fstat(fd)
             if (status.st_dev, status.st_ino) != (file.device, file.inode):
-                raise FileNotFoundError("its owner has released it")
+                raise FileNotFoundError("the path now refers to another file")
             return mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ)
         finally:
             os.close(fd)
@@ -160,7 +160,7 @@ def _own_files() -> dict[tuple[int, str], str]:
         try:
             opened, link = os.stat(f"/proc/self/fd/{name}"), os.readlink(f"/proc/self/fd/{name}")
         except OSError:
-            continue  # the descriptor of the listing itself
+            continue  # for example, the descriptor of the listing itself
         if stat.S_ISREG(opened.st_mode):
             paths[opened.st_ino, link] = f"/proc/{os.getpid()}/fd/{name}"
     return paths

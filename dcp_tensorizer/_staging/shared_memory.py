@@ -1,8 +1,8 @@
-"""The staging buffer: one block of memory that the trainer fills and the writer process reads.
+"""The staging buffer: one block of memory for the staged tensors, which the trainer and its writer process share.
 
 The buffer is one anonymous memory file. /dev/shm is not used: containers limit it to 64 MB, and writes beyond that
-raise SIGBUS. One descriptor serves all tensors. The pages are allocated before the first copy, so that a shortage
-raises an error now, not a signal later.
+raise SIGBUS. One descriptor serves all tensors. The pages are allocated before the first copy, so that a shortage of
+memory raises an error, not a signal during a copy.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class SharedBuffer:
     The constructor allocates all of it, or raises `StagingError` and allocates nothing. While ``is_kept`` is true, the
     contents may be needed after their save, and the buffer is not reused.
 
-    With ``pin_for``, a device and its index, registers the buffer as `pin` does: each part while the next one is
-    allocated.
+    With ``pin_for``, a device and its index, the constructor registers the buffer as `pin` does: each part while the
+    next one is allocated.
     """
 
     def __init__(self, nbytes: int, pin_for: tuple[Device, int] | None = None) -> None:
@@ -127,7 +127,7 @@ class SharedBuffer:
         Releases the tensors of `allocate_all` first.
         """
         self.forget()
-        own = 1 if self._map is None else 2  # plus the reference of `getrefcount` itself
+        own = 1 if self._map is None else 2  # the argument of `getrefcount`, and `_map`
         return self._mapping() is not None and sys.getrefcount(self._mapping()) > own
 
     def fits(self, nbytes: int) -> bool:
@@ -213,8 +213,9 @@ def _undo_all(undo: list[Callable[[], None]]) -> None:
 class _Registering:
     """A thread that registers the parts of a buffer while further parts are allocated.
 
-    ``undo`` gets a function for each part. When the ``with`` block ends, all allocated memory is registered. If the
-    system refuses a part, issues a warning, as `pin_if_possible` does, and unregisters all other parts.
+    ``undo`` receives the functions that unregister the parts. When the ``with`` block ends without an error, all
+    allocated memory is registered. If the system refuses a part, unregisters all other parts, and issues a warning, as
+    `pin_if_possible` does.
     """
 
     def __init__(self, address: int, pin_for: tuple[Device, int] | None, undo: list[Callable[[], None]]) -> None:
@@ -231,7 +232,7 @@ class _Registering:
         self._made = made
         start, stop = self._begun, made // PIN_BYTES * PIN_BYTES
         if start < stop and self._pin_for is not None:
-            with suppress(RuntimeError):  # no more threads: `__exit__` registers everything
+            with suppress(RuntimeError):  # no more threads: `__exit__` registers the rest
                 self._pool.submit(self._register, start, stop)
                 self._begun = stop
 
@@ -253,9 +254,9 @@ class _Registering:
 
 
 def _map(fd: int, nbytes: int) -> mmap.mmap:
-    """Maps a file, which may still be shorter, without duplicating its descriptor.
+    """Maps a file, which may still be shorter than ``nbytes``. On Linux, does not duplicate its descriptor.
 
-    Before Python 3.13 `mmap` duplicates the descriptor, and later closes the duplicate's number even if it belongs to
+    `mmap` duplicates it (before Python 3.13 always), and later closes the duplicate's number, even if that belongs to
     another file by then.
     """
     if sys.platform != "linux":
@@ -280,8 +281,8 @@ def _allocate(fd: int, address: int, nbytes: int, made: Callable[[int], object])
     """Allocates the memory and its page table: faulting page by page in the first copy takes three times as long.
 
     Allocates in steps, because the ranks of a node allocate concurrently, and each must see what the others have taken.
-    Several threads share a step, because clearing pages is CPU work. A single thread allocates small pages faster if it
-    does not populate the table. Populating the table also gives huge pages, if the system grants them: they are
+    Several threads share a step, because clearing pages is CPU work. A single thread is faster if it reserves small
+    pages before it populates the table. Populating the table also gives huge pages, if the system grants them: they are
     allocated in a ninth of the time, freed in a fiftieth, and read as a file in a third. After each step, calls
     ``made`` with the bytes allocated so far.
 

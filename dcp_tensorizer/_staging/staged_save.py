@@ -52,7 +52,8 @@ class StagedSave:
     Attributes:
         owners: The stager that staged the state dict, and the stager of the writer that saves the state dict.
         group: The name of the process group of its save; None if unknown.
-        buffer: Holds the staged tensors. None before it is allocated, and after the stager has taken it back.
+        buffer: Holds the staged tensors. None before it is allocated, and after `StagedSaves.reclaim` has taken it
+            back.
         copies: The copies in progress.
         error: The reason why there is nothing to save. The save raises it.
         shared: The tensors that are written from training's own memory, until the state is released. None if all are
@@ -105,7 +106,7 @@ class StagedSave:
         return self.staged_on is not threading.current_thread()
 
     def drop(self) -> None:
-        """Records that nothing refers to the staged state dict, so that no save can take it."""
+        """Records that nothing refers to the staged state dict any more: no save can take it."""
         with self._changed:
             self._dropped = True
             self._changed.notify_all()
@@ -158,7 +159,7 @@ class StagedSave:
             raise StagingError(str(self.error))  # a new error, because a traceback would keep this save's frames alive
 
     def wait_for_consumer(self, timeout: float) -> None:
-        """Waits until a thread, such as that of the save, waits for this copy."""
+        """Waits up to ``timeout`` seconds until a thread, such as that of the save, waits for this copy."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_awaited, timeout)
 
@@ -169,8 +170,8 @@ class StagedSave:
     def _wait_for(self, progress: StagingState, timeout: float | None = None) -> bool:
         if self.is_interrupted:
             raise StagingError(
-                "a signal handler has interrupted the staging of a save, and cannot save before it returns. Set a flag "
-                "in the handler, and save after the handler has returned."
+                "a signal handler has interrupted the staging of a save, which continues only after the handler has "
+                "returned. Set a flag in the handler, and save after the handler has returned."
             )
         with self._changed:
             self._is_awaited = True
@@ -210,9 +211,10 @@ class StagedSave:
                 self.release()
 
     def hold_training(self) -> None:
-        """Prevents later work of the calling thread from changing the state too early.
+        """Prevents later work of the calling thread from changing the state before it is released.
 
-        If only copies from a GPU are left, the thread's current CUDA streams wait for them, and the thread does not.
+        Waits for copies of host memory. For copies from GPUs, makes the thread's current CUDA streams wait instead. If
+        the save reads tensors of training, waits until the state is released.
         """
         self._wait_for(StagingState.QUEUED)
         copies = self.copies
@@ -276,7 +278,10 @@ class StagedSave:
 
 
 def name_of_group() -> str | None:
-    """Returns the name of the process group of the save on this thread: a name does not keep the group alive."""
+    """Returns the name of the process group of the save on this thread, or None if unknown.
+
+    A name does not keep the group alive.
+    """
     group = group_of_save()
     return None if group is None else group.group_name
 
@@ -298,9 +303,8 @@ class StagedStateDict(dict[str, Any]):
 
     ``storage_meta()`` gets no arguments, so it cannot distinguish the save of a staged state dict from a concurrent
     ``dcp.save`` with the same writer on another thread. But DCP first calls ``items()`` of the dict that it saves, on
-    the save's thread and before any collective; in PROCESS mode it pickles the dict there. That call binds the save to
-    the dict, and waits until earlier saves are over and this dict is copied. So saves run one at a time, in the order
-    of staging, which is the same on every rank.
+    the save's thread and before any collective; in PROCESS mode it pickles the dict there. Both bind the save to the
+    dict, wait for the save's turn (`StagedSaves.wait_turn`), and wait until the dict is copied.
     """
 
     def __init__(
@@ -327,7 +331,10 @@ class StagedStateDict(dict[str, Any]):
         return (dict, (list(super().items()),)) if error is None else (_failed, (error,))
 
     def _take(self) -> str | None:
-        """Waits until everything is copied. Returns the error, or None on success."""
+        """Takes the dict for the calling thread, and waits until everything is copied.
+
+        Returns the error, or None on success.
+        """
         if self.staged_save.thread is None:
             self.staged_save.take()
             self._wait_turn(self.staged_save)
@@ -370,7 +377,8 @@ class StagingFuture(concurrent.futures.Future[dict[str, Any]]):
     def result(self, timeout: float | None = None) -> dict[str, Any]:
         """Returns the staged state dict; once a save has taken it, an empty dict.
 
-        The tensors are complete when `StagedSave.wait_copied` returns.
+        The tensors are complete when `StagedSave.wait_copied` returns. Raises `TimeoutError` if the dict does not exist
+        within ``timeout`` seconds.
         """
         staged = self._staged
         if staged is None:

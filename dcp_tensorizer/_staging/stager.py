@@ -1,8 +1,8 @@
-"""Staging: copies a rank's state dict to shared memory, where training does not change it.
+"""Staging: copying a rank's state dict to shared memory, where training does not change the copy.
 
 `Stager.stage` copies the state dict's structure, and records events on the devices' current streams, for which the side
 streams wait. With overlapping staging, training waits only for these two. Then the tensors are copied to a shared
-buffer, which is reused when the save is over (`StagedSave`).
+buffer, which a later save may reuse when the save is over (`StagedSave`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RETURN_SECONDS = 0.005  # several times what ``async_save`` takes from the end 
 
 
 class Stager:
-    """Copier of state dicts to shared memory, which is retained between saves.
+    """Copier of state dicts to shared memory.
 
     Args:
         saves: The staged saves and buffers, which stagers may share. If None, the stager makes its own.
@@ -47,7 +47,8 @@ class Stager:
 
     Attributes:
         dtype_of: Returns the staged dtype for the dtype of a tensor on a device. If this process copies the tensor, the
-            device casts it before the copy. Other tensors are not cast. If None, no tensor is cast.
+            device casts it before the copy, unless it is one of `TensorList.inner`. Other tensors are not cast. If
+            None, no tensor is cast.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Stager:
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
         """Allocates the buffer for state dicts of this size ahead of the first save, in the background.
 
-        Raises `StagingError` if memory is short, or, naming the key, if a tensor cannot be saved.
+        Raises `StagingError` if memory is short, or, naming the key, if a value cannot be staged.
         """
         self.saves.reclaim()
         _, _, copies = self._list(state_dict)
@@ -83,7 +84,9 @@ class Stager:
     def stage(
         self, state_dict: Mapping[str, Any], omitted: frozenset[str] = frozenset(), *, is_kept: bool = False
     ) -> StagedStateDict:
-        """Copies everything except the tensors of ``omitted`` keys to a buffer that no save uses.
+        """Stages everything except the tensors of ``omitted`` keys, in a buffer that no other save uses.
+
+        ``is_kept`` becomes `SharedBuffer.is_kept`.
 
         Never raises because of the contents of the state dict: the other ranks would hang in a collective. The
         `StagedSave` of the result records the error, and its save raises it where DCP sends errors to all ranks (see
@@ -129,14 +132,15 @@ class Stager:
         return staged
 
     def wait_released(self) -> None:
-        """Waits until training may change all staged states."""
+        """Waits until all states that this stager has staged are released: training may then change them."""
         for staged_save in self.saves.of(self):
             staged_save.wait_released()
 
     def hold_training(self) -> None:
-        """Prevents later work of the calling thread from changing anything that is still being copied.
+        """Prevents later work of the calling thread from changing a staged state before it is released.
 
-        Raises `StagingError` while a CUDA graph is captured.
+        With ``overlap_staging``, raises `StagingError` if the calling thread's current stream is being captured into a
+        CUDA graph.
         """
         if self._overlap_staging and self._device.is_capturing:
             raise StagingError(
@@ -216,5 +220,5 @@ class Stager:
         return tensors, shared, copies
 
     def _pin_for(self, copies: Copies) -> tuple[Device, int] | None:
-        """Returns the first device from which this process copies, for which the buffer is pinned; None without one."""
+        """Returns the first device from which this process copies, for which the buffer is pinned, or None."""
         return (self._device, copies.devices[0]) if self.way.copies_from_devices and copies.devices else None

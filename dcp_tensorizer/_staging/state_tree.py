@@ -1,4 +1,4 @@
-"""Copies of state dicts, made in two steps around the copying of their tensors.
+"""Copies of state dicts, made in two steps: one before their tensors are copied, and one after.
 
 `copy_structure` copies containers and plain objects while training waits, and lists the plain tensors. `fill_tensors`
 replaces these by staged tensors, in the same order, and rebuilds wrapper subclasses and sharded tensors around them.
@@ -38,8 +38,8 @@ from .._tensor_file.dtypes import check_supported, has_memory, is_ordinary, is_p
 from ..errors import StagingError, describe
 
 _OTHER_TENSORS = (
-    "the tensors of the state dict have changed during staging. Do not change it before staging is complete. A "
-    "container or tensor subclass that returns other tensors at each access cannot be saved."
+    "the tensors of the state dict have changed during staging. Do not change the state dict before staging is "
+    "complete. A container or tensor subclass that returns other tensors at each access cannot be saved."
 )
 _SHOWN = 60  # characters of the key of a container that contains itself: the whole key has hundreds of parts
 _NO_ANSWER = "has attributes that describe which part of a tensor it is, but DCP cannot plan the tensor with them"
@@ -55,9 +55,10 @@ class TensorList(list[torch.Tensor]):
     have one key, both are staged: one of them is part of an object, which this rank may write.
 
     Attributes:
-        omitted_keys: The keys of tensors that are not staged.
+        omitted_keys: The ``omitted`` keys.
         structure: The state dict, copied except for its tensors.
-        memory: Aliases of the tensors, which refer to the same memory even if training assigns to ``data`` meanwhile.
+        memory: The tensors to copy. If training may assign to their ``data`` meanwhile, aliases that still refer to the
+            same memory.
         in_place: The numbers of the tensors that are written from shared memory without a copy.
         described: The keys of tensors that describe their parts (`describes_part`).
     """
@@ -96,7 +97,10 @@ class TensorList(list[torch.Tensor]):
 
     @property
     def inner(self) -> set[int]:
-        """The numbers of the tensors inside wrapper subclasses. A wrapper depends on the dtypes of these tensors."""
+        """The numbers of the tensors that are not cast, because they are parts of a tensor that may need their dtypes.
+
+        A DTensor of one plain tensor does not, unless it describes its part.
+        """
         return {number for numbers in self._inner for number in numbers}
 
     @collector_paused()
@@ -143,8 +147,8 @@ def copy_structure(value: Any, key: str, tensors: TensorList) -> Any:
             members = [copy_structure(item, f"{key}.{number}", tensors) for number, item in enumerate(value)]
         except RecursionError as error:
             raise StagingError(
-                f"{key[:_SHOWN]!r}... contains itself, or is nested too deeply to be copied. Save it with dcp.save, or "
-                f"replace the inner reference."
+                f"{key[:_SHOWN]!r}... contains itself, or is nested too deeply to be copied. Replace the inner "
+                f"reference, or use fewer levels."
             ) from error
         return members if type(value) is list else _copy_container(value, members, key)
     try:
@@ -170,8 +174,8 @@ class _Described:
     """A tensor that describes its part, with the write items and shards that it had at the time of staging.
 
     DCP writes the shards of such a tensor. So the shards are staged, and the staged tensor returns the write items of
-    the live tensor, and the staged shards. The live tensor is not called again: training may have changed it, and such
-    a tensor often returns views of its own memory.
+    the live tensor, and the staged shards. The methods of the live tensor are not called again: training may have
+    changed it, and such a tensor often returns views of its own memory.
 
     The staged tensor has values only if one shard is the whole local tensor. The staged tensor cannot be pickled or
     copied, because its shards are in the memory of one save.
@@ -256,8 +260,8 @@ def _copy_container(value: Any, members: list[Any], key: str) -> Any:
 def _copy_mapping(value: Mapping[Any, Any], items: list[tuple[Any, Any]]) -> Mapping[Any, Any]:
     """Returns a copy of a mapping that is not a dict, with other values.
 
-    The copy is deep, because a shallow copy may share contents with the mapping. If the mapping cannot be copied,
-    returns a view of a dict, which DCP can flatten. Pickling the view as a whole fails, as it would for the mapping.
+    The copy is deep, because a shallow copy may share contents with the mapping. If the mapping cannot be copied with
+    other values, returns a view of a dict, which DCP can flatten, but cannot pickle as a whole.
     """
     copies = {id(member): item for member, (_, item) in zip(value.values(), items, strict=True)}
     try:
@@ -280,9 +284,10 @@ def _set_members(container: Any, members: list[Any]) -> None:
 
 def _cannot_be_copied(key: str, value: object, why: str) -> StagingError:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    is_container = isinstance(value, dict | list | tuple)
     return StagingError(
-        f"{key!r} is an object of type {kind}, which cannot be copied ({why}). "
-        f"Leave it out of the state dict, or give it a __deepcopy__."
+        f"{key!r} is an object of type {kind}, which cannot be copied ({why}). Leave it out of the state dict, or "
+        f"{'replace it by a plain dict, list or tuple' if is_container else 'give it a __deepcopy__'}."
     )
 
 
@@ -304,7 +309,7 @@ def _inner_tensors(tensor: torch.Tensor, key: str) -> list[torch.Tensor]:
 def fill_tensors(
     structure: Any, tensors: Iterable[torch.Tensor], staged: Iterable[torch.Tensor], dtype_of: DtypeOf | None = None
 ) -> Any:
-    """Puts staged tensors into the result of `copy_structure`, in place if possible, and returns the result.
+    """Puts staged tensors into the result of `copy_structure`, in place if possible. Returns the filled structure.
 
     ``tensors`` are those that `copy_structure` has listed, and ``staged`` their copies, which may have the dtype that
     ``dtype_of`` returns. Raises `StagingError` if the tensors of the structure have changed in number, shape or dtype.

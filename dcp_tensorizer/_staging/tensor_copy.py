@@ -1,6 +1,6 @@
 """Copies a state dict's tensors to their staged tensors, in few calls, on side streams and several cores.
 
-Contiguous tensors on a GPU are copied by address, in batches if the driver takes them (`driver`), otherwise one by one.
+Contiguous tensors on a GPU are copied directly: in batches if the driver takes them (`driver`), otherwise one by one.
 Two kinds of tensors go through a buffer on the GPU: tensors that are too small for a copy of their own, and tensors
 that would need a temporary copy on the GPU (not contiguous, lazily conjugated, or cast). One copy moves many small
 tensors from the buffer to their staged tensors, which are adjacent: see `allocation_order`.
@@ -71,9 +71,9 @@ first item is a key of everything that determines the source and target addresse
 class Copies:
     """Copies of tensors to their staged tensors. One thread begins them, and any thread may wait for them.
 
-    If torch itself has only one thread, ``threads`` threads copy host memory, about the same number of bytes each. One
-    of them is the thread that calls `copy_from_host`, and makes its copies there. The others start in `add`. Copies
-    from devices are queued on ``streams``. Call `SideStreams.follow` first.
+    If torch itself has only one thread, ``threads`` threads copy host memory of 8 MiB or more, about the same number of
+    bytes each. One of them is the thread that calls `copy_from_host`, and makes its copies there. The others start in
+    `add`. Copies from devices are queued on ``streams``. Call `SideStreams.follow` first.
 
     Attributes:
         sources: The tensors to copy.
@@ -99,7 +99,7 @@ class Copies:
         self._limits = limits
         self._on_device: dict[int, list[tuple[int, Pair]]] = defaultdict(list)  # with the number of each
         self._share: _Share = [], []  # pairs in host memory, for the thread that calls `copy_from_host`
-        self._begun: list[concurrent.futures.Future[None]] = []  # by other threads
+        self._begun: list[concurrent.futures.Future[None]] = []  # the copies of other threads
         self._layout: tuple[list[Any], ...] | None = None
         self._batches: dict[int, tuple[Batch, Set[int]]] = {}
         self._queued: set[int] = set()
@@ -182,7 +182,7 @@ class Copies:
                 try:
                     for share in others:
                         self._begun.append(in_background(functools.partial(_copy, *share)))
-                except BaseException:  # a KeyboardInterrupt
+                except BaseException:  # such as a KeyboardInterrupt
                     concurrent.futures.wait(self._begun)
                     raise
 
@@ -213,7 +213,7 @@ class Copies:
                 self._marks.append(stream.mark())
 
     def _queue_batch(self, index: int, stream: SideStream, pairs: list[tuple[int, Pair]]) -> list[tuple[int, Pair]]:
-        """Queues the pairs that are copied by address; returns the others."""
+        """Queues the pairs that a batch can copy. Returns those that are not queued: all if the driver refuses."""
         least = self._limits.batch_bytes
         numbers = {
             number
@@ -272,8 +272,8 @@ def queue_on_device(pairs: Sequence[Pair], stream: SideStream, limits: GatherLim
     """Queues the copies of one device's tensors, in few calls.
 
     Staged tensors are C-contiguous and on the host. One copy over the bus fills the staged tensors of several small
-    tensors, if these are adjacent and have the same element size. The device casts tensors whose staged tensors have
-    another dtype.
+    tensors, if these staged tensors are adjacent and have the same element size. The device casts tensors whose staged
+    tensors have another dtype.
     """
     small: list[_Small] = []
     plain: list[Pair] = []

@@ -1,6 +1,8 @@
 """The contract of a checkpoint's directory: sinks, range reads, and small files that are written atomically.
 
-File names are literal, never globbed. Only local disks and SFTP rename files, because fsspec's rename copies and globs.
+File names are literal, never globbed. Only `LocalStorage` and `SftpStorage` rename files: S3 has no rename, and that of
+fsspec copies and globs.
+
 Saves and loads find a checkpoint's files through its index. They list a directory only to find leftovers, or models
 without an index. The manager and the tools list directories to find checkpoints.
 """
@@ -41,7 +43,7 @@ class ReadTuning:
     slice_bytes: int = UNLIMITED
     """The largest piece to read before it is hashed, so that the hash finds it in the processor's cache."""
     max_coalesced_bytes: int | None = None
-    """The largest single read directly into target tensors; by default, the size of the scratch memory."""
+    """The largest single read directly into target tensors; by default, the size of a load's scratch memory."""
     max_gap_bytes: int = 64 << 10
     """The largest gap between two ranges that is cheaper to read than to skip with another request."""
 
@@ -52,7 +54,10 @@ TIMEOUT = 600.0
 TAKEN = "it already exists and must not be replaced"
 
 FileIdentity = tuple[int | str, ...]
-"""Identifies a file and its contents. Two files, or two contents of one file, have different identities."""
+"""Identifies a file and its contents. Different contents have different identities.
+
+In S3, two files with the same contents may have the same identity.
+"""
 
 
 class Refused(WriteError):
@@ -63,7 +68,7 @@ class Sink(abc.ABC):
     """A new file, written in parts of equal size. Unless `in_order` is set, threads may write parts in any order.
 
     A storage's sink defines `_put_part`, `_complete` and `_abort`. The sink of a `SharedFile` writes the parts of one
-    process: `complete` makes these parts durable, and `abort` does not remove the file.
+    process: `complete` completes only these parts, and `abort` does not remove the file.
     """
 
     part_bytes: int
@@ -71,7 +76,7 @@ class Sink(abc.ABC):
     concurrency = 1
     """The number of parts to write in parallel."""
     in_order = False
-    """The sink takes one part at a time, in order."""
+    """Whether the sink takes only one part at a time, in order."""
 
     def __init__(self) -> None:
         self.bytes_written = 0
@@ -90,9 +95,10 @@ class Sink(abc.ABC):
         self.put(number * self.part_bytes, data)
 
     def put(self, offset: int, data: memoryview) -> None:
-        """Writes a part at its offset in the file; raises `OSError`. If `Storage.granule_of` is 1, takes any range.
+        """Writes a part at its offset in the file; raises `OSError`.
 
-        ``data`` begins as far from a page boundary as ``offset``, and can be reused when the call returns.
+        If `Storage.granule_of` returns 1, the part may be any range of the file. ``data`` begins as far from a page
+        boundary as ``offset``, and can be reused when the call returns.
         """
         started = time.perf_counter()
         self._put(offset, data)
@@ -151,7 +157,7 @@ class SharedFile(NamedTuple):
 
 
 class RangeReader(abc.ABC):
-    """An open file whose ranges several threads read."""
+    """Reader of the ranges of an open file, which several threads may use."""
 
     @abc.abstractmethod
     def read_into(self, buffers: Sequence[memoryview], offset: int) -> None:
@@ -198,10 +204,10 @@ class FileInfo(NamedTuple):
 
 
 class DirectoryLock:
-    """A lock that a save holds on its directory. A ``with`` block releases the lock at its end.
+    """A lock on a directory. Saves share it. The removal of leftovers or of a checkpoint needs it exclusively.
 
-    Other jobs see the lock if `Storage.locks_are_visible` is set. This base class locks nothing. Storages without locks
-    use it.
+    A ``with`` block releases the lock at its end. Other jobs see the lock if `Storage.locks_are_visible` is set. This
+    base class locks nothing. Storages without locks use it.
     """
 
     def __enter__(self) -> DirectoryLock:
@@ -228,13 +234,13 @@ class Storage(abc.ABC):
     Attributes:
         path: The path or URL of the directory, without credentials, for messages and metadata.
         location: The argument with which `open_storage` opens the same directory in another process.
-        in_process: The data is in this process's memory, where no other process can write it.
+        in_process: Whether the data is in this process's memory, where no other process can write it.
         reads: Settings for reads at full speed.
         max_file_bytes: The size that a file should not exceed, unless a single tensor does.
-        locks_are_visible: Every job that could save here sees the lock of `lock_directory`.
-        uploads_are_hidden: Listings do not show a file until it is complete.
-        may_hang: Calls may never return, because the kernel waits for a disk or a server without a timeout.
-        adopts: `adopt` may succeed here, for files of at most ``max_adopted_bytes``.
+        locks_are_visible: Whether every job that could save here sees the lock of `lock_directory`.
+        uploads_are_hidden: Whether listings show a file only when it is complete.
+        may_hang: Whether a call may never return, because the kernel waits for a disk or a server without a timeout.
+        adopts: Whether `adopt` may succeed here, for files of at most ``max_adopted_bytes``.
         connection: A connection that storages with the same options share while it is referenced. Hold a reference
             between saves to avoid reconnecting.
         umask: The umask of the save, on storages with file modes. By default, the umask of the process.
@@ -269,11 +275,17 @@ class Storage(abc.ABC):
         """
 
     def file_in_place(self) -> bytes | None:
-        """If the path names a file instead of a directory, returns the first bytes of the file, otherwise None."""
+        """Returns the first bytes of the file that the path names instead of a directory.
+
+        If the path does not name a file, or the storage is not a `LocalStorage`, returns None.
+        """
         return None
 
     def linked_directories(self) -> list[str]:
-        """Returns the names of links to directories other than its own subdirectories; raises as `listing` does."""
+        """Returns the names of links to directories, except links to direct subdirectories of this one.
+
+        Raises the same errors as `listing`.
+        """
         return []
 
     def uploads(self) -> list[FileInfo]:
@@ -288,7 +300,10 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def create(self, name: str, nbytes: int, *, sync: bool) -> Sink:
-        """Creates a new file of ``nbytes`` bytes; raises `OSError`."""
+        """Creates a new file, into which the sink must write ``nbytes`` bytes; raises `OSError`.
+
+        With ``sync``, `Sink.complete` makes the contents durable.
+        """
 
     def granule_of(self, nbytes: int) -> int:
         """Returns the block size of shared files. Two processes must not write to the same block.
@@ -297,7 +312,8 @@ class Storage(abc.ABC):
             nbytes: The size of the file.
 
         Returns:
-            1 if any process may write any byte, otherwise a multiple of 8. If the storage has no shared files, 0.
+            1 if any process may write any byte, otherwise a multiple of 8. If the storage does not
+            support shared files, 0.
         """
         return 0
 
@@ -306,16 +322,16 @@ class Storage(abc.ABC):
 
         End it with `complete_shared` or `abort_shared`.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no shared files (granule_of returns 0)")
+        raise NotImplementedError(f"{type(self).__name__} does not support shared files (granule_of returns 0)")
 
     def open_shared(self, file: SharedFile, *, sync: bool) -> Sink:
         """Opens a shared file that this or another process has created; raises `OSError`."""
-        raise NotImplementedError(f"{type(self).__name__} has no shared files (granule_of returns 0)")
+        raise NotImplementedError(f"{type(self).__name__} does not support shared files (granule_of returns 0)")
 
     def complete_shared(self, file: SharedFile, parts: Mapping[int, Mapping[str, str]], *, replace: bool) -> None:
         """Gives a completely written shared file its name. The name is durable after `sync_directory`.
 
-        Where possible, a new file also retains its temporary name, as after `mark`.
+        Unless ``replace`` is set, the file also retains its temporary name where possible, as after `mark`.
 
         Args:
             file: The file.
@@ -325,7 +341,7 @@ class Storage(abc.ABC):
         Raises:
             OSError: the file does not have its name, or the outcome is unknown.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no shared files (granule_of returns 0)")
+        raise NotImplementedError(f"{type(self).__name__} does not support shared files (granule_of returns 0)")
 
     def mark(self, save_id: str, *names: str) -> None:  # noqa: B027
         """Gives each file a second, temporary name that contains the save's id, where possible.
@@ -367,8 +383,8 @@ class Storage(abc.ABC):
             name: The name of the file.
             data: Its contents.
             sync: Make the contents durable.
-            replace: Replace an existing file. Otherwise raise an error if the file exists, even if another job writes
-                it at the same time. Some storages cannot detect such a file.
+            replace: Replace an existing file. Otherwise raise `Refused` if the file exists. Some storages do not detect
+                a file that another job writes at the same time.
             save_id: The id of the save that the file belongs to, if any. It is part of the temporary file's name.
 
         Raises:
@@ -406,7 +422,10 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def read(self, name: str, most: int | None = None) -> bytes | None:
-        """Returns a small file, or its first ``most`` bytes. If it does not exist, returns None. Raises `ReadError`."""
+        """Returns the contents of a small file, or their first ``most`` bytes; raises `ReadError`.
+
+        If the file does not exist, returns None.
+        """
 
     def read_range(self, name: str, offset: int, nbytes: int) -> bytes:
         """Reads ``nbytes`` bytes of a file at ``offset``; raises `ReadError`."""
@@ -425,7 +444,10 @@ class Storage(abc.ABC):
         """Returns a file's size in bytes. If the file does not exist, returns None. Raises `ReadError`."""
 
     def identity(self, name: str) -> FileIdentity | None:
-        """Returns a file's identity. If the file does not exist, or the storage cannot `adopt`, returns None."""
+        """Returns a file's identity.
+
+        If the file does not exist, its identity cannot be determined, or the storage cannot `adopt`, returns None.
+        """
         return None
 
     def adopt(
@@ -472,7 +494,7 @@ class Storage(abc.ABC):
         return self.location
 
     def lock_directory(self) -> DirectoryLock:
-        """Locks the directory while a save is in progress; raises `WriteError`."""
+        """Returns a lock on the directory, which is exclusive if possible; raises `WriteError`."""
         return DirectoryLock()
 
     @abc.abstractmethod
@@ -552,7 +574,7 @@ def temporary_file_name(name: str, save_id: str = "") -> str:
 
 
 class MemoryReader(RangeReader):
-    """A file, or a range of one, that is in memory."""
+    """Reader of a file, or of a range of a file, that is in memory."""
 
     def __init__(self, data: memoryview | bytes, offset: int = 0) -> None:
         self._data = np.frombuffer(data, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Opens URLs with fsspec's filesystems: those of S3 as an `S3Storage`, all others as a `StreamStorage`.
+"""Opens URLs with fsspec's filesystems: S3's as an `S3Storage`, local ones as a path, others as a `StreamStorage`.
 
 Only this module imports fsspec.
 """
@@ -110,7 +110,7 @@ _swapping = free_in_child(threading.Lock())  # held while a file in this process
 
 
 class StreamStorage(RemoteStorage):
-    """A directory of any fsspec filesystem. Uses only methods that all of them have.
+    """A directory of any fsspec filesystem. Uses only methods that all filesystems have.
 
     Filesystems with an event loop, and those in `_FOR_THREADS`, serve several threads concurrently. Others get one
     request at a time.
@@ -225,7 +225,7 @@ def _modified(entry: Mapping[str, Any]) -> float | None:
 
 
 class _StreamSink(Sink):
-    """An fsspec stream, which takes parts in order and may send them before the file is complete."""
+    """Sink of an fsspec stream, which takes parts in order, and may send them before the file is complete."""
 
     part_bytes = 8 << 20
     in_order = True

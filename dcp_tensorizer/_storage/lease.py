@@ -2,7 +2,7 @@
 
 A run takes the lease with its first save. From then on the run checks the lease right before it commits or deletes
 anything in the folder. A run may be stopped, or cut off from the network, while another run takes the lease. If the
-first run resumes, it changes nothing in the folder, and its next save raises an error.
+first run then continues, it changes nothing in the folder, and its next save raises an error.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Lease:
     def take(self) -> None:
         """Takes the lease. If that fails, logs a warning, and the next `check` tries again.
 
-        If another run has taken the lease, does nothing; the next `check` raises.
+        If another run has since taken the lease from this run, does nothing; the next `check` raises.
         """
         try:
             self.check()
@@ -79,9 +79,9 @@ class Lease:
                 logger.warning("%s; retrying before the first commit", str(error))
 
     def check(self) -> None:
-        """Checks that this run has the lease. If the run has not taken the lease yet, takes it.
+        """Checks that no other run has taken the lease from this run. If this run has not taken it yet, takes it.
 
-        Raises `Refused` if another run has taken the lease, or if the lease cannot be read or written.
+        Raises `Refused` if another run has taken the lease from this run, or if the lease cannot be read or written.
         """
         if self.lost:
             raise Refused(self.lost)
@@ -104,7 +104,7 @@ class Lease:
             raise Refused(self.lost)
 
     def _taken(self) -> LeaseRecord:
-        """Replaces the lease of the previous run. Two threads may call this at the same time."""
+        """Replaces the lease of the previous run, if any. Two threads may call this at the same time."""
         self._folder.make_directory()
         for _ in range(_TRIES):
             data = self._folder.read(self.name)

@@ -70,7 +70,7 @@ class LocalStorage(Storage):
         self.path = self.location = str(root)
         self.reads = ReadTuning(
             max_threads=min(8, 4 * cores()),
-            min_threads=min(8, cores()),  # more threads would share caches, and read cached files no faster
+            min_threads=min(8, cores()),  # more would share the processor's caches, and gain nothing for cached files
             # On few cores, slices of the size of the L2 cache are 5% faster, because the hash finds them there. On 16
             # cores, eight threads wait for the GIL after each slice: 6.2 GB/s to a GPU, and 8.0 without slices.
             slice_bytes=1 << 20 if cores() <= _FEW_CORES else UNLIMITED,
@@ -200,7 +200,7 @@ class LocalStorage(Storage):
         if expected is None:
             return super().put_if(
                 name, None, data, sync=sync, save_id=save_id
-            )  # atomic, because link() fails if the name exists
+            )  # atomic where the file system has hard links: link() fails if the name exists
         path = self._root / name
         try:
             _check_kind(path)
@@ -333,7 +333,7 @@ class LocalStorage(Storage):
 
     @property
     def _is_local(self) -> bool:
-        """Returns whether only this machine uses the file system. Cached, because a save needs it nine times.
+        """Whether only this machine uses the file system. Cached, because a save needs it nine times.
 
         Not a ``cached_property``: up to Python 3.11 it holds a lock, and all threads would wait for a hung mount.
         """
@@ -343,9 +343,10 @@ class LocalStorage(Storage):
 
 
 class _FileLock(DirectoryLock):
-    """A lock on the directory. It is exclusive if no other save is in progress there. `share` makes it a shared lock.
+    """A kernel's lock on the directory: exclusive if every job can see it, and the directory is not locked already.
 
-    The lock is released when this object is freed or the process ends.
+    `share` takes a shared lock instead. Without the exclusive lock, nothing is locked before `share`. The lock is also
+    released when this object is freed or the process ends.
     """
 
     def __init__(self, root: Path, *, is_visible: bool) -> None:
@@ -361,7 +362,7 @@ class _FileLock(DirectoryLock):
         self._is_exclusive = False
         deadline = time.monotonic() + timeout
         self._wait(deadline, timeout)
-        while not self._is_current():  # another save has removed the directory while cleaning up
+        while not self._is_current():  # a holder of the exclusive lock has removed the directory
             self.release()
             self._open()
             self._wait(deadline, timeout)
@@ -389,12 +390,12 @@ class _FileLock(DirectoryLock):
     def _wait(self, deadline: float, timeout: float) -> None:
         while not self._lock(
             fcntl.LOCK_SH
-        ):  # another save is cleaning up, which takes milliseconds unless its process is stopped
+        ):  # files are being removed, which takes milliseconds unless the process that does so is stopped
             if time.monotonic() > deadline:
                 self.release()
                 raise WriteError(
-                    f"another save has been cleaning up {self._root} for {timeout:g} s. Check whether its "
-                    f"process is stopped."
+                    f"a process has locked {self._root} for {timeout:g} s, to remove files from it. Check whether "
+                    f"that process is stopped."
                 )
             time.sleep(0.01)
 

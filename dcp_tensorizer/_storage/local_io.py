@@ -25,7 +25,7 @@ _LEAST_UNCACHED = 1 << 20  # for smaller reads, querying the cache costs more th
 
 
 class LocalFile(RangeReader):
-    """A local file whose ranges threads read, through the page cache or, with `once`, bypassing it."""
+    """Reader of a local file, for several threads: through the page cache or, with `once`, bypassing it."""
 
     def __init__(self, path: Path) -> None:
         self._fds = [os.open(path, os.O_RDONLY | os.O_CLOEXEC)]
@@ -41,14 +41,14 @@ class LocalFile(RangeReader):
         fd = getattr(self._own, "fd", None)
         if fd is None:
             fd = self._fds[0]
-            with suppress(OSError):  # without /proc, threads share one
+            with suppress(OSError):  # without /proc, threads share one descriptor
                 fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
                 self._fds.append(fd)
             self._own.fd = fd
         read_into(fd, buffers, offset)
 
     def once(self, offset: int, nbytes: int) -> RangeReader:
-        """Reads a range with O_DIRECT into this thread's bounce buffer, unless it is short or in the page cache."""
+        """Reads a long range with O_DIRECT into this thread's bounce buffer, if `_Uncached.read` can."""
         if nbytes < _LEAST_UNCACHED:
             return self
         if self._uncached is None:
@@ -81,7 +81,8 @@ class _Uncached:
     def read(self, offset: int, nbytes: int) -> RangeReader | None:
         """Reads a range; raises `OSError`.
 
-        If the range is in the page cache, the file system refuses O_DIRECT, or the file is too short, returns None.
+        If the range is in the page cache or that is unknown, the file system refuses O_DIRECT, or the file is too
+        short, returns None.
         """
         if self._fd is None or self._residency is None or self._residency.holds(offset + nbytes // 2):
             return None
@@ -109,10 +110,11 @@ _bounce = threading.local()  # holds each thread's buffer, which is replaced whe
 
 
 class UncachedFile(LocalFile):
-    """A local file that is read with O_DIRECT, to verify what is on the disk.
+    """Reader of a local file with O_DIRECT where possible, to verify what is on the disk.
 
-    O_DIRECT needs whole blocks with aligned offset and memory. The rest of a read goes through the page cache, or all
-    of it if the file system refuses O_DIRECT.
+    O_DIRECT needs whole blocks with aligned offset and memory, so `read_into` reads only the whole blocks of the first
+    buffer with it. The rest of a read goes through the page cache, or all of it if its offset or memory is not aligned,
+    or the file system refuses O_DIRECT.
     """
 
     def __init__(self, path: Path) -> None:
@@ -173,7 +175,7 @@ _OF_OWNER = 0o600
 
 
 class LocalSink(Sink):
-    """A local file that is written with O_DIRECT where possible; raises `OSError`.
+    """Sink of a local file, which it writes with O_DIRECT where possible; raises `OSError`.
 
     Incomplete blocks, at the edges of written ranges, go through the page cache. The kernel serializes such a write
     with all other writes to the file, across processes. So `_complete` writes the edges last: with 60 tensors in a file
@@ -331,7 +333,7 @@ def give_mode(made: int | Path, full: int, umask: int | None) -> None:
 
 
 def open_direct(path: Path, access: int) -> int | None:
-    """Opens a file with O_DIRECT. If the file system refuses O_DIRECT, returns None."""
+    """Opens a file with O_DIRECT. If that fails, returns None."""
     if not hasattr(os, "O_DIRECT"):
         return None
     try:
@@ -368,7 +370,8 @@ class Residency:
     """The parts of an open file that are in the page cache, as mincore reports them.
 
     A read with RWF_NOWAIT would also show them, but makes the kernel read missing pages ahead, so that they are read
-    from the disk twice. If this process cannot write to the file, the kernel reports all pages as cached.
+    from the disk twice. If this process neither owns the file nor may write to it, the kernel reports all pages as
+    cached.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -380,7 +383,10 @@ class Residency:
         self._runs: dict[int, bool] = {}
 
     def holds(self, offset: int) -> bool:
-        """Returns whether at least half of the run around an offset was in the cache at the first query of that run."""
+        """Returns whether the run around an offset was in the cache at the first query of that run.
+
+        The run counts as cached if at least half of the `_PROBES` were.
+        """
         run = offset // _RUN
         if run not in self._runs:
             start, stop = run * _RUN, min(run * _RUN + _RUN, len(self._mapping))

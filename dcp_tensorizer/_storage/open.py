@@ -1,8 +1,8 @@
 """Opens the storage that a path or a URL names.
 
 A URL is opened by the package that registered a storage for its protocol, by this package's own storages, or by fsspec,
-in this order. A package registers a storage with an entry point of the group `STORAGES`, whose name is the protocol and
-whose object is an `Opener`.
+in this order. A package registers a storage with an entry point of the group `STORAGES`. The name of the entry point is
+the protocol, and its object is an `Opener`.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ NOT_SHARED = (
 Opener: TypeAlias = Callable[[str, Mapping[str, Any], float], Storage]
 """Opens a registered storage: takes the URL, the ``storage_options``, and the timeout in seconds.
 
-It may raise any exception. The trainer calls it for each save and each load, and the writer process for each save.
+It may raise any exception. Every save and every load calls it again. For each save that the writer process writes, that
+process calls it too.
 """
 
 
 def open_storage(
     path: str | os.PathLike[str], options: Mapping[str, Any] | None = None, timeout: float = TIMEOUT
 ) -> Storage:
-    """Opens ``path``: a local path, a URL of a registered protocol, or any URL that fsspec opens.
+    """Opens ``path``: a local path, or a URL of a protocol that a package has registered or fsspec knows.
 
     Args:
         path: Local path (``str`` or path-like, taken literally) or URL.
@@ -62,8 +63,8 @@ def open_storage(
         timeout: The timeout of an operation of the storage, with all its retries, in seconds.
 
     Raises:
-        WriteError: `absolute_path` failed, the protocol is unknown, its library is missing, or the server cannot be
-            reached.
+        WriteError: the path or the URL is invalid, the protocol is unknown, its library is missing, or the storage
+            cannot be opened for another reason.
     """
     resolved = absolute_path(path)
     if isinstance(resolved, Path):
@@ -115,7 +116,7 @@ _OWN_PROTOCOLS = "(sftp|ssh)(://|::)"
 
 
 def _own_storage(url: str) -> Callable[[str, Mapping[str, Any], Scrubber, float], Storage] | None:
-    """Returns this package's storage for a URL, and imports its library. Returns None if fsspec opens the URL."""
+    """Returns this package's storage class for a URL, or None if fsspec opens the URL. Imports the class's library."""
     if not re.match(_OWN_PROTOCOLS, url):
         return None
     from .sftp import SftpStorage
@@ -143,7 +144,7 @@ def _translated(url: str, scrub: Scrubber) -> Iterator[None]:
 
 
 def _registered(url: str) -> list[EntryPoint]:
-    """Returns the entry points of a URL's protocol, except for ``file:`` and for URLs chained by ``::``."""
+    """Returns the entry points of a URL's protocol: none for ``file:`` and ``local:``, or if ``::`` chains URLs."""
     protocol, separator, _ = url.partition("://")
     if not separator or "::" in url or protocol in ("file", "local"):
         return []
@@ -159,10 +160,10 @@ def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 
 
 def _opener(points: list[EntryPoint], url: str, scrub: Scrubber) -> Opener:
-    """Loads the object of an entry point. Errors become `WriteError`."""
+    """Loads the object that the entry points name; raises `WriteError`, also if they name several."""
     if len({point.value for point in points}) > 1:
         named = " and ".join(f"{point.value} of {point.dist.name if point.dist else '?'}" for point in points)
-        raise WriteError(scrub(f"cannot open {url}: its protocol is registered by {named}. Remove all but one"))
+        raise WriteError(scrub(f"cannot open {url}: its protocol is registered by {named}. Uninstall all but one"))
     with _named(url, points[0].value, scrub):
         opener: Opener = points[0].load()
     return opener

@@ -41,7 +41,7 @@ class Scrubber:
 def shown(
     owner: object, path: str | os.PathLike[str] | None, options: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> str:
-    """Returns the ``repr`` of a writer or reader: the path without credentials, and the names of storage options."""
+    """Returns the ``repr`` of a writer or reader, without credentials, and with only the names of storage options."""
     location = None if path is None else Scrubber(options)(os.fspath(path))
     listed = {"storage_options": sorted(options), **arguments}
     return f"{type(owner).__name__}({location!r}, {', '.join(f'{name}={value!r}' for name, value in listed.items())})"

@@ -1,4 +1,4 @@
-"""The base class of storages behind a URL, which translates errors and removes credentials from them.
+"""The base class of storages behind a URL. It translates errors, and removes credentials from them.
 
 A storage defines `create`, `open` and `remove`, and the methods `_read`, `_head`, `_list` and `_put_file`, which may
 raise any exception. All other methods have defaults.
@@ -36,7 +36,7 @@ class RemoteStorage(Storage):
     # At 100 MB/s, 512 KiB take as long as a request of 5 ms.
     reads = ReadTuning(max_gap_bytes=512 << 10)
     missing: type[Exception] = FileNotFoundError
-    """Raised for a file that does not exist."""
+    """The exception that `_read`, `_head` and `_list` raise if the file or the directory does not exist."""
 
     def __init__(self, url: str, root: str, scrub: Callable[[str], str], timeout: float) -> None:
         self.path = redact(url)
@@ -74,7 +74,7 @@ class RemoteStorage(Storage):
 
     @abc.abstractmethod
     def _read(self, name: str, most: int | None) -> bytes:
-        """Returns at most ``most`` bytes of a file; raises `missing`."""
+        """Returns a file's contents, or at most the first ``most`` bytes of them; raises `missing`."""
 
     @abc.abstractmethod
     def _head(self, name: str) -> int:
@@ -200,7 +200,7 @@ def silence_timeout(timeout: float) -> float:
 
 
 def is_transient(error: Exception) -> bool:
-    """Returns whether a failed request may succeed later: after a lost connection, a timeout or overload.
+    """Returns whether a request that failed with ``error`` may succeed later, as after a timeout or a lost connection.
 
     fsspec's backends raise errors of their own libraries. Each of these errors has a status, an ``errno`` or a built-in
     base class, or is listed in `_NAMES`.

@@ -70,7 +70,10 @@ _sharing = free_in_child(threading.Lock())
 
 
 def shared_client(filesystem: Any, timeout: float) -> S3Client:
-    """Returns a client for a filesystem's options: one that is in use, or a new one, which takes 20 ms."""
+    """Returns a client for a filesystem's options: one that is in use, or a new one.
+
+    Storages share clients, because creating botocore's client takes 20 ms.
+    """
     # botocore reads keys, profiles, proxies and certificates from the environment. The program of a
     # ``credential_process`` may read any variable.
     variables = sorted(environment().items())
@@ -81,7 +84,7 @@ def shared_client(filesystem: Any, timeout: float) -> S3Client:
 
 
 class S3Client:
-    """A botocore client with the options of an s3fs filesystem, which itself is not connected.
+    """A botocore client with the options of an s3fs filesystem. The filesystem itself never connects.
 
     botocore refreshes credentials if it can. If a token expires nevertheless, or the server denies access after the
     environment has changed, the request creates a new botocore client, which reads the credentials again.
@@ -152,7 +155,7 @@ class S3Client:
         return ["ETag"] if chosen is None else ["ETag", f"Checksum{chosen}"]
 
     def _retire(self) -> None:
-        """Makes the next storage read the credentials again, because the user may have corrected them."""
+        """Makes the next storage that is opened read the credentials again: the user may have corrected them."""
         with _sharing:
             for key, client in list(_shared_clients.items()):
                 if client is self:
@@ -275,7 +278,7 @@ class _Answered(OSError):
 
 
 class NoSuchObject(FileNotFoundError):
-    """The object does not exist, though its bucket may."""
+    """The object does not exist. After a HEAD request, its bucket may not exist either."""
 
 
 class PastEnd(OSError, EOFError):
@@ -291,7 +294,7 @@ _MOST_PARTS = 10_000
 _PART_STEP = 64 << 10  # so that parts end at a page boundary and between two elements
 _CONCURRENCY = 8
 _NOT_IMPLEMENTED = 501
-_SAVE = "dcp-tensorizer-save"  # metadata of an object of several parts: the id of the save, or sink, that uploaded it
+_SAVE = "dcp-tensorizer-save"  # key in an object's metadata, with the id of the save or sink that uploaded its parts
 
 
 class S3Storage(RemoteStorage):
@@ -305,7 +308,7 @@ class S3Storage(RemoteStorage):
     max_adopted_bytes = 5 << 30  # S3 copies no larger object in one request
     missing = NoSuchObject
     uploads_per_page = 1000
-    """The number of uploads that the server lists in one response."""
+    """The maximum number of uploads that the server lists in one response."""
 
     def __init__(self, filesystem: Any, root: str, url: str, scrub: Callable[[str], str], timeout: float) -> None:
         self.bucket, prefix, version = filesystem.split_path(root.rstrip("/") + "/")
@@ -381,7 +384,7 @@ class S3Storage(RemoteStorage):
         return answer
 
     def complete_upload(self, name: str, upload: str, parts: Mapping[int, Mapping[str, str]], owner: str) -> None:
-        """Completes an upload that its owner has started; raises `OSError`."""
+        """Completes an upload that `create_upload` started for ``owner``; raises `OSError`."""
         listed = [{"PartNumber": number, **part} for number, part in sorted(parts.items())]
         whole = {"MultipartUpload": {"Parts": listed}, "UploadId": upload}
         try:
@@ -457,8 +460,8 @@ class S3Storage(RemoteStorage):
     def call(self, operation: str, name: str, **arguments: Any) -> Any:
         """Sends a request about an object, and retries transient errors a few times.
 
-        Raises `NoSuchObject` if the object does not exist, `FileNotFoundError` if the bucket does not exist, and
-        `OSError` for all other errors.
+        Raises `NoSuchObject` if the object does not exist, `FileNotFoundError` if its bucket or its upload does not
+        exist, and `OSError` for all other errors.
         """
         return self.retries.call(lambda: self.once(operation, name, **arguments))
 
@@ -467,7 +470,7 @@ class S3Storage(RemoteStorage):
         return self._client.call(operation, Bucket=self.bucket, Key=self._full(name), **arguments)
 
     def call_until_timeout(self, request: Callable[[], _T]) -> _T:
-        """Retries a request for a data file (`once`) until the timeout, and returns its result.
+        """Sends a request about a data file, and retries transient errors until the timeout. Returns the result.
 
         With only six attempts, one of eight parts in progress, and the save with it, would fail in half of all outages
         of 8 s. If the server has never responded, six attempts are enough, because its address is most likely wrong. If
@@ -495,7 +498,7 @@ class S3Storage(RemoteStorage):
         return {name: answer[name] for name in self._client.names_of_part() if name in answer}
 
     def _put(self, name: str, data: bytes, condition: Mapping[str, str], *, is_new: bool = False) -> None:
-        """Puts an object under a condition. If the server has no conditional writes, puts the object unconditionally.
+        """Puts an object, under the ``condition`` if there is one and the server has conditional writes.
 
         Retries only a few times, not for as long as the timeout allows: an attempt whose response was lost may have put
         the object, and another job may have replaced it since. A late attempt would bring back the metadata of a
@@ -524,7 +527,7 @@ class S3Storage(RemoteStorage):
         return f"{self._root}/{name}" if self._root else name
 
     def _described(self, error: Exception) -> str:
-        return str(error)  # already starts with botocore's error class or the server's code
+        return str(error)  # the message of `translated` names botocore's error or the server's code where necessary
 
     def _uploads_to(self, name: str) -> list[str]:
         return [str(upload["UploadId"]) for upload in self._uploads(name) if upload["Key"] == self._full(name)]
@@ -546,7 +549,7 @@ class S3Storage(RemoteStorage):
 
 
 class S3Reader(RangeReader):
-    """Reader of the ranges of an object, which requests the rest when a body breaks off."""
+    """Reader of the ranges of an object. When a response's body breaks off, it requests the rest."""
 
     def __init__(self, storage: S3Storage, name: str) -> None:
         self._storage = storage

@@ -1,4 +1,7 @@
-"""A checkpoint's directory on an SFTP server: parts written at any offset, and metadata renamed atomically."""
+"""A checkpoint's directory on an SFTP server.
+
+Parts are written at any offset. Small files are written under temporary names, and then renamed atomically.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from .remote import Ranges, RemoteStorage, Retries, is_transient, silence_timeou
 class SftpStorage(RemoteStorage):
     """A directory of an SFTP server. Its URL is ``sftp://user:password@host:port/path``, whose path is taken literally.
 
-    ``options`` are those of `SftpClient`. Raises `OSError` if it cannot connect or log in.
+    For ``options``, and for errors, see `SftpClient`.
     """
 
     reads = dataclasses.replace(RemoteStorage.reads, max_threads=4)  # a connection is one encrypted stream
@@ -193,7 +196,7 @@ class _SftpSink(Sink):
 
         nbytes = self._client.call(finish)
         if nbytes != self._nbytes:
-            raise OSError(f"the server has {nbytes:,} of the file's {self._nbytes:,} bytes")
+            raise OSError(f"the file has {nbytes:,} bytes on the server, expected {self._nbytes:,}")
 
     def _abort(self) -> None:
         _try_to_remove(self._client, self._path)
@@ -238,11 +241,12 @@ class SftpClient:
     """One SSH connection, with a channel for each active thread, because paramiko's channels are not thread-safe.
 
     All waits have a timeout. A connection that is silent for a tenth of ``timeout`` is closed, and its threads retry
-    over a new one until ``timeout`` is over. The connection is closed when this object is freed.
+    over a new one, as often as `Retries` allows. The connection is closed when this object is freed.
 
     ``address`` is the server's, as in a URL: ``user:password@host:port``, of which only the host is required.
     ``options`` are ``host_key_policy`` (a name, or a paramiko policy), and paramiko's own options of ``connect``.
-    Raises `OSError` if it cannot connect or log in.
+    Raises `OSError` if it cannot connect or log in, and `ValueError` or `TypeError` if the port or an option is
+    invalid.
     """
 
     def __init__(self, address: str, options: Mapping[str, Any], timeout: float) -> None:
@@ -295,8 +299,9 @@ class SftpClient:
     def _connected(self, known: OSError | None) -> Any:
         """Returns the connection. If it is lost, connects again.
 
-        If another thread has failed to connect since ``known``, raises the same error. Otherwise threads would connect
-        one after the other, and each would wait for a hung server until the timeout.
+        ``known`` is the last failure to connect when the attempt began. If another thread has failed since then, raises
+        that thread's error. Otherwise threads would connect one after the other, and each would wait for a hung server
+        until the timeout.
         """
         if not _is_active(self._connection):
             if self._failure is not None and self._failure is not known:
@@ -365,7 +370,7 @@ class SftpClient:
             if isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
                 raise ConnectionRefusedError(str(error)) from None
             if isinstance(error, paramiko.SSHException | EOFError):
-                raise ConnectionResetError(f"no SSH connection: {error}") from None
+                raise ConnectionResetError(f"no SSH connection: {str(error) or type(error).__name__}") from None
             raise
         Finalizer(self, connection.close)
         return connection
@@ -453,13 +458,13 @@ def sync_file(channel: Any, file: Any) -> None:
 def _of_address(address: str) -> dict[str, Any]:
     """Returns the parts of an address as options of ``connect``.
 
-    Raises `ValueError`, without quoting the address, which may contain a password, if the port is not a number.
+    If the port is invalid, raises `ValueError`, which does not quote the address, because that may contain a password.
     """
     parts = urlsplit(f"//{address}")
     try:
         port = parts.port
     except ValueError:
-        raise ValueError("the port is not a number. Percent-encode user and password in the URL") from None
+        raise ValueError("the port is invalid. Percent-encode user and password in the URL") from None
     options = {
         "hostname": parts.hostname,
         "port": port,

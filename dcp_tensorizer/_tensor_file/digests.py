@@ -1,4 +1,4 @@
-"""Checksums of tensors: XXH3-64 of each block for partial reads; CRC-32 and SHA-256 for tensorizer's own readers."""
+"""Checksums of tensors: XXH3-64 of blocks and whole tensors for this package, CRC-32 and SHA-256 for tensorizer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Digester:
 
 
 class TensorHashes:
-    """The hashes of a tensor in pieces: CRC-32 and SHA-256 of header and data, and the data's digests.
+    """The hashes of a tensor that is passed in pieces: CRC-32 and SHA-256 of header and data, and the data's digests.
 
     SHA-256 must not directly follow CRC-32: isal's CRC-32 leaves the upper halves of the vector registers in use, which
     slows SHA-256 down by a factor of 1.4 (0.79 s/GB instead of 0.56 on Zen 4). XXH3 clears them, so it runs in between.
@@ -150,5 +150,5 @@ def check_digests(item: StoredItem, start: int, data: memoryview) -> None:
 
 
 def _digest_of_all(item: StoredItem) -> bytes:
-    """Returns the digest of the whole item, which follows those of its blocks, or empty bytes."""
+    """Returns the digest of the whole item, which follows those of its blocks; empty bytes if there is none."""
     return item.digests[-(-item.length // item.block) * 8 :]

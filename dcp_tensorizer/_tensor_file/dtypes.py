@@ -27,7 +27,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)  # nearly all tensors: classes whose
 _STRIDED = torch.strided
 _ORDINARY = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)} - _SUB_BYTE - _QUANTISED
 UNCOPYABLE = {torch.float4_e2m1fn_x2}
-"""Dtypes of packed pairs, which torch cannot copy in every layout: see `copyable`."""
+"""Dtypes that pack two numbers into a byte. torch cannot copy them in every layout: see `copyable`."""
 
 
 def check_supported(key: str, tensor: torch.Tensor) -> None:
@@ -37,7 +37,7 @@ def check_supported(key: str, tensor: torch.Tensor) -> None:
 
 
 def _fault(tensor: torch.Tensor) -> str | None:
-    """Returns why a tensor cannot be saved, and what to do instead, as the end of a sentence, or None."""
+    """Returns why a tensor cannot be saved, and advice, as words that follow "is a tensor"; None if it can be saved."""
     if tensor.is_nested:
         return f"of nested tensors (layout {tensor.layout}), which cannot be saved. Save the result of its unbind()"
     if tensor.layout is not torch.strided:
@@ -53,7 +53,7 @@ def _fault(tensor: torch.Tensor) -> str | None:
         return f"of dtype {tensor.dtype}, which DCP cannot plan. Save the result of its view(torch.uint8)"
     if type(tensor) not in _PLAIN and tensor.numel() and not has_memory(tensor):
         return (
-            f"of type {type(tensor).__qualname__}, which cannot be staged: it has neither a storage nor "
+            f"of type {type(tensor).__qualname__}, which cannot be saved: it has neither a storage nor "
             f"__tensor_flatten__. Give its class __tensor_flatten__ and __tensor_unflatten__"
         )
     return None
@@ -94,7 +94,7 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is of a subclass that wraps other tensors and has no storage."""
+    """Returns whether a tensor is of a subclass with ``__tensor_flatten__``, whose instances wrap other tensors."""
     return type(tensor) not in _PLAIN and hasattr(tensor, "__tensor_flatten__")
 
 
@@ -116,7 +116,7 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Returns the memory of a contiguous host tensor, five times as fast as `host_bytes`.
 
-    The view holds no reference to the tensor.
+    The view may hold no reference to the tensor, so the caller must.
     """
     if type(tensor) is not torch.Tensor or not tensor.nbytes:
         return host_bytes(tensor)

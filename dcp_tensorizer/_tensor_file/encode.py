@@ -1,4 +1,4 @@
-"""Encodes tensors as the parts of a tensorizer file, and hashes them in the same pass over memory.
+"""Encodes tensors as the parts of a tensorizer file, and hashes them, usually in one pass over memory.
 
 Hashing limits the speed of a save to a fast disk. It is up to twice as fast on data in the core's own cache. So each
 thread takes a tensor, and processes it in pieces that fit in that cache. For each piece it computes the digests,
@@ -80,17 +80,19 @@ def encode_ahead(
 ) -> tuple[list[StoredItem], FileParts]:
     """Encodes a tensorizer file, and returns while the sink still writes its last parts.
 
-    Returns the stored items in file order, and the parts. Call `FileParts.finish` before completing the sink.
+    Returns the stored items in file order, and the parts. Call `FileParts.finish` before completing the sink. If
+    `FileParts.finish` raises an error, abort the sink.
 
-    ``contents`` returns a tensor's bytes. Any failure aborts the sink; a failure of the sink raises `OSError`.
-    ``threads`` threads hash, ``piece_bytes`` at a time. ``buffer_bytes`` bounds the memory for parts, with a minimum of
-    six parts: if it is small, fewer threads hash, and fewer parts are written at once. ``memory`` may be shared with
-    the next file.
+    ``contents`` returns a tensor's bytes. ``file`` is the file's name in the items. If this call raises an error, it
+    has aborted the sink. A failure of the sink raises `OSError`, here or in `FileParts.finish`. At most ``threads``
+    threads hash, ``piece_bytes`` at a time. ``buffer_bytes`` bounds the memory for parts, with a minimum of six parts:
+    if it is small, fewer threads hash, and fewer parts are written at once. ``memory`` may be shared with the next
+    file.
 
     Memory holds at most ``3 * threads + sink.concurrency + 2`` parts, a block per encrypting thread, and one result of
-    ``contents`` per thread. A sink that takes parts only in order costs another pass over memory, because a tensor's
-    hashes precede its bytes in the file. With such a sink, tensors are also encrypted twice, because the MACs precede
-    the encrypted bytes.
+    ``contents`` per thread, including the calling thread. A sink that takes parts only in order costs another pass over
+    memory, because a tensor's hashes precede its bytes in the file. With such a sink, an encrypted file's tensors are
+    encrypted twice, because their MACs precede the encrypted bytes.
     """
     part_count = max(_MIN_PARTS, buffer_bytes // sink.part_bytes)
     threads = max(1, min(threads, (part_count - 3) // 3))
@@ -131,7 +133,7 @@ class _Encoding(Generic[T]):
         self._helpers: Workers | None = None
 
     def run(self) -> list[StoredItem]:
-        """Hashes or encrypts the tensors, and fills the parts, with all threads."""
+        """Hashes or encrypts the tensors and fills the parts in several threads, in any order."""
         entries = self._layout.entries
         self._parts.fill(0, np.frombuffer(self._layout.head, dtype=np.uint8))
         numbers = iter(range(len(entries)))
@@ -186,10 +188,10 @@ class _Encoding(Generic[T]):
         return entry.length <= _SMALL and not entry.has_sha256 and self._layout.cipher is None
 
     def _encode_small(self, numbers: Iterable[int], taken: list[int]) -> Iterator[_Pair]:
-        """Hashes each small tensor in a single call: with thousands of tensors, calls take most of the time.
+        """Hashes each small tensor as a whole, not in pieces: with thousands of tensors, calls take most of the time.
 
-        Yields the offset, the header and the bytes of each tensor. Stops at a larger tensor, and appends its number to
-        ``taken``.
+        Yields the header's offset, the header and the data of each tensor. Stops at a larger tensor, and appends its
+        number to ``taken``.
         """
         for number in numbers:
             entry = self._layout.entries[number]
@@ -202,7 +204,7 @@ class _Encoding(Generic[T]):
             yield entry.header_offset, entry.with_crc32(crc32(data, crc32(entry.header))), data
 
     def _encode(self, number: int, *, fill: bool) -> np.ndarray:
-        """Hashes or encrypts a tensor, and returns its header. With ``fill``, also fills the tensor's parts."""
+        """Hashes or encrypts a tensor, and returns its header. With ``fill``, also copies the data to parts."""
         entry = self._layout.entries[number]
         data = self._contents(entry.tensor)
         assert data.nbytes == entry.length
@@ -225,7 +227,7 @@ class _Encoding(Generic[T]):
             self._encrypt_blocks(_Encryption.of(self._layout.cipher, entry, data, nonce, fill=True))
 
     def _hash(self, number: int, data: memoryview, *, fill: bool) -> bytes:
-        """Hashes a tensor, stores its item, and returns its header. With ``fill``, also copies its bytes."""
+        """Hashes a tensor, stores its item, and returns its header. With ``fill``, also copies the data to parts."""
         entry = self._layout.entries[number]
         digester = Digester(block_size(data.nbytes))
         hashes = TensorHashes(entry.header, digester, sha256=entry.has_sha256)
@@ -298,10 +300,11 @@ class _Encryption(NamedTuple):
 
 
 class PartMemory:
-    """A pool of memory for the parts of one file after another. A written part releases its memory to the pool.
+    """A pool of memory for the parts of one file after another. The memory of a written part returns to the pool.
 
-    Fresh memory costs as much as a copy of its size, and several times that if a hypervisor must provide it. So `clear`
-    retains ``kept_bytes`` for the next file. Callers of `take` hold ``changed``, which `release` notifies.
+    The first use of new memory takes as long as copying as many bytes, and several times as long if a hypervisor must
+    provide the memory. So `clear` retains up to ``kept_bytes`` for the next file. Callers of `take` hold ``changed``,
+    which `release` notifies.
     """
 
     def __init__(self, kept_bytes: int = 0) -> None:
@@ -313,7 +316,7 @@ class PartMemory:
         self._made = 0
 
     def allow(self, part_bytes: int, count: int) -> None:
-        """Sets the size of parts and how many may exist at once. Frees parts of other sizes."""
+        """Sets the size and the maximum number of parts. Frees unused parts of other sizes, or beyond that number."""
         with self.changed:
             self._part_bytes, self._allowed = part_bytes, part_bytes * count
             free, self._free = self._free, []
@@ -351,8 +354,9 @@ class FileParts:
     """The parts of a file, which several threads fill in any order.
 
     Memory is bounded: `fill` waits for free memory. This wait cannot deadlock if threads start tensors in file order,
-    because then every incomplete part belongs to a tensor in progress or to the last one that was started. At most
-    ``filling`` parts are filled and ``writing`` parts written at once. Other files may share ``memory``.
+    because then every incomplete part belongs to a tensor in progress or to the last one that was started. There is
+    memory for ``filling + writing`` parts, of which at most ``writing`` are written at once. The next file may share
+    ``memory``.
     """
 
     def __init__(
@@ -383,7 +387,7 @@ class FileParts:
     def fill_pairs(self, pairs: Iterable[_Pair]) -> None:
         """Copies pairs of small runs, in order. The second run of a pair follows the first in the file.
 
-        Counts the copied bytes once for each part, before any wait.
+        Counts the bytes of several pairs in one update, before it waits for the memory of another part.
         """
         size = self._sink.part_bytes
         part, number, filled = memoryview(b""), -1, 0
@@ -435,7 +439,7 @@ class FileParts:
             self._memory.release(self._filling.popitem()[1])
 
     def fail(self, error: BaseException) -> None:
-        """Makes all threads that fill parts raise ``error``, because the file cannot be completed."""
+        """Records that the file cannot be completed. A thread that needs a new part raises the first recorded error."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()

@@ -2,9 +2,9 @@
 
 tensorizer, for its parameter classes, and libnacl, which finds libsodium, are imported only if there is a key.
 
-Each block of an item is encrypted separately, with XSalsa20, and authenticated with Poly1305. tensorizer encrypts
-tensors in place and decrypts them afterwards. This module encrypts blocks into a buffer, so that tensors and staging
-buffers never hold ciphertext.
+Each block of an item is encrypted separately, with XSalsa20, and authenticated with Poly1305. To save a tensor,
+tensorizer encrypts it in place and decrypts it afterwards. This package encrypts blocks into a buffer, so that during a
+save no tensor and no staging buffer holds ciphertext.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 
 _CHECK_BYTES = 16  # encrypted zeros, which only the same key decrypts
-_MOST_OPERATIONS = 1024  # libsodium's "sensitive" is 4; with more, a forged file could make a reader compute for days
+# The limit of libsodium's opslimit, whose preset "sensitive" is 4. Without a limit, a forged file could make a reader
+# compute for days.
+_MOST_OPERATIONS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,8 @@ class Cipher:
 def encryption_cipher(params: EncryptionParams) -> Cipher:
     """Returns the cipher of a writer's key.
 
-    Raises `TypeError` for other arguments, `ValueError` if the key's derivation takes longer than readers allow, and
-    `WriteError` without libsodium.
+    Raises `TypeError` unless ``params`` is an ``EncryptionParams``, `ValueError` if the key's derivation takes more
+    operations than readers allow, and `WriteError` without libsodium.
     """
     from tensorizer import EncryptionParams
 
@@ -117,7 +119,11 @@ def decryption_key(*, key: bytes | None = None, passphrase: str | None = None) -
 
 
 def check_decryption(params: DecryptionParams) -> None:
-    """Checks a reader's parameters. Raises `TypeError` for other values, and `DecryptionError` without libsodium."""
+    """Checks a reader's parameters.
+
+    Raises `TypeError` unless ``DecryptionParams.from_key`` or ``DecryptionParams.from_string`` has made them, and
+    `DecryptionError` without libsodium.
+    """
     from tensorizer import DecryptionParams
 
     if not isinstance(params, DecryptionParams):
@@ -130,16 +136,23 @@ def check_decryption(params: DecryptionParams) -> None:
 def _decryption_cipher(params: DecryptionParams, derivation: Derivation | None) -> Cipher:
     """Returns a reader's key. Deriving it from a passphrase takes the time and memory that the writer chose.
 
-    Raises `DecryptionError` if the checkpoint was not encrypted with a passphrase, or the key cannot be derived.
+    For a passphrase, raises `DecryptionError` if the checkpoint was encrypted without one, or if the key cannot be
+    derived. The message lacks the path, which the caller puts before it.
     """
     from tensorizer import EncryptionParams
 
     if params.key is not None:
         return Cipher(bytes(params.key))
     if derivation is None:
-        raise DecryptionError("was encrypted with a key, not a passphrase. Use tensorizer.DecryptionParams.from_key")
+        raise DecryptionError(
+            "was encrypted with a key, not a passphrase. Give the key (tensorizer.DecryptionParams.from_key, or "
+            "--key-file)"
+        )
     if derivation.opslimit > _MOST_OPERATIONS:  # the metadata is not authenticated before there is a key
-        raise DecryptionError(f"claims to need {derivation.opslimit:,} passes to derive a key: it is damaged")
+        raise DecryptionError(
+            f"requires {derivation.opslimit:,} operations to derive the key, and the limit is {_MOST_OPERATIONS:,}: it "
+            f"is damaged or forged. Load another checkpoint"
+        )
     try:
         made = EncryptionParams.from_string(
             params.source, opslimit=derivation.opslimit, memlimit=derivation.memlimit, salt=derivation.salt
@@ -159,7 +172,7 @@ def unlock(
 
     ``record`` is the description of the key in ``.metadata``. A ``known`` key is tried first, because deriving a key
     takes long. Raises `DecryptionError` if the key is missing, wrong, or given for an unencrypted checkpoint, or if the
-    metadata was changed after the save.
+    metadata was changed without the key after the save.
     """
     if known is not None and record is not None and known.opens(record["check"]):
         _check_seal(known, record["seal"], path)
@@ -168,7 +181,8 @@ def unlock(
         return None
     if params is None:
         raise DecryptionError(
-            f"{path} is encrypted. Give its key (encryption=tensorizer.DecryptionParams..., or --key-file)"
+            f"{path} is encrypted. Give its key (encryption=tensorizer.DecryptionParams..., --key-file or "
+            f"--passphrase-file)"
         )
     if record is None:
         raise DecryptionError(
@@ -210,8 +224,8 @@ def require_libsodium(kind: type[CheckpointError] = WriteError) -> None:
         _secretbox()
     except (OSError, AttributeError, RuntimeError):
         raise kind(
-            "encryption needs libsodium, which is missing or too old: install it with the system's packages "
-            "(apt-get install libsodium23, dnf install libsodium, conda install libsodium)"
+            "encryption needs libsodium, which is missing or too old. Install it (apt-get install libsodium23, "
+            "dnf install libsodium, conda install libsodium)"
         ) from None
 
 

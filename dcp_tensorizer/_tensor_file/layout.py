@@ -1,21 +1,20 @@
 """The tensorizer file format: the layout of files and headers.
 
-A file's layout depends only on the names, dtypes and shapes of its tensors, so it is known before any hashing: several
-threads can encode the parts of a file in any order. The files equal those of ``tensorizer.TensorSerializer`` byte for
-byte (the tests compare them), except that headers are padded to align the data. ``TensorSerializer`` hashes each tensor
-in two passes over memory, with several queued tasks per tensor. This package fetches every byte from memory once (see
-`encode`).
+A file's layout does not depend on the values of its tensors, so it is known before any hashing, and several threads
+can encode the parts of a file at the same time.
 
-    head      magic, version, flags, bytes and number of tensors, then an index in a region of 256 KiB
+    head      magic, version, flags, total size and number of tensors, then the index, in a region of 256 KiB or more
     entries   for each tensor a header (name, dtype, shape, the hashes of header and data, padding), then the data
     end       eight zero bytes
 
-The format allows any number of hashes in a header. In a plain file, this package always writes a CRC-32, which costs a
-fifteenth of the CPU time of a SHA-256. A SHA-256 is optional.
+The padding aligns the data. A header may hold several hashes. In an unencrypted file, this package always writes a
+CRC-32, which costs a fifteenth of the CPU time of a SHA-256. A SHA-256 is optional. With SHA-256, and without padding,
+the file equals that of ``tensorizer.TensorSerializer`` byte for byte (the tests compare them). ``TensorSerializer``
+hashes each tensor in two passes over memory, with several queued tasks per tensor. `encode` usually needs one pass.
 
-In an encrypted file a header describes the encryption of its tensor, with a MAC for each block. It holds no hashes.
-``TensorSerializer`` stores hashes of the unencrypted tensor there, which reveal whether two tensors are equal, and the
-contents of small ones.
+In an encrypted file, a header describes the encryption of its tensor, with a MAC for each block. It holds no hashes.
+``TensorSerializer`` stores a SHA-256 of the unencrypted tensor there. With this hash, a reader without the key can find
+out whether a tensor has the same values in two files, and can verify a guess of the values.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ _KINDS = {"parameter": 0, "buffer": 1}
 _STATE_DICT = 2
 END = bytes(8)
 
-# The lowest data version for each kind of file: plain, with dtypes that numpy lacks, encrypted, with dimensions of more
+# The lowest data version of each kind of file: plain, with dtypes that numpy lacks, encrypted, with dimensions of more
 # than 32 bits.
 _PLAIN, _OPAQUE, ENCRYPTED, LONG = 1, 2, 3, 5
 # Feature flags, from version 4 on. Versioned index: a version precedes each of its entries.
@@ -91,12 +90,15 @@ T = TypeVar("T", bound=TensorLayout)
 
 @dataclass(slots=True)  # not frozen: that triples the time to make one, and files have thousands
 class Entry(Generic[T]):
-    """A tensor in a file. Offsets count from the start of the file, lengths are in bytes."""
+    """A tensor in a file. Offsets count from the start of the file, unless a comment names another start.
+
+    Offsets and lengths are in bytes.
+    """
 
     tensor: T
     header_offset: int
-    header: bytes  # as it is hashed: with zeros for the hashes
-    hashes_offset: int  # of the hashes in the header; in an encrypted file, of the encryption record
+    header: bytes  # with zeros for the hashes, as it is hashed; in an encrypted file, with zeros for nonce and MACs
+    hashes_offset: int  # of the list of hashes, from the start of the header; the list is empty in an encrypted file
     offset: int  # of the data
     length: int
     padding: int  # zeros in the header before the length of the data
@@ -104,12 +106,12 @@ class Entry(Generic[T]):
     has_sha256: bool = False
 
     def with_crc32(self, crc32: int) -> bytes:
-        """Returns the header as it is stored, without SHA-256."""
+        """Returns the header as it is stored in a file without SHA-256."""
         at = self.hashes_offset + _CRC32_AT
         return self.header[:at] + crc32.to_bytes(4, "little") + self.header[at + 4 :]
 
     def with_hashes(self, crc32: int, sha256: bytes = b"") -> bytes:
-        """Returns the header as it is stored."""
+        """Returns the header as it is stored, with these hashes. In a file without SHA-256, ``sha256`` is empty."""
         hashes = _hashes(crc32, sha256)
         return self.header[: self.hashes_offset] + hashes + self.header[self.hashes_offset + len(hashes) :]
 
@@ -145,9 +147,10 @@ def lay_out(
     """Returns the layout of a file that holds ``tensors`` in this order.
 
     Names must be unique, and in an encrypted file no tensor may be empty. With a ``cipher``, the headers describe the
-    encryption and hold no hashes. ``capacity`` is the size of the index in bytes; every release of tensorizer reads
-    larger indexes than it writes. ``alignment`` is that of the data; ``TensorSerializer`` has 1, which the tests use to
-    compare files. Raises `ValueError` if the index exceeds ``capacity``.
+    encryption and hold no hashes. Otherwise they hold a CRC-32 and, with ``sha256``, also a SHA-256. ``capacity`` is
+    the size in bytes of the region for the index: tensorizer writes regions of `INDEX_CAPACITY` bytes, and reads larger
+    ones. ``alignment`` is that of the data, in bytes; tests pass 1 to compare files with those of ``TensorSerializer``.
+    Raises `ValueError` if the index exceeds ``capacity``.
     """
     position = len(MAGIC) + HEAD.size + capacity
     hashes = _hashes(0, bytes(32)) if sha256 else _NO_CRC32
@@ -183,14 +186,14 @@ def lay_out(
 def reads_empty(dtype: str) -> bool:
     """Returns whether tensorizer can read an empty tensor of ``dtype``.
 
-    If numpy lacks the dtype, ``TensorDeserializer`` fails to open a file with such a tensor (2.12.1).
+    If numpy lacks the dtype, ``TensorDeserializer`` of tensorizer 2.12.1 cannot open a file with such a tensor.
     """
     return dtype in _NUMPY
 
 
 @functools.lru_cache(4096)  # most of thousands of tensors have the same dtype and shape
 def _describe_elements(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple[bytes, int, int]:
-    """Returns the encoded dtype and shape, and the lowest data versions of this entry and of its file."""
+    """Returns the encoded dtype and shape of a tensor, and the lowest data versions of its index entry and its file."""
     least = LONG if any(extent >> 32 for extent in shape) else _PLAIN
     packed = struct.pack(f"<B{len(shape)}{'Q' if least == LONG else 'I'}", len(shape), *shape)
     if dtype in _NUMPY:

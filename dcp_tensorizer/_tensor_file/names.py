@@ -11,7 +11,7 @@ from typing import NamedTuple
 INDEX_CAPACITY = 256 * 1024
 
 MAX_DIMENSIONS = 255
-"""The maximum number of dimensions of a tensor in a tensorizer file, and so in all descriptions of tensors."""
+"""The maximum number of dimensions of a tensor: a tensorizer file has one byte for this number."""
 MAX_NUMBER = 2**63 - 1
 """The largest size, offset or length in a file: a signed integer of 64 bits."""
 
@@ -22,10 +22,10 @@ MAX_NUMBER = 2**63 - 1
 _MAX_BLOCKS = 64
 _MIN_BLOCK = 64 * 1024
 _MAX_BLOCK = 8 << 20
-# Blocks start at a multiple of the largest element (complex128), so that no element spans two blocks.
+# Blocks start at a multiple of the size of the largest element (complex128), so that no element spans two blocks.
 _BLOCK_ALIGNMENT = 16
-# Blocks of an encrypted item are encrypted separately, so a block must fit into a small buffer. Size and alignment are
-# those of tensorizer's own encrypted chunks. Each 2 MiB adds 24 bytes of metadata.
+# Blocks of an encrypted item are encrypted separately, so a block must fit into a small buffer. Maximum size and
+# alignment are those of tensorizer's own encrypted chunks. Each block adds 24 bytes of metadata.
 _MAX_ENCRYPTED_BLOCK = 2 << 20
 _ENCRYPTED_ALIGNMENT = 64
 
@@ -75,7 +75,7 @@ class StoredItem(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Returns the bytes in each block but the last."""
+        """Returns the size of a block in bytes. The last block may be shorter."""
         return block_size(self.length, encrypted=bool(self.nonce_and_macs))
 
 
@@ -96,7 +96,10 @@ class Seal(NamedTuple):
 
 
 def block_size(nbytes: int, *, encrypted: bool = False) -> int:
-    """Returns the bytes in each block but the last of an item of ``nbytes`` bytes. Each block has a digest."""
+    """Returns the size of a block, in bytes, of an item of ``nbytes`` bytes. The item's last block may be shorter.
+
+    Each block has a digest.
+    """
     if nbytes <= _MIN_BLOCK:  # most tensors are small
         return _MIN_BLOCK
     per_block = -(-nbytes // _MAX_BLOCKS)
@@ -116,7 +119,7 @@ def is_metadata_file_name(name: str) -> bool:
 
 
 def is_temporary_file_name(name: str) -> bool:
-    """Returns whether `temporary_file_name` makes ``name`` for a metadata file or for a file of a model."""
+    """Returns whether ``name`` is a temporary name of a metadata file, a safetensors file, or a model's index."""
     return _TEMPORARY_FILE.fullmatch(name) is not None
 
 
@@ -132,7 +135,7 @@ def is_temporary_file_of(name: str, save_ids: Collection[str]) -> bool:
 
 
 def name_of_temporary(name: str) -> str:
-    """Returns the final name of a temporary file. Both names may exist: a save marks a file with its temporary name."""
+    """Returns the final name of a file from its temporary name. Both names may exist: see `Storage.mark`."""
     return name[: -len(".0123456789abcdef0123456789abcdef.tmp")]
 
 
@@ -178,10 +181,11 @@ def data_file_rank(name: str) -> int:
 
 
 def index_entry_size(name: str, ndim: int) -> int:
-    """Returns an upper bound, in bytes, of a tensor's entry in the index of a tensorizer file.
+    """Returns an upper bound for the size, in bytes, of a tensor's entry in the index of a tensorizer file.
 
-    tensorizer's layout: version tag (4), name length (2) and name, type (1), dtype length (1) and dtype (at most 48
-    here), rank (1) and dimensions (8 each at most), three 64-bit locations.
+    An entry consists of the data version (4), the name's length (2) and the name, the kind of tensor (1), the dtype's
+    length (1) and the dtype (at most 48), the number of dimensions (1) and the dimensions (8 each at most), and three
+    64-bit integers.
     """
     return 4 + 2 + len(name.encode()) + 1 + 1 + 48 + 1 + 8 * ndim + 24
 

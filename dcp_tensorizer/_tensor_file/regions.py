@@ -46,7 +46,7 @@ class Region(NamedTuple):
         return Region(tuple(a - b for a, b in zip(self.start, outer.start, strict=True)), self.size)
 
     def span(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Returns the index of the first element in a C-ordered array of ``shape``, and the index after the last."""
+        """Returns the flat index of the first element in a C-ordered array of ``shape``, and that after the last."""
         first = last = 0
         for start, size, extent in zip(self.start, self.size, shape, strict=True):
             first = first * extent + start
@@ -104,7 +104,8 @@ def overlapping_pair(starts: Integers, stops: Integers) -> tuple[int, int] | Non
         active = np.append(active, row)
         if len(active) > _MOST_SIDE_BY_SIDE:
             raise MetadataError(
-                f"the {len(starts):,} chunks of a tensor are neither a grid nor in C order. Save a grid of chunks."
+                f"the {len(starts):,} chunks of a tensor are neither a grid nor in C order, and too many to be checked "
+                f"for overlaps. Save a grid of chunks."
             )
     return None
 
@@ -120,7 +121,10 @@ def _is_grid(starts: Integers, stops: Integers) -> bool:
 
 
 def regions_of_range(start: int, stop: int, shape: Sequence[int]) -> Iterator[Region]:
-    """Yields at most ``2 * len(shape) - 1`` regions: together, the elements ``start`` to ``stop - 1`` in C order."""
+    """Yields regions that together contain the elements ``start`` to ``stop - 1`` in C order.
+
+    Yields at most ``2 * len(shape) - 1`` regions; one if ``shape`` is empty.
+    """
     if start >= stop:
         return
     if not shape:
@@ -206,8 +210,8 @@ def runs_of_region(
 def runs_with_gaps(shape: Sequence[int], region: Region, itemsize: int, max_gap: int) -> list[Interval]:
     """Returns the runs of bytes to read for a region of an array, joined across gaps of up to ``max_gap`` bytes.
 
-    Does not list rows before it joins them: a column of an array becomes a single run in constant time. In contrast,
-    `runs_of_region` returns an offset for each row.
+    If the gaps between rows are small enough, joins the rows without listing them: a column of an array becomes a
+    single run in constant time. In contrast, `runs_of_region` returns an offset for each row.
     """
     if not shape:
         return [(0, itemsize)]
@@ -222,7 +226,7 @@ def runs_with_gaps(shape: Sequence[int], region: Region, itemsize: int, max_gap:
 
 
 def widened(interval: Interval, step: int, length: int) -> Interval:
-    """Returns the interval extended to multiples of ``step``, and to at most ``length``."""
+    """Returns the interval extended outwards to multiples of ``step``, but not beyond ``length``."""
     return interval[0] // step * step, min(-(-interval[1] // step) * step, length)
 
 

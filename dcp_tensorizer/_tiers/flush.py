@@ -43,7 +43,7 @@ _PROGRESS_SECONDS = 5.0
 
 
 class Flusher:
-    """Flusher of one local folder. ``gate`` is called before each part of a file, and blocks until it may be sent."""
+    """Flusher of one local folder. Before it sends a part of a file, it calls ``gate``, which may block."""
 
     def __init__(self, target: FlushTarget, gate: Callable[[], None] = lambda: None) -> None:
         self.target = target
@@ -60,7 +60,8 @@ class Flusher:
     def step(self) -> float | None:
         """Does all work that can be done now.
 
-        Returns the seconds until the next attempt. If all saves are on the remote or given up, returns None.
+        Returns the seconds until the next attempt. If all saves are on the remote or given up, and the disk has
+        recorded that, returns None.
         """
         if not self._is_clean:
             self._queue.clean_up()
@@ -141,12 +142,12 @@ class Flusher:
         is_first = self._queue.trouble(entry) is None
         if self._queue.set_trouble(entry, "") and is_first:
             missing = set(files)
-        else:  # an earlier attempt has failed, or the disk has refused the record of this attempt
+        else:  # an earlier attempt has not succeeded, or the disk has refused the record of this one
             missing = missing_files(remote, files, files)
             discard(remote, *missing)
         gone = {name for name in missing if local.head(name) != files[name]}
         if gone and (lost := missing_files(remote, gone, files)):
-            self._give_up(entry, record, f"{local.path}/{min(lost)} is missing, or has another size")
+            self._give_up(entry, record, f"{local.path}/{min(lost)} is missing, or does not have the recorded size")
             return
         missing -= gone
         try:
@@ -172,7 +173,7 @@ class Flusher:
         return self._failing.setdefault(entry.stem, self.target.progress_timeout()).is_over()
 
     def _reporting(self, entry: FlushEntry) -> Callable[[], None]:
-        """Returns the gate, which also records progress."""
+        """Returns a gate that also records progress."""
         last = time.monotonic()
 
         def gate() -> None:
@@ -251,7 +252,7 @@ class Flusher:
             lease = read_lease(self._remote(""), name)
             if lease is None or lease.id in runs:
                 continue
-            who = f"process {lease.process} on host {lease.host} took its lease at {lease.claimed_at}"
+            who = f"process {lease.process} on host {lease.host} took the lease at {lease.claimed_at}"
             if not self._queue.is_writable:
                 raise Refused(
                     f"{self.target.name} now belongs to another run, and {self._queue.folder} cannot be written to, so "
@@ -262,7 +263,10 @@ class Flusher:
             )
 
     def _index(self, entry: FlushEntry) -> bytes | None:
-        """Reads the metadata of a checkpoint. If it is lost, returns None. If a retry may help, raises `ReadError`."""
+        """Reads the metadata of a checkpoint. If it is lost or damaged, returns None.
+
+        Raises `ReadError` if a retry may help.
+        """
         try:
             index = self._queue.index(entry)
             read_head(index, f"{entry.stem}.index")
@@ -343,10 +347,10 @@ def copy_file(source: Storage, target: Storage, name: str, nbytes: int, gate: Ca
 
     On a file system, the file has a temporary name until it is complete: its space is reserved first, so its size does
     not prove that it is complete. Other storages show only complete files. ``gate`` is called before each part, and
-    blocks until the part may be sent.
+    may block or raise.
 
     Raises `Unreadable` if the local file cannot be read, and `CheckpointError` or `OSError` if the copy fails. After an
-    error, no file is left.
+    error, call `discard`: parts of the copy may be left.
     """
     begun = _begun_name(name) if isinstance(target, LocalStorage) else name
     try:
@@ -490,7 +494,7 @@ def publish(
     before = remote.read(commit.name)
     try:
         there = None if before is None else IndexFile(commit.name, read_head(before, commit.name), before)
-    except MetadataError:  # it is damaged, or of another package: any save replaces it
+    except MetadataError:  # it is damaged, or of another package, and so of no later save
         there = None
     if there is not None and there.head.save_id == own.save_id:
         return None
@@ -528,7 +532,7 @@ def is_superseded(remote: Storage, index: bytes, name: str) -> bool:
 def _is_later(there: Head, own: Head, earlier: Container[str]) -> bool:
     """Returns whether the checkpoint on the remote is later than the save to commit.
 
-    Compares their branches and serials, and if these do not decide, their times.
+    Compares their branches and serials, and if these do not decide, their times. ``earlier`` as in `publish`.
     """
     branch, own_branch = (() if head.record is None else head.record.branch for head in (there, own))
     has_left = bool(branch) and branch[-1][0] in {
@@ -543,7 +547,7 @@ def _is_later(there: Head, own: Head, earlier: Container[str]) -> bool:
 
 
 def _committed(remote: Storage, name: str) -> IndexFile | None:
-    """Reads an index as `committed` does, but ignores a damaged or foreign index, which any save replaces.
+    """Reads an index as `committed` does, but returns None if it is damaged, or of another package.
 
     Raises `ReadError`.
     """
@@ -563,7 +567,7 @@ _TROUBLE_SECONDS = 10.0
 
 
 class FlushThread:
-    """Thread that flushes local folders, one after the other, until all saves are on the remote or given up.
+    """Thread that flushes local folders, one after the other. When nothing is left to flush, it waits for `add`.
 
     ``is_busy`` returns whether a save is in progress. The thread pauses during saves.
     """

@@ -1,8 +1,8 @@
 """The queue of saves that are flushed from a local folder to the remote, with a record for each.
 
 Every rank of a node has a record for each of its saves, in one folder beside the checkpoints. The state of a save is
-part of the name of its record's file. A new state renames the file, or replaces it with a new one. So each step is
-atomic, and if a process dies, the next one finds the last state.
+part of the name of its record's file. A new state renames the file, or replaces it with a new one. So each
+change is atomic, and if a process dies, the next one finds the last state.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class FlushEntry(NamedTuple):
     """A record, as the name of its file describes it."""
 
     number: int
-    """The position of the save: later saves have larger numbers."""
+    """The position of the save in the queue: later saves have larger numbers."""
     rank: int
     id: str
     state: str
     changed: float
-    """The time when the flush last made progress or ended (``time.time()``)."""
+    """The time when the state last changed or the flush last made progress (``time.time()``)."""
 
     @property
     def stem(self) -> str:
@@ -101,7 +101,7 @@ class Queue:
 
     @property
     def is_writable(self) -> bool:
-        """Returns False if the disk refuses changes to the folder because it is read-only or broken, not just full."""
+        """Returns whether changes to the folder succeed, or fail only because the disk is full."""
         try:
             os.utime(self.folder)
         except OSError as error:
@@ -187,7 +187,10 @@ class Queue:
         return ""
 
     def index(self, entry: FlushEntry) -> bytes:
-        """Reads the metadata of a checkpoint that was committed locally; raises `MetadataError`."""
+        """Reads the metadata of a checkpoint that was committed locally.
+
+        Raises `MetadataError` if it is missing, and `ReadError` if it cannot be read.
+        """
         data = self._storage.read(f"{entry.stem}.index")
         if data is None:
             raise MetadataError(f"{self.folder}/{entry.stem}.index is missing")
@@ -230,7 +233,8 @@ class Queue:
         return found
 
     def move(self, entry: FlushEntry, state: str) -> FlushEntry:
-        """Moves a record to another state. If several processes do so at once, one succeeds.
+        """Moves a record to another state. If several processes do so at once, one succeeds, and the others
+        raise `FileNotFoundError`.
 
         If the disk refuses the new state, only this object knows it (see `retry`).
         """
@@ -285,7 +289,7 @@ class Queue:
         self._unlink(*(f"{entry.stem}.{suffix}" for suffix in ("index", "trouble", "committed", *_ORDER)))
 
     def drop(self, entry: FlushEntry, record: FlushRecord, *, forget: bool = True) -> bool:
-        """Removes a rank's local files, and then the record, unless a load is reading the files.
+        """Removes a rank's local files, and then the record, unless a save or load has locked the files' folder.
 
         Returns whether the files are removed. With ``forget=False``, leaves the record.
         """
@@ -322,7 +326,7 @@ class Queue:
         self.remove(entry)  # last: if this process dies before that, the next one finds the files by this record
 
     def free(self) -> bool:
-        """Frees space: removes the local copies of all saves that are on the remote; returns whether there were any."""
+        """Frees space: removes the local copies of saves that are on the remote; returns whether it removed any."""
         dropped = [
             self.drop(entry, record, forget=entry.is_old)
             for entry, record in self.records({REMOTE})
@@ -428,7 +432,7 @@ def _progress(entry: FlushEntry) -> tuple[int, float]:
 
 
 def remove_unused(storage: Storage) -> None:
-    """Removes a directory if it is empty and no save has locked it."""
+    """Removes a directory if it is empty and no process has locked it."""
     with storage.lock_directory() as lock:
         if lock.is_exclusive or not storage.locks_are_visible:
             storage.remove_directory()
@@ -481,7 +485,7 @@ class Writing:
         """Hands durable files over to the flush. With ``commit``, also commits the save locally.
 
         If the disk refuses that, removes the local copies of saves that are on the remote, and tries once more. If the
-        record cannot be written, raises `WriteError`, and the save has not changed.
+        record cannot be written, raises `WriteError`, and hands over nothing.
         """
         queue, storage, entry = self.queue, self.queue._storage, self.entry._replace(state=UNFLUSHED)
         record = msgspec.structs.replace(self.record, files=dict(files), commit=commit)

@@ -1,4 +1,4 @@
-"""A local folder and the remote folder that it is flushed to: LOCAL/x on a node is a copy of PATH/x.
+"""A local folder and the remote folder that it is flushed to: the checkpoint LOCAL/x becomes REMOTE/x.
 
 ``subpath`` is the path x of a checkpoint, relative to both folders and with slashes; empty for the folders themselves.
 """
@@ -40,7 +40,7 @@ class FlushTarget:
 
     @property
     def name(self) -> str:
-        """The remote folder without credentials, for records and messages."""
+        """Returns the remote folder without credentials, for records and messages."""
         return redact(self.remote).rstrip("/")
 
     def progress_timeout(self) -> ProgressTimeout:
@@ -48,7 +48,7 @@ class FlushTarget:
         return ProgressTimeout(self.timeout, _LONGEST_PAUSE)
 
     def open(self, subpath: str = "") -> Storage:
-        """Opens the directory of a checkpoint on the remote; raises `WriteError`."""
+        """Opens the remote folder, or the directory of a checkpoint in it; raises `WriteError`."""
         root = Path(self.remote) if self.remote.startswith("/") else self.remote
         storage = open_storage(root, self.options, self.timeout)
         if storage.in_process:
@@ -56,7 +56,7 @@ class FlushTarget:
         return below(storage, subpath)
 
     def folder(self, subpath: str = "") -> Path:
-        """Returns the local folder of a checkpoint."""
+        """Returns the local folder, or the directory of a checkpoint in it."""
         return Path(self.local, subpath)
 
 

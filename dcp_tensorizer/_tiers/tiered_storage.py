@@ -25,17 +25,17 @@ _WHOLE = OPEN | {REMOTE}
 
 
 class _Copies(NamedTuple):
-    sizes: Mapping[str, int]  # the complete files
+    sizes: Mapping[str, int]  # the files that are complete here
     indexes: Mapping[str, bytes]  # the metadata of checkpoints that are complete here, but not on the remote yet
 
 
 class NearestStorage(Storage):
-    """A checkpoint's directory on the remote, of which this node may have a copy. Writes to the remote only.
+    """A directory on the remote, of which this node may have a copy. Writes to the remote only.
 
     Args:
         target: The local folder and the remote one.
-        remote: The checkpoint's directory on the remote.
-        subpath: The path of the checkpoint, relative to both folders.
+        remote: The directory itself.
+        subpath: The path of the directory, relative to both folders; empty for the folders themselves.
     """
 
     def __init__(self, target: FlushTarget, remote: Storage, subpath: str) -> None:
@@ -130,7 +130,7 @@ class NearestStorage(Storage):
         if name in self._copies.sizes:
             try:
                 return self._local.open(name)
-            except OSError:  # another process has removed the copy, because there is a newer checkpoint
+            except OSError:  # for example, another process has removed the copy of an older checkpoint
                 return self.remote.open(name)
         return self.remote.open(name)
 
@@ -162,10 +162,10 @@ def nearest(
     timeout: float,
     local: str | os.PathLike[str] | None,
 ) -> Callable[[str | os.PathLike[str]], Storage]:
-    """Returns a function that opens the storage of a checkpoint by its path.
+    """Returns a function that opens the storage of a checkpoint, or of the folder of checkpoints, by its path.
 
-    The function raises `WriteError` if the storage cannot be opened, and `ReadError` if the checkpoint is not below
-    ``path``.
+    The function raises `WriteError` if the storage cannot be opened. With a local folder, it raises `ReadError` if the
+    path that it gets is neither ``path`` nor below it.
 
     Args:
         path: The folder that the local folder mirrors.

@@ -3,7 +3,7 @@ results of its calls. None of these names is looked up or imported.
 
 `Inert` takes time and memory proportional to the size of the pickle. Python's unpickler does not: a tuple that holds
 the same tuple twice takes two bytes, and doubles the time of hashing. With Python's unpickler a pickle can also change
-every class that it may look up (BUILD).
+every class that it may look up (with the opcode BUILD).
 
 Subclasses decide what a pickle may do. `objects` checks the pickles of saved objects before they are loaded.
 `_formats.torch_archive` checks pickles before torch loads them with its weights-only rules. `_formats.torch_metadata`
@@ -27,7 +27,7 @@ _OF_PAIRS = {"builtins.dict", "collections.OrderedDict"}
 
 
 class Malformed(ValueError):
-    """A pickle that no writer makes, or that takes more time than its size justifies."""
+    """A pickle that no writer makes, or that takes more time or memory than its size justifies."""
 
 
 class Unexpected(Exception):
@@ -97,7 +97,9 @@ class Made(Value):
 
 
 def hash_cost(key: Any, most: int) -> int:
-    """Returns the cost of hashing a key: its number of values and 64-bit words. Shared values count each time.
+    """Returns the cost of hashing a key: 1 for each value in it, and 1 for each 64 bits of an integer.
+
+    A value that the key contains several times counts each time.
 
     Raises `Malformed` if the cost exceeds ``most``, if values are nested too deeply, or if one is not hashable.
     """
@@ -178,7 +180,7 @@ class Inert:
             self._change(target, "update", list(pairs))
 
     def refuse(self, what: str) -> None:
-        """Refuses a state or members for a value that takes none."""
+        """Refuses a state or members that a value does not take. ``what`` is `Value.what`."""
         raise Malformed(f"it sets the state or members of a {what}")
 
     # --- the stream ---------------------------------------------------------------------------------------------------
@@ -402,7 +404,7 @@ _EMPTY: Mapping[int, Callable[[], Any]] = {
     pickle.EMPTY_SET[0]: set,
 }
 _OPCODES = {ord(opcode.code): opcode for opcode in pickletools.opcodes}
-_KNOWN = {  # by protocol: each byte that is an opcode of this or an earlier protocol, and otherwise -1
+_KNOWN = {  # by protocol, for each byte: the byte if it is an opcode of this or an earlier protocol, otherwise -1
     protocol: [code if code in _OPCODES and _OPCODES[code].proto <= protocol else -1 for code in range(256)]
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)
 }

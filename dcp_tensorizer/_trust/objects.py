@@ -1,8 +1,8 @@
 """Checks that objects in ``torch.save`` data run no code, and loads them.
 
 torch's own weights-only loader is not sufficient. It knows few types of the standard library and none of NumPy. A class
-that is added to its list is allowed in the whole process, with any arguments and any state: a forged dtype reads out of
-bounds. And the loader calls trusted names before it reaches an untrusted one.
+that is added to its list is allowed in the whole process, with any arguments and any state: with a forged dtype, NumPy
+would read out of bounds. And the loader calls trusted names before it reaches an untrusted one.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def load_object(content: bytes) -> Any:
 
 def advice(names: Sequence[str]) -> str:
     """Returns advice for an error about objects that need these types."""
+    types = "this type, import its module" if len(names) == 1 else "these types, import their modules"
     return (
-        f"If you trust these types, import their modules and call "
-        f"torch.serialization.add_safe_globals([{', '.join(names)}]) before the load. If you trust the whole "
-        f"checkpoint as you trust a program, pass allow_pickle=True to the reader."
+        f"If you trust {types} and call torch.serialization.add_safe_globals([{', '.join(names)}]) before the load. If "
+        f"you trust the whole checkpoint as you trust a program, pass allow_pickle=True to the reader."
     )
 
 

@@ -1,4 +1,4 @@
-"""Casts tensors for a file, with torch, so that NaNs and rounding are the same as with ``tensor.to(dtype)``.
+"""Casts tensors for shared files, with torch, so that NaNs and rounding are the same as with ``tensor.to(dtype)``.
 
 The module runs in the writer process, which imports it when a request needs it.
 """

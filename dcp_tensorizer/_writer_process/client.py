@@ -36,7 +36,7 @@ class Unsendable(WriteError):
 
 
 class NotStarted(WriterProcessDied):
-    """The process cannot be started: memory, processes or descriptors are exhausted."""
+    """The process cannot be started, for example because memory, processes or descriptors are exhausted."""
 
 
 class WriterProcess(ChildProcess):
@@ -45,7 +45,7 @@ class WriterProcess(ChildProcess):
     With ``devices`` the process sees the trainer's GPUs, and makes a CUDA context for its first copy from a GPU.
 
     Raises:
-        NotStarted: memory, processes or descriptors are exhausted.
+        NotStarted: the process cannot be started.
     """
 
     def __init__(self, *, devices: bool = False) -> None:
@@ -77,7 +77,7 @@ class WriterProcess(ChildProcess):
 
         Raises:
             WriterProcessDied: the process ended, or was killed because it made no progress.
-            WriteError: the request failed.
+            WriteError: the request failed, or could not be sent.
         """
         self._lock.acquire()
         with self._conversation():
@@ -122,9 +122,10 @@ class WriterProcess(ChildProcess):
                         self._sent = set(self._attached)
 
     def close(self, timeout: float = END_SECONDS) -> None:
-        """Ends the process after its current request; kills it after ``timeout`` seconds. Idempotent.
+        """Ends the process: at once if it is idle, otherwise after its current request, or after ``timeout`` seconds.
 
-        The timeout includes the wait for the lock, because a signal handler may have interrupted the lock's holder.
+        Idempotent. The timeout includes the wait for the lock, because a signal handler may have interrupted the lock's
+        holder.
         """
         if self._end.detach():
             self._disown()
@@ -145,8 +146,8 @@ class WriterProcess(ChildProcess):
             yield
         except TimeoutError as error:
             raise WriterProcessHung(
-                f"{error}: the destination hangs, or is slower than the writer's timeout allows. Check it, or raise "
-                f"SaveLimits(timeout=)."
+                f"{error}: the storage (or, with staging='device', a GPU) hangs, or is slower than the timeout allows. "
+                f"Check it, or raise SaveLimits(timeout=)."
             ) from None
         except EOFError as error:
             raise WriterProcessDied(str(error)) from None

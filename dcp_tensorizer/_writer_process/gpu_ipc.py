@@ -34,7 +34,7 @@ _MAX_DEATHS = 2  # of writer processes while copying from GPUs: each death costs
 
 
 class DeviceWay(BufferWay):
-    """The way to stage with ``staging="device"``: the writer process copies from GPUs, or if it cannot, this process.
+    """The way of ``staging="device"``: the writer process copies from GPUs; if it cannot, this process does.
 
     If the writer process makes no progress for ``timeout`` seconds, it is killed.
     """
@@ -132,7 +132,7 @@ class Snapshots:
         self._unpin: dict[int, Callable[[], None]] = {}
 
     def take(self, request: SnapshotRequest, memory: mmap.mmap) -> None:
-        """Copies everything to its offset in a shared buffer, and closes the handles."""
+        """Copies the tensors of a request to their offsets in a shared buffer, and closes the handles."""
         if request.buffer not in self._unpin:
             address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
             self._unpin[request.buffer] = lambda: None

@@ -68,7 +68,7 @@ class FileJob:
         return self._adopted_bytes + self._refusals + sum(sink.bytes_written for sink in self._sinks)
 
     def run(self) -> WriteDone:
-        """Writes all files. On failure, removes them and raises `WriteError`, naming file and cause."""
+        """Adopts or writes all files. On failure, removes them and raises `WriteError`, naming file and cause."""
         started = time.perf_counter()
         name = ""
         try:
@@ -123,8 +123,8 @@ class FileJob:
     def _adopt(self, file: FileRequest) -> FileResult | None:
         """Adopts an earlier file of the same bytes. Returns None if that is impossible or takes too long.
 
-        A server may take longer for a copy than the timeout without progress, and trying each location would take
-        several times as long.
+        Gives up when no file has been adopted for a while: a server may be too slow to copy files, and each attempt
+        would end only at its timeout.
         """
         for earlier in file.earlier:
             if self.is_abandoned or self._clock() > self._adopts_until:

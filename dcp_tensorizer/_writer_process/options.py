@@ -108,7 +108,7 @@ class SaveOptions:
         if self.cipher is not None and self.staging == "shared":
             raise ValueError(
                 "staging='shared' and encryption cannot be combined: a tensor may be read twice, and if it changed in "
-                "between, one key and nonce would encrypt two texts. Use staging='buffer'."
+                "between, one key and nonce would encrypt two plaintexts. Use staging='buffer'."
             )
         if self.target is not None and self.reuse_unchanged:
             raise ValueError(
@@ -119,7 +119,10 @@ class SaveOptions:
         object.__setattr__(self, "storage_options", dict(self.storage_options or {}))
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the writer's arguments without secrets: ``encryption`` is replaced by whether it is set."""
+        """Returns the writer's arguments without secrets.
+
+        Leaves out ``storage_options``, and replaces ``encryption`` by whether it is set.
+        """
         hidden = {"storage_options", "target", "max_unflushed"}
         values = {option.name: getattr(self, option.name) for option in fields(self) if option.name not in hidden}
         values["cipher"] = self.cipher is not None

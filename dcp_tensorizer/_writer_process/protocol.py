@@ -141,11 +141,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class FileResult:
-    """A finished file (fsynced if requested), and the locations of its tensors."""
+    """A file of a request that has succeeded (fsynced if requested), and the locations of its tensors."""
 
     name: str
     nbytes: int
-    tensors: tuple[StoredItem, ...]  # empty if the file was adopted
+    tensors: tuple[StoredItem, ...]  # empty if the file was adopted, or is shared
     identity: FileIdentity | None = None  # for later adoptions; None if files are not adopted
     adopted: bool = False  # the file was not written, because a file of the same bytes existed
 
@@ -158,7 +158,7 @@ class WriteDone:
     seconds: float
     """Wall-clock time of the request."""
     hash_seconds: float
-    """Time until all hashes were known, or everything was copied. Writes overlap it."""
+    """Time until all hashes were known; for shared files, until all pieces were written. Writes overlap it."""
     write_seconds: float
     """Time in write calls and fsync."""
     spans: tuple[Span, ...] = ()

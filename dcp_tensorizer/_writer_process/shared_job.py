@@ -20,7 +20,7 @@ from ..errors import WriteError, describe
 from .options import SaveOptions
 from .protocol import FileResult, WriteDone
 
-_PART = 4 << 20  # the same as for files that one process writes
+_PART = 4 << 20  # the same as for local files that one process writes
 _MIN_PARTS = 2
 
 Fill = Callable[[int, int, np.ndarray], None]

@@ -1,7 +1,5 @@
 """The writer process: answers its trainer's requests, such as to write files, to flush a folder, or to publish a model.
 
-`_runtime.child.interpreter` makes the command line, with the trainer's modules after the standard library on the path.
-
 The process shares no interpreter with the trainer, so hashing and writing never hold the trainer's GIL. It runs at low
 priority, ignores the terminal's signals (the trainer decides when to stop), and ends with its trainer.
 """
@@ -47,11 +45,11 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-# If all cores are busy, a save takes the same CPU time from training at any priority, and the priority decides how long
-# the save takes. Two and four ranks on two cores, each with a training loop: with a niceness of 7, data was durable
-# after 1.0 and 1.4 s, at 76% and 65% of the loop's speed; with 10, after 1.6 and 2.0 s, at 79% and 76%, so training
-# lost more. If cores are idle, a save needs no busy core: beside a training loop on one of two cores, a niceness of 10
-# cost the loop 7% of its speed, and 19 cost 1-5%, at the same throughput.
+# If all cores are busy, a save takes the same CPU time at any priority, and the priority decides how long the save
+# takes. Two and four ranks on two cores, each with a training loop: with a niceness of 7, data was durable after 1.0
+# and 1.4 s, at 76% and 65% of the loop's speed; with 10, after 1.6 and 2.0 s, at 79% and 76%. If cores are idle, a save
+# needs no busy core: beside a training loop on one of two cores, a niceness of 10 cost the loop 7% of its speed, and 19
+# cost 1-5%, at the same throughput.
 NICENESS_BUSY = 7  # also lowers the I/O priority, which follows the niceness unless set separately
 _NICENESS_SPARE = 19
 MIN_SPARE_CORES = 0.75  # idle, or used by this process: if all cores are busy, four threads get less
@@ -66,8 +64,8 @@ _ABANDON_SECONDS = 20.0  # to remove the files; the staged state stays in memory
 class SpareCores:
     """The average number of cores that were idle, or busy with this process, between two samples.
 
-    ``machine`` returns ``/proc/stat``, whose first line has the ticks by state, summed over cores. ``own`` returns the
-    CPU time of this process in seconds.
+    ``machine`` returns the text of ``/proc/stat``, whose first line has the ticks by state, summed over cores. ``own``
+    returns the CPU time of this process in seconds.
     """
 
     def __init__(self, machine: Callable[[], str], own: Callable[[], float]) -> None:
@@ -92,7 +90,7 @@ def _thread_ids() -> set[int]:
 
 
 class Worker:
-    """Server, in the writer process, for the requests of one trainer."""
+    """Server of the requests of one trainer, in the writer process."""
 
     def __init__(self, channel: Channel, snapshots: Snapshots | None) -> None:
         self._channel = channel

@@ -1,6 +1,6 @@
 """Replaces torch's storage and planners with this package's, for a whole process: `install`.
 
-Frameworks do not let the user pass a storage: they make a ``FileSystemWriter(path)`` for every save. So `install`
+Most frameworks do not let the user pass a storage: they make a ``FileSystemWriter(path)`` for every save. So `install`
 changes torch's own functions and classes. This also works for modules that have already imported them.
 """
 
@@ -53,9 +53,9 @@ def install(
       ``isinstance``;
     - ``FileSystemReader(path)`` makes the reader of `open_reader`, which is also a ``FileSystemReader`` for
       ``isinstance``, and also loads torch's own checkpoints;
-    - ``dcp.async_save`` without a stager stages into this package's buffer;
+    - ``dcp.async_save`` without a stager, and without a storage writer that stages, stages into this package's buffer;
     - ``DefaultSavePlanner(...)`` and ``DefaultLoadPlanner(...)``, which DCP makes by default, make a `SavePlanner` and
-      a `LoadPlanner`. For many tensors, these planners take a fraction of the time.
+      a `LoadPlanner`. For many tensors, these take a fraction of the time of torch's planners.
 
     This also applies to functions and classes that were imported before. Subclasses, such as torch's ``FsspecWriter``
     and ``HuggingFaceStorageWriter``, and stagers that are passed to ``async_save`` are not changed. A later call of
@@ -63,7 +63,8 @@ def install(
 
     Args:
         writer_options: Options of `TensorizerStorageWriter`, for all writers. Arguments ``sync_files``, ``overwrite``
-            and ``thread_count`` of a ``FileSystemWriter(...)`` override them, even if they equal torch's defaults.
+            and ``thread_count`` of a ``FileSystemWriter(...)`` override these options, even if their values are
+            torch's defaults.
         reader_options: Options of `TensorizerStorageReader`, for all readers.
 
     Raises:
@@ -81,7 +82,7 @@ def install(
 
 
 def uninstall() -> None:
-    """Reverts `install`. Waits for the saves that ``dcp.async_save`` has staged without a writer. Idempotent."""
+    """Reverts `install`. Waits for the saves that its replacement of ``DefaultStager`` has staged. Idempotent."""
     global _installation
     before, _installation = _installation, None
     if before is not None:
@@ -112,7 +113,10 @@ class _Installation:
     writer_options: dict[str, Any]
     reader_options: dict[str, Any]
     stager: TensorizerStorageWriter
-    """Stages for saves without a writer. Once it has staged, closing another writer does not end the writer process."""
+    """Stages for saves that have neither a stager nor a writer that stages.
+
+    Once it has staged, closing another writer does not end the writer process.
+    """
 
 
 _installation: _Installation | None = None
@@ -182,7 +186,7 @@ def _replace() -> None:
     process_executor = getattr(saver, PROCESS_EXECUTOR)
 
     class ProcessExecutor(process_executor):  # type: ignore[misc,valid-type]
-        """Executor that sends the writer to the process that saves, where `install` has not been called."""
+        """Executor that sends a writer to the process that saves, because that process has not called `install`."""
 
         def execute_save(self, *args: Any, storage_writer: Any = None, checkpoint_id: Any = None, **kwargs: Any) -> Any:
             writer = storage_writer or (InstalledWriter(checkpoint_id) if is_location(checkpoint_id) else None)
@@ -195,7 +199,7 @@ def _replace() -> None:
             return set_up(storage, checkpoint_id, reader)
         return (InstalledReader if reader else InstalledWriter)(checkpoint_id)
 
-    def stager(*args: object) -> DescribedStager:  # for a save without a stager and a writer
+    def stager(*args: object) -> DescribedStager:  # for a save without a stager, and without a writer that stages
         assert _installation is not None
         return DescribedStager(_installation.stager)
 
@@ -221,7 +225,7 @@ _CLASSES: dict[type, type] = {
 
 
 def _make_instead(cls: type, ours: type) -> None:
-    """Makes one of torch's classes create objects of ``ours`` while this package is installed.
+    """Makes one of torch's classes create objects of ``ours`` from `install` to `uninstall`.
 
     The new ``__new__`` stays after `uninstall`, and then makes torch's own objects, because a class whose ``__new__``
     was removed accepts no arguments.
@@ -241,7 +245,7 @@ _warned: set[str] = set()
 def _given(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], silent: Set[str]) -> dict[str, Any]:
     """Returns the arguments of one of torch's classes, by name.
 
-    Logs once for each argument that has no effect here, except for ``silent`` ones and default values.
+    Logs a warning, once, for each argument that has no effect here, except for ``silent`` ones and default values.
     """
     bound = inspect.signature(vars(cls)["__init__"]).bind(None, *args, **kwargs)
     _, *given = bound.arguments.items()  # the first is self
@@ -281,7 +285,7 @@ def run(namespace: dict[str, Any]) -> None:
 
 
 def _take_arguments() -> None:
-    """Sets the arguments and the search path of the script."""
+    """Sets ``sys.argv`` and ``sys.path`` for the script or module, and names it in the environment."""
     arguments = sys.argv[1:]
     is_module = arguments[:1] == ["-m"]
     arguments = arguments[1:] if is_module else arguments

@@ -12,9 +12,10 @@ For Fabric::
 
     fabric = Fabric(strategy=TensorizerFabricStrategy(parallelize), ...)
 
-A checkpoint is a directory like those of Lightning's ``ModelParallelStrategy``, which loads it under `install`. Values
-other than model and optimizers are in its ``meta.pt``. They are also saved together with the weights, and these
-strategies load them from there. So a killed save that leaves a new ``meta.pt`` beside old weights does no damage.
+A checkpoint is a directory like those of Lightning's ``ModelParallelStrategy``, which can load it after
+`dcp_tensorizer.install`. Values other than model and optimizers are in its ``meta.pt``. A copy of these values is saved
+together with the weights, and the strategies of this module load that copy. So a killed save that leaves a new
+``meta.pt`` beside old weights does no damage.
 """
 
 from __future__ import annotations
@@ -166,9 +167,10 @@ class _Asynchronous:
 class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
     """Strategy for Lightning's ``Trainer``: its ``ModelParallelStrategy``, with saves while training continues.
 
-    ``trainer.save_checkpoint`` and ``ModelCheckpoint`` return when the state is copied from the device. The checkpoint
-    that a save replaces is removed after the commit, and stays if the save fails. If a save fails, the next save raises
-    the error. If the last save fails, ``trainer.fit`` raises the error at its end, after waiting for the save.
+    ``trainer.save_checkpoint`` and ``ModelCheckpoint`` return when the state is copied from the device, and possibly
+    earlier with ``overlap_staging``. The checkpoint that a save replaces is removed after the commit, and stays if the
+    save fails. If a save fails, the next save raises the error. If the last save fails, ``trainer.fit`` raises the
+    error at its end, after waiting for the save.
 
     The strategy also loads checkpoints of Lightning's ``ModelParallelStrategy``, and takes its arguments:
     ``data_parallel_size``, ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
@@ -204,6 +206,7 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
 
         Raises:
             TypeError: ``storage_options`` is given, which is not supported.
+            ValueError: the path is a URL.
             CheckpointException: the previous save failed.
             WriteError: the directory or its ``meta.pt`` could not be written.
         """
@@ -214,7 +217,7 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
         self._start_save(_local(self.broadcast(filepath)), state, checkpoint, has_buffers=has_buffers)
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Removes a checkpoint after the commit of the save in progress."""
+        """Removes a checkpoint after the commit of the save in progress, or immediately if there is none."""
         remove = super().remove_checkpoint
         self._when_committed(lambda: remove(filepath))
 
@@ -232,9 +235,9 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
 class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
     """Strategy for Lightning's ``Fabric``: its ``ModelParallelStrategy``, with saves while training continues.
 
-    ``fabric.save`` returns when the state is copied from the device. If a save fails, the next save or
-    ``fabric.strategy.wait_for_save()`` raises the error. Call ``wait_for_save()`` after the last save, because Fabric
-    has no teardown.
+    ``fabric.save`` returns when the state is copied from the device, and possibly earlier with ``overlap_staging``. If
+    a save fails, the next save or ``fabric.strategy.wait_for_save()`` raises the error. Call ``wait_for_save()`` after
+    the last save, because Fabric has no teardown.
 
     The strategy also loads checkpoints of Lightning's ``ModelParallelStrategy``, and takes its arguments:
     ``parallelize_fn``, ``data_parallel_size``, ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
@@ -254,7 +257,7 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
 
         Raises:
             TypeError: ``storage_options`` or ``filter`` is given, which are not supported.
-            ValueError: the state has no model, or several.
+            ValueError: the state has no model, or several, or the path is a URL.
             CheckpointException: the previous save failed.
             WriteError: the directory or its ``meta.pt`` could not be written.
         """
@@ -284,7 +287,7 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
             The saved values that the state does not have.
 
         Raises:
-            ValueError: the state has no model, or several.
+            ValueError: the state has no model, or several, or the path is a URL.
             KeyError: the state has a value that was not saved, and ``strict`` is true.
         """
         self.wait_for_save()
@@ -320,7 +323,7 @@ def _refuse(**arguments: object) -> None:
 def _model_of(state: Mapping[str, Any]) -> tuple[str, nn.Module]:
     models = [(key, value) for key, value in state.items() if isinstance(value, nn.Module)]
     if len(models) != 1:
-        raise ValueError(f"the state must have one model, got {len(models)}. Save each model separately.")
+        raise ValueError(f"the state must have exactly one model, got {len(models)}. Use one checkpoint per model.")
     return models[0]
 
 

@@ -77,8 +77,9 @@ class TensorizerCheckpointManager(CheckpointManager):
     class Config(CheckpointManager.Config):
         """torch_checkpointing's configuration.
 
-        Of ``save.staging_config``, only ``use_async_staging`` has an effect: it stages in the background.
-        ``writer_config``, ``process_config`` and ``load`` only affect checkpoints of torch_checkpointing.
+        Of ``save.staging_config``, only ``use_async_staging`` has an effect: it sets the writer's ``overlap_staging``.
+        ``save.writer_config`` and ``save.process_config`` have no effect. ``load`` only affects loads of
+        torch_checkpointing's own checkpoints.
 
         Attributes:
             root: The folder that ``writer_options["local"]`` mirrors. If given, all ids must be below it.
@@ -289,8 +290,9 @@ def _name(key: str, item: CheckpointItem, rank: int) -> str:
 
 
 def _found(key: str, item: CheckpointItem, rank: int, there: set[str]) -> str:
-    """Returns the name of an item in a checkpoint. The item may have been saved with a resharder and be loaded without
-    one, or vice versa.
+    """Returns the name of an item in a checkpoint.
+
+    The item may have been saved with a resharder and be loaded without one, or vice versa.
     """
     name, others = _name(key, item, rank), {key, f"{key}@{rank}"} & there
     return name if name in others or not others else others.pop()
@@ -311,7 +313,7 @@ def _check(key: str, item: CheckpointItem) -> None:
 
 
 def _then(future: Future[Any], function: Callable[[], object]) -> Future[None]:
-    """Returns a future of ``function``, which runs after another future."""
+    """Calls ``function`` when ``future`` succeeds. Returns a future of both, with the error of the one that fails."""
     result: Future[None] = Future()
 
     def follow(done: Future[Any]) -> None:

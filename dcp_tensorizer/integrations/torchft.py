@@ -1,4 +1,4 @@
-"""Checkpoint transport for torchft, with which a joining replica reads a healthy one's state: `TensorizerTransport`.
+"""Checkpoint transport for torchft, which sends a healthy replica's state to joining ones: `TensorizerTransport`.
 
 healthy replica                                        joining replica
 send_checkpoint(): state ──▶ shared memory
@@ -107,7 +107,7 @@ class TensorizerTransport:
     def metadata(self) -> str:
         """Returns the address of the keeper for the other replicas, with the secret.
 
-        The secret changes after an offered state is withdrawn. If the keeper has died, starts another.
+        The secret changes after an offered state is withdrawn. If the keeper has died, starts another keeper.
         """
         if self._has_offered and not self._held:
             # Use the same keeper: while another one starts, the other replicas could finish a step without this one.
@@ -179,7 +179,8 @@ class TensorizerTransport:
             The state, with the containers of the sent state.
 
         Raises:
-            ReadError: the state is not offered in time, or the other replica cannot be reached or ends.
+            ReadError: the state is not offered in time, the other replica cannot be reached or ends, or it uses another
+                transport.
             ChecksumMismatch: the state was changed in transit; the error names the key.
             UntrustedObject: an object could run code; nothing has changed.
             StateMismatch: the state has a DTensor, and ``state_dict`` has none on its mesh; or a tensor of
@@ -190,7 +191,7 @@ class TensorizerTransport:
             address = msgspec.json.decode(metadata, type=Address)
         except (msgspec.MsgspecError, ValueError):
             raise ReadError(
-                "the other replica has another transport. Use TensorizerTransport in all replicas."
+                "the other replica uses another transport. Use TensorizerTransport in all replicas."
             ) from None
         part = RemotePart(address, _state_id(step), 0)
         try:
@@ -233,7 +234,7 @@ class _Sharding(NamedTuple):
         return cls(names, shape, tuple(tensor.placements), tuple(tensor.size()), tuple(tensor.stride()))
 
     def around(self, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-        """Makes a DTensor of this local part."""
+        """Makes a DTensor with this sharding from its local part, which is moved to the mesh's device if necessary."""
         local = local.to(mesh.device_type)
         return DTensor.from_local(
             local, mesh, self.placements, run_check=False, shape=torch.Size(self.size), stride=self.stride
@@ -252,7 +253,7 @@ def _leaves(state: Any) -> list[tuple[str, Any]]:
 
 
 def _taken_apart(state: Any) -> dict[str, Any]:
-    """Returns the tensors and objects of a state by their keys, and its structure.
+    """Returns the tensors and objects of a state by their keys, and under `_STRUCTURE` the state's structure.
 
     The structure has a number for each value in the containers, and for each number a plain value or a key. A DTensor's
     number also has a sharding.
@@ -325,7 +326,7 @@ def _state_id(step: int) -> str:
 
 
 def _own_address() -> str:
-    """Returns this host's address towards torchft's lighthouse; or else that of its name, or of its default route.
+    """Returns this host's address towards torchft's lighthouse; or else that of the host's name or default route.
 
     If all of these are missing or local, returns a loopback address.
     """

@@ -37,12 +37,12 @@ class TensorizerCheckpointManager(CheckpointManager):
     - ``async_mode="async"`` saves while training continues. ``save`` returns when the state is copied.
     - ``async_mode="async_with_pinned_mem"`` also copies while training continues. torchtitan's trainer waits for the
       copy before the next optimizer step. The copy is in pinned memory in both modes.
-    - A job resumes from any format that `open_reader` loads, also by ``initial_load_path``. So a job that saved with
+    - A job resumes from any format that `open_reader` loads, also with ``initial_load_path``. So a job that saved with
       torchtitan's own manager can resume with this one.
-    - Old checkpoints are removed after the commit of the save that replaces them: by the next save, or by ``close``.
-      torchtitan's own manager removes them when the replacing save begins. So there is one checkpoint more than
-      ``keep_latest_k`` until the next save, and after the last step, which is saved synchronously. Failed saves do not
-      count.
+    - Only committed checkpoints count for ``keep_latest_k``. In the asynchronous modes, an old checkpoint is removed
+      after the commit of the save that takes its place: by the next save, or by ``close``. torchtitan's own manager may
+      remove it before that commit. So there is one checkpoint more than ``keep_latest_k`` until the next save. As with
+      torchtitan's own manager, the synchronous save of the last step removes no checkpoint.
     - ``close`` waits for the save in progress.
 
     The error of a failed save is raised once, by the next save or by ``close``. ``last_save_in_hf`` exports as
@@ -72,7 +72,8 @@ class TensorizerCheckpointManager(CheckpointManager):
         """Saves with this package, or exports as torchtitan does.
 
         Returns:
-            After a synchronous save, None; otherwise the result of ``dcp.async_save``.
+            After a synchronous save, None; after an export, what torchtitan's own method returns; otherwise the result
+            of ``dcp.async_save``.
         """
         if to_hf:
             return super().dcp_save(  # type: ignore[no-any-return]
@@ -102,7 +103,7 @@ class TensorizerCheckpointManager(CheckpointManager):
         self._purge_stale_checkpoints()
 
     def _purge_stale_checkpoints(self) -> None:
-        """Removes all but the ``keep_latest_k`` newest committed checkpoints."""
+        """Removes the checkpoints that are older than the ``keep_latest_k`` newest committed ones."""
         if self.save_future is not None or not self._should_purge():
             return  # called again when the save in progress is over
         matches = [re.search(r"step-(\d+)", name) for name in filesystem.listdir(self.folder)]

@@ -1,4 +1,4 @@
-"""Tests for packages that add a storage to this one. Install pytest to use them."""
+"""Tests for packages that add a storage to this package. Install pytest to use them."""
 
 import pytest
 

@@ -122,7 +122,7 @@ class StorageTests:
         assert (storage.head(NAME), storage.read(NAME)) == (0, b"")
 
     def test_a_part_of_a_file(self, storage: Storage) -> None:
-        """`read` returns at most the requested bytes, and `read_range` exactly as many, or raises ReadError."""
+        """`read` returns at most as many bytes as requested, and `read_range` exactly as many, or raises ReadError."""
         self.write(storage, NAME, b"0123456789")
         assert [storage.read(NAME, most) for most in (4, 10, 11)] == [b"0123", b"0123456789", b"0123456789"]
         assert storage.read("missing", 4) is None
@@ -216,7 +216,7 @@ class StorageTests:
             storage.child("nowhere").listing()
 
     def test_reading_past_caches(self, storage: Storage) -> None:
-        """An uncached read returns the same bytes, at any offset and of any size."""
+        """An uncached read returns the file's bytes, at any offset and of any size."""
         content = bytes(range(251)) * 100
         self.write(storage, NAME, content)
         reader = storage.open_uncached(NAME)

@@ -141,7 +141,7 @@ def _saved_apart(context: Context, difference: Difference) -> bool:
 
 
 def _is_no_plain_tensor(context: Context, difference: Difference) -> bool:
-    words = ("which cannot be saved. Save", "which DCP cannot plan", "which cannot be staged")
+    words = ("which cannot be saved. Save", "which DCP cannot plan", "which cannot be saved: it has neither")
     return difference.path[0] == "saves" and _ours_fails(difference, *words)
 
 

@@ -159,7 +159,7 @@ def test_who_does_not_know_the_secret_reads_nothing(make):
     _, _, other = target.metadata().split(",")
     with pytest.raises(ReadError, match="does not send the state"):
         target.recv_checkpoint(0, f"{host},{port},{other}", 1, AT_ONCE)
-    with pytest.raises(ReadError, match="the other replica has another transport"):
+    with pytest.raises(ReadError, match="the other replica uses another transport"):
         target.recv_checkpoint(0, "http://host:1234/checkpoint/", 1, AT_ONCE)
 
 

@@ -93,7 +93,7 @@ def test_an_error_is_raised_on_every_rank(tmp_path):
     first, second = run_ranks(2, _misuse, tmp_path)
     assert first[0] == second[0]
     assert "cannot create the checkpoint directory" in first[0][0]
-    assert first[0][1].startswith("1 saves in a row were not committed. The last error was: cannot create")
+    assert first[0][1].startswith("the last save was not committed. The last error was: cannot create")
     assert max(first[1], second[1]) < 20
 
 

@@ -172,7 +172,7 @@ class _Shifted(SavePlanner):
 
 def test_all_ranks_hear_what_is_wrong_with_a_plan(saved):
     """The error names the key and the rank; nothing is hung, and the planner before it goes on."""
-    fault = "a part lies outside the tensor's shape (9,): (3,) at (7,) (of rank 2)"
+    fault = "a part lies outside the tensor's shape (9,): (3,) at (7,) (planned by rank 2)"
     for causes in saved[1]["wrong"]:
         assert causes == {0: f"'x' cannot be saved: {fault}"}
 

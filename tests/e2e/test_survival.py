@@ -79,7 +79,7 @@ def test_what_another_job_has_saved_since_counts(tmp_path, keepers):
     run_ranks(2, _saves, tmp_path / "run", 9)
     results = run_ranks(2, _resumes, tmp_path / "run")
     assert [(number, found) for number, found, _, _ in results] == [(9, values_at(9))] * 2
-    assert [line for line in results[0][2] if "another job has saved step 9 since" in line]
+    assert [line for line in results[0][2] if "another run has saved step 9 since" in line]
 
 
 def test_checkpoints_that_were_removed_take_the_memory_with_them(tmp_path, keepers):
@@ -225,7 +225,9 @@ def test_a_rank_that_can_hold_no_state_any_more(tmp_path, keepers, kind):
     words = ["another rank has stopped holding them", why]
     for index, (said, steps, held, left) in enumerate(run_ranks(2, _stops_holding, tmp_path / "run", keepers, kind)):
         (line,) = said
-        assert line.startswith(f"states are no longer held in memory, and survive={SECONDS} is off: {words[index]}")
+        assert line.startswith(
+            f"states are not held in memory from now on, and survive={SECONDS} is off: {words[index]}"
+        )
         assert (steps, held, left) == ([1, 2, 3], 2, 0)
 
 

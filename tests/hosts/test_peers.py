@@ -64,4 +64,4 @@ def test_what_is_damaged_is_not_used(lab: Lab) -> None:
     assert damage(here, "dcp_tensorizer_replica") > 0
     job = start(lab, [here, lab.host()], last=5)
     assert is_restored(lab, job, 1) == 1
-    assert "ERROR the state in memory, of step" in job.account()
+    assert "ERROR the state of step" in job.account()

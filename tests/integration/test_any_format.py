@@ -221,7 +221,7 @@ def test_parts_of_tensors_are_put_together(tmp_path: Path, by: str, location: st
     if by == "open_reader":
         column = {"w": torch.zeros(2, 3, dtype=torch.float64)}
         assert torch.equal(read_by(by, path, tmp_path, column)["w"], SAVED["w"].double())  # type: ignore[attr-defined]
-        assert "has parts of tensors" in str(error_of(path, rename={"w": "v"}))
+        assert "may have only parts of tensors" in str(error_of(path, rename={"w": "v"}))
 
 
 @READ_BY

@@ -96,10 +96,10 @@ def test_a_job_and_the_next_one(tmp_path: Path) -> None:
         assert manager.save(13, state) is None
 
 
-def not_saved(folder: Path, step: int, last: str) -> str:
+def not_saved(folder: Path, step: int, last: str, advice: str = "pass save_at_end=True to the manager") -> str:
     return (
-        f"{folder}: the job ends at step {step}, and {last}. To save the last step, pass save_at_end=True to the "
-        f"manager, or force=True to the last save"
+        f"{folder}: the job ends at step {step}, and {last}. To save the last step, {advice}, or pass force=True to "
+        f"the last save"
     )
 
 
@@ -116,6 +116,11 @@ def test_the_end_of_training_that_is_not_saved(tmp_path: Path, caplog: pytest.Lo
         manager.save(32, state_of(32))
         manager.close(timeout=60)
     assert said(caplog) == not_saved(tmp_path, 32, "the last committed step is 30")
+    caplog.clear()
+    with manager_of(tmp_path, save_every=500, save_at_end=True) as manager:
+        manager.save(33, state_of(33))
+        manager.close(timeout=60)
+    assert said(caplog) == not_saved(tmp_path, 33, "the last committed step is 30", "call close without a timeout")
 
 
 def test_the_end_of_training_is_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -212,7 +217,7 @@ def test_going_back_begins_a_branch(tmp_path: Path, caplog: pytest.LogCaptureFix
     saved(tmp_path, 5, 10, 15, 20)
     with manager_of(tmp_path, keep_latest=1) as manager:
         assert manager.restore(state_of(0), 10) == 10
-        assert "does not resume from 'step-15', 'step-20', so these checkpoints do not count" in said(caplog)
+        assert "does not resume from 'step-15', 'step-20'. Such a checkpoint does not count" in said(caplog)
         manager.save(12, state_of(12), wait=True)
         assert manager.steps() == [12]
     assert directories_in(tmp_path) == ["step-12", "step-15", "step-20"]
@@ -307,7 +312,7 @@ def test_no_silent_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     (tmp_path / "step-7" / f"__0_0_{'a' * 32}.tensors").write_bytes(b"half")
     with manager_of(tmp_path) as manager:
         assert manager.restore(state_of(0)) is None
-        assert "has no committed checkpoint, but 'step-7' has data without .metadata" in caplog.text
+        assert "has no committed checkpoint, but there is data without .metadata in 'step-7'" in caplog.text
         saved(tmp_path / "elsewhere", 3, name="{}")
         shutil.move(tmp_path / "elsewhere" / "3", tmp_path / "checkpoint-20")
         shutil.rmtree(tmp_path / "elsewhere")
@@ -348,7 +353,7 @@ def test_a_folder_that_is_a_checkpoint(tmp_path: Path) -> None:
 def test_keys_that_no_load_can_sort(tmp_path: Path) -> None:
     """Such keys are refused before the save. Keys of one type are accepted, and so are those of inner dicts."""
     with manager_of(tmp_path) as manager:
-        words = r"state has keys that cannot be sorted, such as 1, of type int and 'd', of type str, so a load"
+        words = r"state has keys that cannot be sorted, such as 1 \(int\) and 'd' \(str\), so a load"
         with pytest.raises(TypeError, match=words):
             manager.save(1, {1: torch.ones(2), "d": torch.ones(2)})  # type: ignore[dict-item]
         for step, state in enumerate([{1: torch.ones(2), 2: 5}, {"a": {1: torch.ones(2), "d": 5}}]):
@@ -519,7 +524,7 @@ def test_only_some_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
             manager.restore(state)
         manager.restore(state, strict=False)
         assert (state["step"], state["head"].tolist()) == (5, [0.0, 0.0, 0.0])
-        assert "has no 'head': they stay as they are" in said(caplog)
+        assert "has no 'head'. Such keys stay as they are" in said(caplog)
         with pytest.raises(MetadataError, match=r"no key of the state matches 'modle\.\*'"):
             manager.restore(state, include=["modle.*"])
         part = {"step": 0}  # as a stage of a pipeline has it: the weights are of another one
@@ -692,7 +697,7 @@ def test_an_optimizer_that_does_not_fit(tmp_path: Path, caplog: pytest.LogCaptur
         new = trainer("tensor_lr")
         fewer = torch.optim.Adam([*new["model"].parameters()][:3], lr=torch.tensor(0.7))
         with pytest.raises(
-            StateMismatch, match=r"'optimizer\.state\.3\.step'.*cannot take them: its parameters or groups"
+            StateMismatch, match=r"'optimizer\.state\.3\.step'.*cannot take such values: its parameters or groups"
         ):
             manager.restore({"model": new["model"], "optimizer": fewer})
         assert (fewer.state_dict()["state"], fewer.param_groups[0]["lr"].item()) == ({}, pytest.approx(0.7))
@@ -902,9 +907,7 @@ def test_nothing_is_deleted_while_the_best_is_not_known(tmp_path: Path, caplog: 
     with manager_of(tmp_path, keep_latest=1, keep_best="loss") as manager:
         manager.save(6, state_of(6), metrics={"val_loss": 1.0}, wait=True)
         assert manager.steps() == [4, 6]
-    assert "step 6 was saved without the metric 'loss', which keep_best needs (its metrics are 'val_loss')" in said(
-        caplog
-    )
+    assert "step 6 was saved without the metric 'loss', which keep_best needs (its metrics: 'val_loss')" in said(caplog)
 
 
 def test_nothing_is_deleted_while_the_metric_is_nan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

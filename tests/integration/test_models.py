@@ -300,7 +300,7 @@ def test_an_adapter_is_one_file_beside_its_configuration(tmp_path: Path) -> None
     assert "PEFT loads only adapters of one file, but this adapter needs 2 files" in refused(
         tmp_path / "2", two, max_shard_bytes=40, **options
     )
-    with pytest.raises(ValueError, match="publish= takes whole models"):
+    with pytest.raises(ValueError, match="publish= cannot publish adapters"):
         SafetensorsStorageWriter(tmp_path / "to", files=[tmp_path], publish=Publish(tmp_path / "published"))
 
 
@@ -400,7 +400,7 @@ def test_a_storage_that_several_processes_cannot_write_to_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"dtype": "bfloat16"}, TypeError, "dtype must be dtype, got str"),
+        ({"dtype": "bfloat16"}, TypeError, "dtype must be an instance of dtype, got str"),
         ({"dtype": torch.int8}, ValueError, "dtype must be a floating-point dtype of safetensors, got torch.int8"),
         ({"rename": {"a*": "b"}}, ValueError, "'b' cannot become 'a*'"),
         ({"max_shard_bytes": 0}, ValueError, "max_shard_bytes must be an int of at least 1, got 0."),

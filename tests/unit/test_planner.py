@@ -326,17 +326,17 @@ def test_saves_of_one_rank_alone_push_nothing_out() -> None:
 WRONG = [
     (
         [((0, 0), (4, 4)), ((2, 0), (4, 4))],
-        "two parts overlap: (4, 4) at (0, 0), and (4, 4) at (2, 0) (of ranks 0 and 1)",
+        "two parts overlap: (4, 4) at (0, 0), and (4, 4) at (2, 0) (planned by ranks 0 and 1)",
     ),
     (
         [((0, 0), (4, 4)), ((4, 0), (4, 4))],
-        "a part lies outside the tensor's shape (6, 4): (4, 4) at (4, 0) (of rank 1)",
+        "a part lies outside the tensor's shape (6, 4): (4, 4) at (4, 0) (planned by rank 1)",
     ),
     ([((0, 0), (2, 4)), ((4, 0), (2, 4))], "its parts hold 16 of its 24 elements: a rank's part is missing"),
-    ([((0, 0), (3, 4)), ((3,), (3,))], "a part is 1-dimensional, and the tensor is 2-dimensional (of rank 1)"),
+    ([((0, 0), (3, 4)), ((3,), (3,))], "a part is 1-dimensional, and the tensor is 2-dimensional (planned by rank 1)"),
     (
         [((0, 0), (6, 4)), ((3, 1), (0, 2))],
-        "two parts overlap: (6, 4) at (0, 0), and (0, 2) at (3, 1) (of ranks 0 and 1)",
+        "two parts overlap: (6, 4) at (0, 0), and (0, 2) at (3, 1) (planned by ranks 0 and 1)",
     ),
 ]
 

@@ -217,7 +217,7 @@ def test_the_arguments_of_the_writer_are_pinned() -> None:
         ({"encryption": "key"}, TypeError, "encryption must be tensorizer.EncryptionParams, got str"),
         ({"on_report": "print"}, TypeError, "on_report must be callable, or None, got str."),
         ({"on_progress": "print"}, TypeError, "on_progress must be callable, or None, got str."),
-        ({"limits": 600.0}, TypeError, "limits must be SaveLimits, got float."),
+        ({"limits": 600.0}, TypeError, "limits must be an instance of SaveLimits, got float."),
         ({"local": 7, "path": "/a"}, TypeError, "local must be a str or an os.PathLike, got int"),
         ({"local": "/b"}, ValueError, "local= requires path=, the folder that it mirrors. Pass both"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 import threading
 from pathlib import Path
 
@@ -15,7 +16,14 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from dcp_tensorizer import SaveLimits, TensorizerStorageWriter, WriteError, unwrap
+from dcp_tensorizer import (
+    SaveLimits,
+    TensorizerStorageReader,
+    TensorizerStorageWriter,
+    UntrustedObject,
+    WriteError,
+    unwrap,
+)
 from dcp_tensorizer._saving.save import Save
 from dcp_tensorizer.writer import WriterOptions
 
@@ -79,6 +87,20 @@ def test_metadata_that_cannot_be_stored(tmp_path: Path, local: bool) -> None:
     ):
         dcp.save(STATE, storage_writer=writer, planner=OddPlanner())
     assert [file for file in tmp_path.rglob("*") if file.suffix in (".tensors", ".metadata")] == []
+
+
+def test_metadata_whose_type_is_no_longer_trusted(tmp_path: Path) -> None:
+    """The error of a load whose planner's data needs an untrusted type names path and type, and what to do."""
+    with torch.serialization.safe_globals([Unstorable]):
+        with TensorizerStorageWriter(tmp_path) as writer:
+            dcp.save(STATE, storage_writer=writer, planner=OddPlanner())
+        dcp.load({"w": torch.zeros(4)}, storage_reader=TensorizerStorageReader(tmp_path))
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"w": torch.zeros(4)}, storage_reader=TensorizerStorageReader(tmp_path))
+    error = unwrap(caught.value)
+    words = rf"the planner's data in {tmp_path}/\.metadata could run code when loaded: it needs .*\.Unstorable\. If you"
+    assert isinstance(error, UntrustedObject)
+    assert re.match(words, str(error))
 
 
 def test_storage_options_that_cannot_be_sent_to_the_writer_process(tmp_path: Path) -> None:

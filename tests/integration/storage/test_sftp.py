@@ -103,7 +103,7 @@ def test_wrong_requests_are_not_repeated(open_sftp: Opener, tcp: TcpProxy) -> No
         storage.read("directory")
     sink = storage.create(NAME, 3, sync=True)
     sink.put_part(0, on_a_page(b"ab"))
-    with pytest.raises(OSError, match="2 of the file's 3 bytes"):
+    with pytest.raises(OSError, match="2 bytes on the server, expected 3"):
         sink.complete()
     assert tcp.connections == 1
 

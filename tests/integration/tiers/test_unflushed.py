@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dcp_tensorizer import WriteError
 from dcp_tensorizer._job.ranks import Agreement
 from dcp_tensorizer._job.unflushed import LocalSaves, finish_unflushed
 from dcp_tensorizer._saving.flushing import Flushing
@@ -79,3 +80,37 @@ def test_what_may_lie_in_a_folder_that_cannot_be_listed_is_not_given_up(
     (part,) = left.parts
     assert (left.held, left.can_list, must_wait) == (set(), True, (1,))
     assert (part.record.subpath, part.record.rank, part.record.files, part.committed) == ("step-1", 0, {}, {FILE: 4})
+
+
+class _OnOneNode(_Ranks):
+    """Two ranks of one node, which list the same records."""
+
+    def gathered(self, own: Any) -> list[Any]:
+        return [own, own]
+
+
+@pytest.mark.parametrize(
+    ("has_commit", "reason"),
+    [
+        (True, f"no node of this job has {FILE}: the node that saved it is lost"),
+        (False, r"no node of this job has its metadata, only data of rank\(s\) 0: the coordinator's node is lost"),
+    ],
+)
+def test_a_save_that_several_ranks_list_is_one_loss(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, has_commit: bool, reason: str
+) -> None:
+    """A lost save is reported once, and names each rank once, whichever part of it the node has."""
+    run = Run(tmp_path)
+    flushing = _flushing(run)
+    if not has_commit:
+        for entry in run.queue.entries():
+            run.queue.remove(entry)
+        writing = run.queue.begin(FlushRecord(run.target.name, "step-1", 0, "a" * 32))
+        writing.written({f"__0_0_{'a' * 32}.tensors": 4}, sync=False)
+        run.queue.confirm(writing.entry)
+    finish_unflushed(flushing, _OnOneNode())
+    words = f"{run.remote}/step-1 is given up, and will not be on the remote: {reason}"
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == 1
+    with pytest.raises(WriteError, match=f"^{words}$"):
+        flushing.check()

@@ -114,7 +114,7 @@ def test_training_waits_when_too_much_is_unflushed(tmp_path: Path, caplog: pytes
             dcp.async_save(state_of(3), storage_writer=writer, checkpoint_id=run.remote / "step-3").result()
     words = f"2 checkpoints are only in {run.local}, and nothing has arrived at {run.remote} for 1 s"
     assert words in str(unwrap(caught.value))
-    assert f"2 checkpoint(s) have not reached {run.remote}. They are in {run.local}" in said(caplog)
+    assert f"checkpoints in {run.local} that have not reached {run.remote}: 2." in said(caplog)
     assert run.states() == ["unflushed"] * 2
 
 

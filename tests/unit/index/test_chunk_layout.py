@@ -81,7 +81,7 @@ def test_odd_layouts_come_back(shape: tuple[int, ...], chunks: list[tuple[tuple[
 def test_a_chunk_of_other_dimensions_is_refused() -> None:
     """A chunk has as many dimensions as its tensor."""
     with pytest.raises(
-        ValueError, match=r"a chunk of shape \(4, 1\) at \(0, 0\) does not have the 1 dimensions of its tensor"
+        ValueError, match=r"a chunk of shape \(4, 1\) at \(0, 0\) does not have as many dimensions as its tensor"
     ):
         ChunkLayout.of((4,), [((0, 0), (4, 1))])
 

@@ -101,7 +101,7 @@ OLD = pickle.dumps({}) + b"\x00DCPTZR1" + bytes(16)
         (OLD, "is a pickle of dcp_tensorizer from before its first release"),
         (
             pickle.dumps({"a": 1}),
-            "FileSystemWriter writes. Load it with open_reader, inspect it with `dcp-tensorizer report`, or",
+            "FileSystemWriter writes. Load the checkpoint with open_reader, inspect it with `dcp-tensorizer report`",
         ),
         (b"{}", "was not written by dcp_tensorizer, or is damaged at its beginning"),
         (b"", "was not written by dcp_tensorizer"),

@@ -128,7 +128,7 @@ def test_entries_come_back_from_rules() -> None:
         (entry(sizes=-1), "chunk offsets and sizes must not be negative"),
         (
             TensorStorageMetadata(TensorProperties(torch.int8), torch.Size([3]), entry().chunks[:1]),
-            "does not have the 1 dimensions of its tensor",
+            "does not have as many dimensions as its tensor",
         ),
         ("a string", "the planner describes it as a builtins.str"),
     ],

@@ -184,7 +184,7 @@ def test_planner_data_that_no_reader_would_load() -> None:
     [
         (frozenset([1]), BytesStorageMetadata(), r"frozenset\(\{1\}\) cannot be described.*keys must be strings"),
         ("w", Foreign(), r"'w' cannot be described.*Foreign"),
-        ("w", entry((4,), ((0, 0), (4, 1))), "'w' cannot be described.*does not have the 1 dimensions"),
+        ("w", entry((4,), ((0, 0), (4, 1))), "'w' cannot be described.*does not have as many dimensions"),
     ],
     ids=["key", "entry", "dimensions"],
 )

@@ -22,7 +22,9 @@ def test_the_report_adds_up() -> None:
     assert (report.restore_seconds, report.stall_seconds, report.durable_seconds) == (10.0, 2.0, 4.0)
     assert report.goodput == pytest.approx(0.88)
     assert report.stall_per_save == pytest.approx(2 / 3)
-    assert str(report).startswith("goodput 88.00% of 100.0 s: 2 saves, 1 failed; seconds: stall 2.000 (0.667 a save)")
+    assert str(report).startswith(
+        "goodput 88.00% of 100.0 s; saves: 2 committed, 1 failed; seconds: stall 2.000 (0.667 a save)"
+    )
 
 
 def test_youngs_interval() -> None:

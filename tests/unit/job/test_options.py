@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from dcp_tensorizer._job.options import (
     check_patterns,
     check_state,
     check_step,
+    check_survival,
     options_of_reader,
     split_limits,
 )
@@ -32,9 +34,29 @@ def test_metrics() -> None:
     loss = torch.tensor(0.5, requires_grad=True)  # torch warns if it becomes a number before it is detached
     assert check_metrics({"loss": loss, "n": 3}) == {"loss": 0.5, "n": 3.0}
     assert check_metrics(None) == {}
-    for metrics in (3, {"loss": torch.zeros(2)}, {"loss": "low"}, {1: 2.0}):
+    for metrics in (3, {"loss": torch.zeros(2)}, {"loss": "low"}, {"loss": "3"}, {"loss": 10**400}, {1: 2.0}):
         with pytest.raises(TypeError, match=r"^metrics"):
             check_metrics(metrics)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "every", "buffers", "writer_options", "words"),
+    [
+        (60, None, 3, {"staging": "shared"}, "survive cannot be combined with staging='shared'"),
+        (60, None, 3, {"cache_staged_state_dict": False}, "survive cannot be combined with cache_staged_state_dict"),
+        (60, None, 4, {}, "buffers must be 2 or 3, got 4"),
+        (0, 1, 3, {}, "survive_every needs survive="),
+        (60, 1, 2, {}, "survive_every needs survive=, buffers=3"),
+        (60, 1, 3, {"staging": "device"}, "survive_every needs survive=, buffers=3 and a staging other than 'device'"),
+    ],
+)
+def test_states_in_memory(
+    seconds: float, every: int | None, buffers: int, writer_options: dict[str, Any], words: str
+) -> None:
+    """The error for options that cannot be combined names them."""
+    check_survival(60, 1, 3, {"staging": "auto"})
+    with pytest.raises(ValueError, match=f"^{re.escape(words)}"):
+        check_survival(seconds, every, buffers, writer_options)
 
 
 def test_states() -> None:

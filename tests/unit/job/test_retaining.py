@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_tensorizer import CheckpointManager, TensorizerStorageReader
+from dcp_tensorizer import CheckpointManager, ReadError, TensorizerStorageReader
 from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._job.retention import Retaining, Retention
 from dcp_tensorizer._job.steps import Position, Step, StepNames, new_branch, read_steps
@@ -61,6 +61,22 @@ def test_on_the_same_branch_old_ones_go(tmp_path: Path) -> None:
     Retaining(folder, NAMES, NEWEST, owner_of(folder), None, lambda: place).after(late)
     assert [step.number for step in read_steps(folder, NAMES)] == [200]
     assert place.numbers == {200}
+
+
+def test_a_folder_that_cannot_be_listed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the symbolic links in the folder are unknown, nothing is deleted, and the log says why."""
+
+    def fails(folder: LocalStorage) -> list[str]:
+        raise ReadError(f"cannot list {folder.path}")
+
+    folder, first, late = two_steps(tmp_path)
+    place = Position.at(late.branch, late, [first, late])
+    monkeypatch.setattr(LocalStorage, "linked_directories", fails)
+    Retaining(folder, NAMES, NEWEST, owner_of(folder), None, lambda: place).after(late)
+    assert [step.number for step in read_steps(folder, NAMES)] == [100, 200]
+    assert caplog.messages[-1] == f"old checkpoints are not deleted: cannot list {tmp_path}"
 
 
 class Arrivals:

@@ -69,8 +69,8 @@ def test_coverage_is_checked_of_the_tensors_that_are_loaded() -> None:
     with pytest.raises(MetadataError) as caught:
         check_coverage("/ckpt", index, {"whole", "gap"})
     assert str(caught.value) == (
-        "/ckpt: the stored chunks of 'gap' do not make up its 8,000 elements: they hold 6,000, so a rank's part is "
-        "missing or stored twice"
+        "/ckpt: the stored chunks of 'gap' do not make up its 8,000 elements: they hold 6,000 in total, so a rank's "
+        "part is missing or stored twice"
     )
 
 

@@ -144,7 +144,7 @@ def test_one_host_alone(caplog: pytest.LogCaptureFixture) -> None:
     [
         ({"copies": 3}, ValueError, "copies must be 1 or 2, .* got 3"),
         ({"copies": 2, "survive": 0}, ValueError, "copies=2 needs survive="),
-        ({"copy_options": {"rate": 2e6}}, TypeError, "copy_options must be CopyOptions"),
+        ({"copy_options": {"rate": 2e6}}, TypeError, "copy_options must be an instance of CopyOptions"),
     ],
 )
 def test_options(tmp_path: Any, options: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -157,7 +157,7 @@ def test_options(tmp_path: Any, options: dict[str, Any], error: type[Exception],
     ("options", "error", "words"),
     [
         ({"rate": "fast"}, TypeError, "rate must be a number of bytes a second, or None, got 'fast'"),
-        ({"rate": 1000}, ValueError, "rate must be None, or at least 1e[+]06 bytes a second, got 1000"),
+        ({"rate": 1000}, ValueError, "rate must be None, or finite and at least 1e[+]06 bytes a second, got 1000"),
         ({"failure_domain": 7}, TypeError, "failure_domain must be a string that is not empty, or None, got 7"),
         ({"interface": ""}, TypeError, "interface must be a string that is not empty, or None, got ''"),
     ],

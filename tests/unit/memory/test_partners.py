@@ -70,7 +70,7 @@ def test_why_there_are_none(peers: list[Peer], domain: str | None, why: str, cap
 def test_an_address_that_leads_a_host_to_itself() -> None:
     """A rank with such an address gets that of another host as its route, and its keeper never listens on it."""
     own = introduce(CopyOptions(interface="127.0.0.1"), None)
-    assert own.keeper is None and "127.0.0.1 is a loopback address. Pass interface=" in own.problem
+    assert own.keeper is None and "127.0.0.1 is a loopback address. Pass CopyOptions(interface=...)" in own.problem
     assert routes_to_others([own, rank("y", 1, "10.0.0.7")]) == ["10.0.0.7", ""]
 
 

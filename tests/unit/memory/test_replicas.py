@@ -290,7 +290,7 @@ def test_a_partner_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     keeper = Keeper("run", 7, 60.0)
     address = opened(keeper)
     before = open_descriptors()
-    with pytest.raises(NotCopied, match="does not fit into memory") as refused:
+    with pytest.raises(NotCopied, match="the partner host cannot allocate") as refused:
         copy_part(address, with_digests(part("a"), bytes(NBYTES)), 0, "", Throttle(0), lambda: True)
     assert refused.value.is_full
     eventually(lambda: open_descriptors().items() <= before.items())

@@ -86,9 +86,9 @@ def test_deltas_follow_until_there_are_enough_of_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda state: state | {"more": np.zeros(3, np.float32)}, "its tensors, or their locations"),
-        (lambda state: {key: state[key] for key in list(state)[1:]}, "its tensors, or their locations"),
-        (lambda state: state | {"scale": np.zeros(2, np.int16)}, "its tensors, or their locations"),
+        (lambda state: state | {"more": np.zeros(3, np.float32)}, "its tensors, their offsets"),
+        (lambda state: {key: state[key] for key in list(state)[1:]}, "its tensors, their offsets"),
+        (lambda state: state | {"scale": np.zeros(2, np.int16)}, "its tensors, their offsets"),
     ],
     ids=["a tensor more", "a tensor less", "another dtype"],
 )

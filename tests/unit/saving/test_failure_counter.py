@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from dcp_tensorizer._saving.failures import FailureCounter
+from dcp_tensorizer._saving.failures import FailureCounter, FailuresInARow
 from dcp_tensorizer.errors import WriteError
 
 
@@ -25,6 +25,13 @@ def test_the_limit_names_the_last_error_and_the_last_commit():
     _fail(counter, 1)
     with pytest.raises(WriteError, match=r"3 saves in a row.*no space 0.*was committed: /ckpt/step-0"):
         counter.check(3, "/ckpt/step-9")
+
+
+def test_the_count_of_another_rank():
+    """A rank that has seen no error itself names none."""
+    words = "2 saves in a row were not committed. The last checkpoint that was committed: none. Fix the cause"
+    with pytest.raises(WriteError, match=f"^{words}"):
+        FailuresInARow().check(2, count=2)
 
 
 def test_a_commit_starts_the_count_again():

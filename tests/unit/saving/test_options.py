@@ -57,8 +57,8 @@ def test_limits_that_make_no_sense_are_refused(given: dict[str, Any], error: typ
         ({"staging": "none"}, ValueError, "staging must be one of 'buffer', 'device', 'shared', got 'none'"),
         ({"thread_count": 0}, ValueError, "thread_count must be an int of at least 1, or None, got 0."),
         ({"storage_options": "key=x"}, TypeError, "storage_options must be a mapping, or None, got str."),
-        ({"limits": {"timeout": 5}}, TypeError, "limits must be SaveLimits, got dict."),
-        ({"path": "/a", "local": "/b", "limits": 5}, TypeError, "limits must be SaveLimits, got int."),
+        ({"limits": {"timeout": 5}}, TypeError, "limits must be an instance of SaveLimits, got dict."),
+        ({"path": "/a", "local": "/b", "limits": 5}, TypeError, "limits must be an instance of SaveLimits, got int."),
         ({"on_report": 5}, TypeError, "on_report must be"),
         ({"encryption": KEY}, TypeError, "encryption must be tensorizer.EncryptionParams, got bytes"),
         (

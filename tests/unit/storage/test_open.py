@@ -246,7 +246,7 @@ def test_two_packages_for_one_protocol(register: Callable[..., None]) -> None:
     register("same", shelf=f"{__name__}:Shelf")
     assert isinstance(open_storage("shelf://a"), Shelf)
     register("racks", shelf=f"{__name__}:fails")
-    with pytest.raises(WriteError, match=r"registered by .*:Shelf of shelves and .*:fails of racks. Remove all but"):
+    with pytest.raises(WriteError, match=r"registered by .*:Shelf of shelves and .*:fails of racks. Uninstall all but"):
         open_storage("shelf://a")
     assert is_location("shelf://a")
 

@@ -53,7 +53,7 @@ class Opaque(torch.Tensor):
         ),
         (
             Opaque,
-            "of type Opaque, which cannot be staged: it has neither a storage nor __tensor_flatten__. Give its class "
+            "of type Opaque, which cannot be saved: it has neither a storage nor __tensor_flatten__. Give its class "
             "__tensor_flatten__ and __tensor_unflatten__",
         ),
     ],
