@@ -322,7 +322,8 @@ class CheckpointManager:
         Raises:
             TypeError, ValueError: an argument is invalid, or the ranks save different steps.
             WriteError: too many saves in a row have failed (``limits``), the manager is closed, another rank has ended
-                or does not respond, another run has taken over the folder, or this is a forked child of the manager's process.
+                or does not respond, another run has taken over the folder, or this is a forked child of the
+                manager's process.
             CheckpointError: the call waited for the save, and the save failed; or, in the first call, the folder cannot
                 be read, or has two directories of the same step.
             StagingError: with ``trainable_only``, the state has no module or parameter.
