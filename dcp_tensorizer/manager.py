@@ -104,7 +104,7 @@ class CheckpointManager:
         folder: The folder of the checkpoints: a local directory that all ranks share, or any URL that fsspec opens.
         name: Template for the names of the checkpoints' directories. ``"step-{:06}"`` pads the number. The manager
             recognises directories by the number, padded or not.
-        save_every: Save when a multiple of this many steps has been reached since the last save.
+        save_every: Save the first step at or after each multiple of this number.
         save_interval: Save when this many seconds have passed since the last save, by rank 0's clock. ``"auto"``: the
             interval that loses the least time, computed from the cost of saves and the failures of the job in all its
             runs. ``(60, 3600)``: the same, with a lower and an upper bound. With ``save_every`` as well, a save is due
@@ -116,7 +116,8 @@ class CheckpointManager:
             largest. While no checkpoint has a number for this metric, the manager warns and deletes nothing.
         delete_after: Minimum age in seconds of a checkpoint that the manager deletes on object stores and network
             mounts, where a job that loads a checkpoint cannot lock it.
-        delete_other_files: Also delete checkpoints that contain files that no save wrote, together with these files.
+        delete_other_files: If a checkpoint to be deleted contains files that no save wrote, delete it with these files.
+            If False, such a checkpoint stays, with a warning.
         must_change: Patterns of keys. The manager warns if none of the matching floating-point tensors differs from the
             previous save: the saved state may not be the one in training.
         stop_signals: Signals that ask the job to stop. The next `save` on every rank then saves even if no save is due,
@@ -124,8 +125,8 @@ class CheckpointManager:
             than 5 seconds later, acts as it would without the manager.
         survive: Seconds for which the newest states stay in this machine's memory after a rank has died. A job that
             restarts there within that time resumes from them. They take memory. With 0, no state is held.
-        survive_every: With ``survive`` and 3 buffers: even if no save is due, hold a step in memory when a multiple of
-            this many steps has been reached since the last step that was saved or held.
+        survive_every: With ``survive`` and 3 buffers: hold the first step at or after each multiple of this number in
+            memory, even if no save is due.
         buffers: Maximum number of staging buffers with ``survive``. 3: a step that is due while the previous save still
             runs is held only in memory, and training does not wait. 2: training waits for that save.
         copies: Number of hosts that hold each state, with ``survive``. 2: another host holds a copy of the newest state
@@ -449,7 +450,7 @@ class CheckpointManager:
         return self._writer.lock()
 
     def hold_optimizer(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Makes each step of an optimizer wait as inside `lock`: see `TensorizerStorageWriter.hold_optimizer`."""
+        """Makes each step of an optimizer wait for running copies, as `lock` does: see `TensorizerStorageWriter.hold_optimizer`."""
         return self._writer.hold_optimizer(optimizer)
 
     def close(self, timeout: float | None = None) -> None:

@@ -313,7 +313,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         yield
 
     def hold_optimizer(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Makes each step of an optimizer wait as inside `lock`, for ``overlap_staging`` without a change to the loop.
+        """Makes each step of an optimizer wait for running copies, as `lock` does, without a change to the loop.
 
         Applies only to ``optimizer.step()``. Other code that changes the state needs `lock`: a forward pass with
         BatchNorm, moving averages of the weights, optimizers that step in the backward pass, the scales of FP8. A step

@@ -34,7 +34,8 @@ class Parts:
 
     Args:
         names: Patterns with as many ``*`` each as the other side. Either all or none have ``{}``.
-        dim: The dimension, of the parts, along which the tensor is cut if there are several names.
+        dim: The dimension along which the tensor is cut if there are several names, counted as in the parts: with
+            ``{}``, 0 is the whole tensor's second dimension.
         sizes: The ratio of the parts' sizes along ``dim``. By default the sizes are equal.
         groups: The number of groups along ``dim``, each with all parts.
 
@@ -48,7 +49,7 @@ class Parts:
 
     def __init__(self, *names: str, dim: int = 0, sizes: Sequence[int] = (), groups: int = 1) -> None:
         if not names or not all(isinstance(name, str) for name in names):
-            raise TypeError(f"Parts takes names that are strings, got {names!r}.")
+            raise TypeError(f"Parts must have names, and all must be strings, got {names!r}.")
         if not all(type(number) is int for number in (dim, groups, *sizes)):
             raise TypeError(f"dim, sizes and groups of Parts must be ints, got {dim!r}, {sizes!r} and {groups!r}.")
         kinds = {(name.count("*"), name.count("{}")) for name in names}
@@ -216,14 +217,14 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class Box(NamedTuple):
-    """Elements of a tensor, and their region in another tensor.
+    """A region of a source tensor, and the region of a renamed, cut or joined tensor that takes its elements.
 
     The regions hold the same elements in the same order. One of them may have an additional first dimension, of size 1.
     """
 
     source: str  # the name of the source tensor
     there: Region  # in the source tensor
-    here: Region  # in the tensor that has the box
+    here: Region  # in the renamed, cut or joined tensor
     is_same: bool = False  # only the names of the two tensors differ
 
     def carry(self, region: Region) -> Region | None:

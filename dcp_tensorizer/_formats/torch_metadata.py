@@ -105,7 +105,7 @@ class _Values:
             self._made[id(value)] = made, self._count - before
             self._depth -= 1
         if self._count > self._most:
-            raise ValueError("it holds more values than its size explains")
+            raise ValueError(f"it expands to more than {self._most:,} values, the limit for its size")
         return made
 
     def _make(self, value: Any, kind: type) -> Any:
@@ -205,7 +205,7 @@ def _check_location(key: Any, info: StorageInfo) -> None:
     """Checks that a location is in a file in the metadata's directory, and has valid numbers and transforms."""
     name, offset, length = info.relative_path, info.offset, info.length
     if type(name) is not str or os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
-        raise MetadataError(f"names a data file {name!r} for {key!r} that is not in the same directory")
+        raise MetadataError(f"names a data file for {key!r} that is not in the metadata's directory: {name!r}")
     if any(type(number) is not int or not 0 <= number < 2**63 for number in (offset, length)):
         raise MetadataError(f"gives {key!r} an invalid offset or length: {offset!r} and {length!r}")
     transforms = info.transform_descriptors

@@ -23,7 +23,7 @@ allocate more."""
 
 
 def runs_of(numbers: np.ndarray) -> list[Run]:
-    """Encodes numbers as runs, each of numbers at equal distances."""
+    """Encodes numbers as runs, which are arithmetic progressions."""
     steps = np.diff(numbers)
     turns = [*(np.flatnonzero(steps[1:] != steps[:-1]) + 1).tolist(), len(steps)]
     runs: list[Run] = []
@@ -46,7 +46,7 @@ def check_numbers(layouts: Iterable[Layout], owners: Iterable[Sequence[Run]]) ->
 
 
 def expand(runs: Sequence[Run]) -> np.ndarray:
-    """Returns the numbers of runs. Raises `ValueError` if they are too many or too large."""
+    """Returns the numbers that runs encode. Raises `ValueError` if there are too many, or one is too large."""
     count = sum(run[2] for run in runs)
     if count > MAX_NUMBERS or any(abs(step) * times >= 2**62 or first >= 2**62 for first, step, times in runs):
         raise ValueError(
@@ -149,7 +149,7 @@ class ChunkLayout:
         return self.is_one or covers(self.shape, self.regions)
 
     def touched_by(self, region: Region) -> list[int]:
-        """Returns the numbers of the chunks that have elements of a region, by bisection."""
+        """Finds the chunks that have elements of a region, by bisection. Returns their indices."""
         if region not in self._found:  # tensors that share a layout are usually read in the same regions
             self._found[region] = self._touched_by(region)
         return self._found[region]
@@ -169,7 +169,7 @@ class ChunkLayout:
     def _sorted(self) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
         """The dimension in which the chunks have the most distinct starts, and three arrays that are sorted by them.
 
-        The arrays have the chunks' numbers, their starts, and the running maxima of their stops.
+        The arrays have the chunks' indices, their starts, and the running maxima of their stops.
         """
         dim = max(range(len(self.shape)), key=lambda d: len(set(self.starts[:, d].tolist())))
         order = np.argsort(self.starts[:, dim], kind="stable")

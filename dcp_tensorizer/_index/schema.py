@@ -25,7 +25,7 @@ _Positive = Annotated[int, Meta(ge=1, le=MAX_NUMBER)]
 _Reference = Annotated[int, Meta(ge=-1, le=MAX_NUMBER)]
 _Dims = Annotated[tuple[_Count, ...], Meta(max_length=MAX_DIMENSIONS)]
 Run = tuple[_Reference, int, _Count]
-"""Numbers at equal distances: the first, the distance and the count."""
+"""An arithmetic progression: the first number, the step and the count."""
 SectionKind = Literal["entries", "paths", "planner", "inline", "places"]
 Text = str | Ext  # see `to_text`
 Key = str | Ext  # see `to_key`

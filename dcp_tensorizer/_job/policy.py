@@ -116,9 +116,9 @@ def decide(agreement: Agreement, vote: Vote) -> tuple[Action, Vote]:
 class SavePolicy:
     """Schedule of saves, and of steps that are held only in memory.
 
-    A save is due when a multiple of ``every`` steps has been reached since the last save, or when ``interval`` has
-    passed. Without either, every step is due. A step is due in memory when a multiple of ``every_in_memory`` has been
-    reached since the last step that was saved or held. If ``every_in_memory`` is None, no step is due in memory.
+    A save is due at the first step at or after each multiple of ``every``, or when ``interval`` has passed. Without
+    either, every step is due. The first step at or after each multiple of ``every_in_memory``, if it is not None, is
+    due in memory.
 
     ``interval`` is in seconds. With ``"auto"``, or a pair of bounds, it is computed from the cost of saves and the
     frequency of failures. Raises `TypeError` or `ValueError` for invalid values.

@@ -40,7 +40,8 @@ class Retention:
         mode: Whether the smallest or the largest value is best.
         delete_after: Minimum age in seconds of a checkpoint to delete, on storage where jobs do not see each other's
             locks.
-        delete_other_files: Also delete checkpoints with files that no save wrote, and these files.
+        delete_other_files: Whether a checkpoint to be deleted that contains files which no save wrote is deleted with
+            these files, instead of staying.
     """
 
     latest: int | None = None

@@ -37,10 +37,10 @@ _POOL_BYTES = 256 << 20  # of the slots that threads read into concurrently
 
 
 class PinnedPools:
-    """The slots of a process's loads. A load may consist of many reads, because a planner may request tensors one by
-    one.
+    """The slots of a process's loads.
 
-    Registering memory takes longer than reading as many bytes. So slots are retained for later reads and later loads.
+    Registering memory takes longer than reading as many bytes. So slots are retained for later loads, and for later
+    calls of `fetch` in the same load: a planner may request tensors one by one.
     """
 
     def __init__(self, device: Device) -> None:
@@ -71,7 +71,7 @@ class PinnedPools:
 
     @contextmanager
     def pool_for(self, operations: Sequence[ReadOperation], threads: int) -> Iterator[PinnedPool | None]:
-        """Yields the slots for a read: one per thread, and two whose copies are in progress.
+        """Yields the slots for one call of `fetch`: one per thread, and two whose copies may be in progress.
 
         If no target is on a GPU, yields None. All copies are done when the ``with`` block ends.
         """

@@ -218,7 +218,7 @@ also takes a buffer."""
 
 
 class ReadLimits(NamedTuple):
-    """The limits by which reads are joined and cut."""
+    """The limits for coalescing and splitting reads."""
 
     max_gap_bytes: int  # reading this many unneeded bytes is faster than a second request
     max_coalesced_bytes: int = MAX_SCRATCH_BYTES  # of one operation, unless it is a single segment in scratch memory

@@ -46,7 +46,7 @@ from .plan import (
 
 
 def limits_of(storage: Storage) -> ReadLimits:
-    """Returns the limits by which reads of a storage are joined and cut."""
+    """Returns the limits for coalescing and splitting reads of a storage."""
     return ReadLimits(storage.reads.max_gap_bytes, storage.reads.max_coalesced_bytes or MAX_SCRATCH_BYTES)
 
 
@@ -85,7 +85,7 @@ def fetch(
         verify: Compare the data with its digests.
         progress: Called with the number of bytes done and the total number, by one reading thread at a time.
         cipher: Decrypts encrypted items.
-        limits: The limits for joining and cutting reads; None: the storage's.
+        limits: The limits for coalescing and splitting reads; None: the storage's.
         page_cache: Leave data of local disks in the page cache; None: only if memory is sufficient.
         in_memory: The contents of files that need not be read, by name.
         pools: Memory for data on its way to GPUs.
@@ -421,8 +421,9 @@ def _run(target: ReadTarget, segment: Segment, data: memoryview | torch.Tensor) 
 
 
 def _shared_run(target: ReadTarget, segment: Segment) -> tuple[torch.Tensor, int, int] | None:
-    """Returns the elements of a target with the stored layout that a segment contains, flattened, and the offset and
-    the number of their bytes in the segment.
+    """Returns a flat view of the elements of a target that a segment contains, and their offset and size in the segment.
+
+    Offset and size are in bytes. The target has the stored layout. If the segment contains none of its elements, returns None.
     """
     run = target.run
     assert run is not None

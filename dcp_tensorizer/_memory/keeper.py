@@ -365,7 +365,7 @@ class Keeper:
         return [(held.fd, held.part.nbytes) for held in dropped]
 
     def digested_part(self, state_id: str, rank: int, seconds: float) -> StatePart | None:
-        """Returns a part with its digests, or None if it is not held.
+        """Returns a part with its digests, or None if the keeper does not hold it.
 
         Raises `TimeoutError` if the digests are not computed within ``seconds``.
         """

@@ -1,7 +1,7 @@
 """Replicas of states in the memory of other hosts: how keepers copy, receive and serve them.
 
     source                                                  partner
-    ReplicaOffer (which state, how large, what stays) ────▶ checks free memory, and allocates all of it
+    ReplicaOffer (the state, its size, which to retain) ──▶ checks free memory, and allocates all of it
                                                         ◀── Answer: the name of the copy, or why it is refused
     the offer again with that name, on further connections ▶
     Block, its bytes; on all connections ─────────────────▶ checks each block against its XXH3-128
@@ -73,8 +73,8 @@ def lower_priority(niceness: int) -> None:
 class ReplicaOffer(Struct, tag="offer", array_like=True):
     """Offer of a replica of a part of a state.
 
-    The partner then forgets the replicas that it holds of that rank and run, except that of the ``confirmed`` state. If
-    ``record_nbytes`` is 0, the partner only does that, and receives no replica.
+    The partner of a new offer drops its replicas of the rank and run in ``head``, except that of the ``confirmed``
+    state. If ``record_nbytes`` is 0, the partner only does that, and receives no replica.
     """
 
     head: StateHead
@@ -347,7 +347,7 @@ class ReplicaServer:
                 wire.send(ReplicaAnswer(takes_longer=True))
                 continue
             if part is None:
-                wire.send(ReplicaAnswer(refusal="it is not held"))
+                wire.send(ReplicaAnswer(refusal="it does not hold this part of the state"))
                 return
             record = msgspec.msgpack.encode(part)
             wire.send(ReplicaAnswer(len(record)))
@@ -376,7 +376,7 @@ class _PartReader:
                     self._memory = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
             self._open = wanted.id, wanted.rank
         if self._memory is None:
-            wire.send(ReplicaAnswer(refusal="it is not held"))
+            wire.send(ReplicaAnswer(refusal="it does not hold this part of the state"))
             return
         assert wanted.nbytes is not None, "a record is not in the buffer"
         stop = wanted.offset + wanted.nbytes
@@ -445,8 +445,9 @@ def copy_part(
 ) -> None:
     """Copies a part of a state to a keeper on another host. Returns when that keeper has all of it.
 
-    ``fd`` is the descriptor of the part's buffer. Once ``is_wanted`` returns False, the buffer may be overwritten.
-    ``confirmed`` is as in a `ReplicaOffer`. ``streams`` is the number of connections; None: up to 4, one for each core.
+    ``fd`` is the descriptor of the part's buffer. Once the trainer may overwrite this buffer, ``is_wanted``
+    returns False. ``confirmed`` is as in a `ReplicaOffer`. ``streams`` is the number of connections; None: up to 4, one
+    for each core.
     Raises `NotCopied` if the copy was refused, is no longer wanted, or has failed.
     """
     nbytes, record = part.nbytes, msgspec.msgpack.encode(part)
@@ -563,7 +564,10 @@ class RemotePart(RangeReader):
                 wire.close()
                 raise
         except OSError as error:
-            raise ReadError(f"the keeper at {self._address!r} does not send the state: {describe(error)}") from error
+            raise ReadError(
+                f"cannot read rank {self._rank}'s part of the state from the keeper at {self._address!r}: "
+                f"{describe(error)}"
+            ) from error
         self._return(wire)
         if (part.head.id, part.head.rank) != (self._id, self._rank):
             raise ReadError(f"the keeper at {self._address!r} sent a state that was not requested")

@@ -33,8 +33,8 @@ _T = TypeVar("_T")
 def pieces_of(layout: RankLayout, row: int, shape: tuple[int, ...], chunk: Region, source: int) -> Pieces:
     """Returns the pieces of a file's tensor that a source contains: no pieces if the two have no common elements.
 
-    The source is a chunk of a tensor of the state dict with ``shape``; ``row`` is one of that tensor's rows in the
-    layout.
+    ``shape`` is the shape of a tensor of the state dict, and ``row`` one of its rows in the layout. The source is this
+    rank's ``chunk`` of that tensor, and ``source`` its index.
     """
     itemsize = layout.dtypes[int(layout.dtype[row])].itemsize
     if (number := int(layout.box[row])) < 0:
@@ -63,9 +63,9 @@ def _cut(firsts: Integers, nbytes: int, size: int) -> Integers:
 
 
 def split(pieces: Pieces, layout: RankLayout) -> tuple[Pieces, Pieces]:
-    """Divides a rank's pieces into those in blocks that it fills alone, and those in blocks that it may share.
+    """Divides a rank's pieces into those that fill whole granules of a file, and those that fill a granule in part.
 
-    Each piece of the second kind lies within one block.
+    Each piece of the second kind lies within one granule, whose other bytes are of other ranks or pieces.
     """
     pieces = pieces.select(pieces.nbytes > 0).sorted()
     if not layout.has_granules or not len(pieces):
@@ -130,7 +130,7 @@ def fill_of(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> F
 class SharedFiles(NamedTuple):
     """Pieces of the files that all ranks write, in the form that `WriterClient.write` takes.
 
-    ``pieces`` refers to sources by their numbers among the items, all of which have bytes. ``dtypes`` are the dtypes in
+    ``pieces`` refers to sources by their indices in the items, none of which is empty. ``dtypes`` are the dtypes in
     which the items are written.
     """
 
@@ -198,7 +198,7 @@ class RankGroup:
         except RuntimeError as error:
             raise WriteError(
                 f"{self._path}: rank {self.rank} of {self.size} could not exchange data. Another rank may have "
-                f"ended, or may save another state: {error}"
+                f"ended, or may be saving a different state: {error}"
             ) from error
 
 

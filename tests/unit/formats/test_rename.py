@@ -46,7 +46,7 @@ def test_parts_have_a_number_of_their_name_and_one_of_the_row() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (Parts, TypeError, "Parts takes names"),
+        (Parts, TypeError, "Parts must have names"),
         (lambda: Parts("q"), ValueError, "the only name of Parts must contain"),
         (lambda: Parts("q.*", "k"), ValueError, "the same number of"),
         (lambda: Parts("q.{}", "k"), ValueError, "each or none"),
