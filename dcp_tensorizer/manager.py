@@ -144,8 +144,8 @@ class CheckpointManager:
     Raises:
         TypeError, ValueError: an argument is of a wrong type or value, or differs from that of another rank; or
             ``stop_signals`` is not empty, and this is not the main thread.
-        WriteError: the folder's URL cannot be opened, its path is relative and the working directory is gone, or a rank
-            is gone.
+        WriteError: the folder's URL cannot be opened, its path is relative and the working directory no longer exists,
+            or another rank has ended or does not respond.
     """
 
     def __init__(
@@ -321,8 +321,9 @@ class CheckpointManager:
 
         Raises:
             TypeError, ValueError: an argument is invalid, or the ranks save different steps.
-            WriteError: too many saves in a row have failed (``limits``), the manager is closed, a rank is gone, another
-                run has taken over the folder, or this is a forked child of the process that made the manager.
+            WriteError: too many saves in a row have failed (``limits``), the manager is closed, another rank has ended
+                or does not respond, another run has taken over the folder, or this is a forked child of the
+                manager's process.
             CheckpointError: the call waited for the save, and the save failed; or, in the first call, the folder cannot
                 be read, or has two directories of the same step.
             StagingError: with ``trainable_only``, the state has no module or parameter.
@@ -359,10 +360,11 @@ class CheckpointManager:
     ) -> int | None:
         """Loads a checkpoint into the state: by default the newest, the same on every rank.
 
-        A job that goes back to an earlier step begins a branch. The checkpoints beyond that step stay, but do not
-        count. With ``survive`` and without ``step``, a newer state that an earlier run left in memory takes precedence.
-        An optimizer that has not taken a step yet also gets the saved state. A forked child restores from storage, by
-        itself, and changes nothing of the job.
+        A job that goes back to an earlier step begins a branch. The checkpoints beyond that step stay, but `steps` does
+        not list them, and the ``keep_`` rules neither count nor delete them. With ``survive`` and without ``step``, a
+        newer state that an earlier run left in memory takes precedence. An optimizer that has not taken a step yet also
+        gets the saved state. A forked child restores from storage, without the other ranks, and has no effect on the
+        parent's manager.
 
         Args:
             state: A state dict, as for ``dcp.load``.
@@ -370,8 +372,9 @@ class CheckpointManager:
             include: Patterns of the keys to load, such as ``model.*``; by default all. Keys are those of the flattened
                 state dict.
             exclude: Patterns of keys whose values stay unchanged.
-            strict: Raise an error for a key that the checkpoint lacks, and for a stored value that an optimizer or an
-                empty dict cannot take. If False, log a warning for each, and leave the value unchanged.
+            strict: Raise an error if the checkpoint lacks a key of the state, has optimizer state that the optimizer
+                cannot load, or has values where the state has an empty dict. If False, log a warning that names such
+                keys, and leave their values unchanged.
             allow_shape_mismatch: If the checkpoint has a tensor in another shape, log a warning, and leave the tensor
                 and its optimizer state unchanged. If False, raise an error.
             grow: Patterns of tensors that may be larger than the saved ones, such as those of a vocabulary that grew,
@@ -389,7 +392,8 @@ class CheckpointManager:
             MetadataError: the folder has only checkpoints of other names or unknown formats, or two of the same step;
                 ``.metadata`` is damaged; a pattern matches nothing, a key is missing, or a shape is different.
             ReadError: the checkpoint is damaged, or cannot be read.
-            WriteError: the manager is closed, a rank is gone, or, with ``survive``, another run of the job is alive.
+            WriteError: the manager is closed, another rank has ended or does not respond, or, with ``survive``, another
+                run of the job is alive.
         """
         since = self._clock.now()
         self._check_open()
@@ -454,7 +458,7 @@ class CheckpointManager:
 
         Without a timeout, the call is collective: it first saves a step that was due and is only in memory, and with
         ``save_at_end`` the last step. It warns, on the first rank, if the step of the last `save` call is not committed
-        in the end. It frees the memory of the states, unless the newest state is not committed, or an error has ended
+        in the end. It frees the states in memory, unless the newest state is not committed, or an error has ended
         the ``with`` block. A job that is `stopping` waits for a publication for at most ``limits.timeout`` seconds, and
         then logs the unpublished model. In a forked child the call does nothing.
 

@@ -95,9 +95,9 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         dcp.async_save(model.state_dict(), storage_writer=writer, process_group=gloo_group)
 
     Every rank writes its parts of the tensors to their offsets in the files. The ranks do not gather the tensors: on
-    mounts and S3 they only exchange the bytes of file blocks in which several ranks have parts. Each byte is written
-    once. Each file has the same bytes as if ``safetensors.torch.save_file`` had written it. Training only waits for the
-    copy to the staging buffer, as with `TensorizerStorageWriter`; both writers share the buffers and the writer
+    network mounts and S3 they only exchange the bytes of file blocks in which several ranks have parts. Each byte is
+    written once. Each file has the same bytes as if ``safetensors.torch.save_file`` had written it. Training only waits
+    for the copy to the staging buffer, as with `TensorizerStorageWriter`; both writers share the buffers and the writer
     process.
 
     ``model.safetensors.index.json`` is the commit: it is written last, and atomically. A model of one file needs no

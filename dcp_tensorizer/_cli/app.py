@@ -49,7 +49,7 @@ from .arguments import (
 #
 #   0    success; ``diff``: no difference
 #   1    damaged; ``diff``: different
-#   2    failed: a usage error, no checkpoint at the path, or a failed read or write
+#   2    failed: for example a usage error, no checkpoint at the path, a wrong key, or a failed read or write
 #   3    a format or version that this release cannot read; the checkpoint may be undamaged
 # 130    interrupted by Ctrl-C; 129: ended by SIGHUP; 143: ended by SIGTERM
 # 141    the reader of stdout has closed the pipe
@@ -229,7 +229,10 @@ def verify(
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
-    """Compare a checkpoint's files with what was saved. The exit code is 1 if a file is damaged."""
+    """Compare the files of a checkpoint, or of a folder of checkpoints, with what was saved.
+
+    The exit code is 1 if a file is damaged.
+    """
     from .. import tools
     from ..tools._atomic_output import shown_path
     from .terminal import fields, progress
@@ -378,7 +381,9 @@ def report(
 
 @_command()
 def trace(
-    sources: Annotated[list[str], typer.Argument(metavar="FOLDER", help="Folders with the files of TraceFile.")],
+    sources: Annotated[
+        list[str], typer.Argument(metavar="FOLDER", help="Folders with the files of TraceFile, or such files.")
+    ],
     output: Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="The trace to write.")] = "trace.json",
     as_json: Json = False,
 ) -> int:
@@ -399,7 +404,11 @@ def gc(
         int | None, typer.Option(min=1, metavar="N", help="Remove old committed checkpoints, but not the N newest.")
     ] = None,
     older_than: Annotated[
-        str | None, typer.Option(metavar="AGE", help="Remove only what is older: 90s, 30m, 12h, 7d, 2w.")
+        str | None,
+        typer.Option(
+            metavar="AGE",
+            help="Remove only what is older: 90s, 30m, 12h, 7d, 2w. Leftovers of a save known to be dead need no age.",
+        ),
     ] = None,
     only_data: Annotated[
         bool, typer.Option("--only-data", help="Retain files that this package did not write.")
@@ -512,12 +521,18 @@ def publish_verify(
         str, typer.Argument(metavar="PATH", help="A directory of versions, or a copy that was updated to one.")
     ],
     version: Annotated[
-        int | None, typer.Option("--version", min=1, metavar="N", help="Only this version; all by default.")
+        int | None,
+        typer.Option(
+            "--version",
+            min=1,
+            metavar="N",
+            help="The version to verify; by default, the last that builds on each whole version.",
+        ),
     ] = None,
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
-    """Compare the SHA-256 of all files with what was published. The exit code is 1 if a file is damaged."""
+    """Compare the SHA-256 of the files with what was published. The exit code is 1 if a file is damaged."""
     from .._publish.apply import verify_versions
     from .terminal import fields, progress
     from .views import show_versions_verified
@@ -540,7 +555,7 @@ def publish_gc(
     storage_option: StorageOptions = None,
     as_json: Json = False,
 ) -> int:
-    """Remove old versions that no newer version needs."""
+    """Remove old versions that no retained version needs."""
     from .._publish.versions import collect_versions
     from .views import show_versions_removed
 

@@ -34,7 +34,7 @@ PassphraseFile = Annotated[
 
 
 def _here_or_before(context: typer.Context, given: bool) -> bool:
-    """Returns whether a switch was given: after the command, before the command, or before its group."""
+    """Returns whether ``--json`` was given: after the command, before the command, or before its group."""
     above = context.parent
     while above is not None:
         given = given or bool(above.params.get("as_json"))
@@ -85,7 +85,7 @@ def read_options(given: list[str] | None) -> dict[str, Any]:
 
 
 def read_key(key_file: Path | None, passphrase_file: Path | None) -> DecryptionParams | None:
-    """Reads the key from a file. A key on the command line would be visible to other users of the machine."""
+    """Reads a key or a passphrase from a file. On the command line, other users of the machine could see it."""
     if key_file is None and passphrase_file is None:
         return None
     if key_file is not None and passphrase_file is not None:
@@ -118,11 +118,11 @@ def read_dtype(name: str | None) -> torch.dtype | None:
 
 
 def read_split(file: str | None) -> dict[str, int]:
-    return {} if file is None else _read_rules(file, int, "patterns and dimensions, like {'*.q_proj.weight': 0}")
+    return {} if file is None else _read_rules(file, int, 'patterns and dimensions, like {"*.q_proj.weight": 0}')
 
 
 def read_renaming(file: str | None) -> dict[str, str]:
-    return {} if file is None else _read_rules(file, str, "patterns and new keys, like {'layers.*.wq': 'blocks.*.q'}")
+    return {} if file is None else _read_rules(file, str, 'patterns and new keys, like {"layers.*.wq": "blocks.*.q"}')
 
 
 def _read_rules(file: str, kind: type, what: str) -> dict[str, Any]:

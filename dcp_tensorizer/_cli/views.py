@@ -149,7 +149,7 @@ def show_difference(difference: Difference) -> None:
     print_table(["changed", "what", ">elements", ">differing", ">largest", ">relative"], rows)
     print_table(["only in A"], ([key] for key in difference.removed))
     print_table(["only in B"], ([key] for key in difference.added))
-    keys = f"{difference.same:,} keys the same, {len(difference.changed):,} changed"
+    keys = f"{count(difference.same, 'key')} the same, {len(difference.changed):,} changed"
     only = f"{len(difference.removed):,} only in A, {len(difference.added):,} only in B"
     print_line(
         f"{'different' if difference else 'the same'}: {keys}, {only} ({size(difference.nbytes)} read)",
@@ -169,8 +169,8 @@ def show_converted(converted: Converted, target: str, to: str) -> None:
 def show_report(reported: Reported) -> None:
     """Shows the result of `report`."""
     print_line(
-        f"{reported.path}: {count(reported.tensors, 'tensor')} of {count(len(reported.checkpoints), 'checkpoint')}, "
-        f"{size(reported.nbytes)} in {reported.seconds:.1f} s"
+        f"{reported.path} ({size(reported.nbytes)}): {count(reported.tensors, 'tensor')} of "
+        f"{count(len(reported.checkpoints), 'checkpoint')}, in {reported.seconds:.1f} s"
     )
 
 
@@ -224,7 +224,7 @@ def show_versions(versions: Sequence[VersionInfo]) -> None:
     rows = (
         [
             str(info.version),
-            f"delta of {info.version - 1}" if info.is_delta else "whole",
+            f"delta from {info.version - 1}" if info.is_delta else "whole",
             moment(info.published),
             None if info.step is None else str(info.step),
             size(info.nbytes),
@@ -258,7 +258,8 @@ def show_versions_verified(verified: VersionsVerified) -> None:
     versions = ", ".join(map(str, verified.versions))
     rate = verified.nbytes / 1e9 / max(verified.seconds, 1e-9)
     print_line(
-        f"{'DAMAGED' if verified.damages else 'ok'}: version {versions}: {count(verified.files, 'file')}, "
+        f"{'DAMAGED' if verified.damages else 'ok'}: {'version' if len(verified.versions) == 1 else 'versions'} "
+        f"{versions}: {count(verified.files, 'file')}, "
         f"{size(verified.nbytes)} in {verified.seconds:.1f} s ({rate:.2f} GB/s)",
         "bold red" if verified.damages else "bold green",
     )
@@ -274,6 +275,6 @@ def show_versions_removed(removed: Sequence[VersionInfo], dry_run: bool) -> None
 
 
 def _below(found: str, path: str) -> str:
-    """Returns a checkpoint's path relative to the directory given to the command."""
+    """Returns a path relative to the directory given to the command; for that directory, its whole path."""
     above = shown_path(path).rstrip("/")
     return found.removeprefix(above).lstrip("/") or found

@@ -15,7 +15,7 @@ logger = logging.getLogger("dcp_tensorizer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """The cost of one load on one rank. Seconds are wall-clock time.
+    """Report of one load on one rank. Seconds are wall-clock time.
 
     Attributes:
         path: The checkpoint's path, without credentials.

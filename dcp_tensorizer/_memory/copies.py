@@ -59,8 +59,8 @@ class CopyOptions:
 
     Attributes:
         rate: Maximum number of bytes a second that this host sends for copies, at least 1e6; None: no limit.
-        failure_domain: Name of the unit that fails together with this host, such as a rack. Copies go to a host of
-            another domain. By default each host is a domain.
+        failure_domain: Name of the failure domain of this host, such as its rack. Copies go to a host in another
+            failure domain. By default each host is a failure domain of its own.
         interface: The network interface for copies, by its name or its address. By default the interface towards the
             coordinator; if that is the loopback interface, as it may be on the coordinator's host, the interface
             towards another host.

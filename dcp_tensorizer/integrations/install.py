@@ -82,7 +82,7 @@ def install(
 
 
 def uninstall() -> None:
-    """Reverts `install`. Waits for the saves that its replacement of ``DefaultStager`` has staged. Idempotent."""
+    """Reverts `install`. Waits for the saves that the stager of `install` has staged. Idempotent."""
     global _installation
     before, _installation = _installation, None
     if before is not None:

@@ -9,7 +9,8 @@ apply`` are in the package itself, as `dcp_tensorizer.publish` and `dcp_tensoriz
     assert not verify(newest.path).damages
 
 A checkpoint is given as a local path, or as a URL that fsspec opens. No command runs code from a checkpoint, and none
-needs a GPU or a process group. Commands read tensors in blocks, but `convert` may need memory for the largest tensor.
+needs a GPU or a process group. Commands read tensors in blocks. But `convert` may need memory for the largest tensor,
+and a tensor that torch has not saved in C order is read as a whole.
 """
 
 from importlib import import_module
@@ -74,7 +75,7 @@ __all__ = sorted([*_MODULES, "FORMATS"])
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Imports a command on first access, so that the help of the command line does not import torch."""
+        """Imports a command's module on first access, so that the help of the command line does not import torch."""
         if name in _MODULES:
             return getattr(import_module(_MODULES[name], __name__), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

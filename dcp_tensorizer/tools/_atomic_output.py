@@ -1,4 +1,4 @@
-"""Creates the files and directories of results. A local result has a temporary name until it is complete."""
+"""Creates the file or directory that a conversion writes. A local one has a temporary name until it is complete."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
 from ..errors import ConversionError, NotCommitted, WriteError
 
-_SHOWN = 50  # characters of the result's name in its temporary name, so that error messages show which result it is
+_SHOWN = 50  # characters of the final name in a temporary name, so that error messages show which file it is
 
 
 def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
     """Returns the storage of a file's directory, and the file's name in it.
 
-    Raises `ConversionError` if a URL has no file name or no directory, and `WriteError` for an invalid file name.
+    Raises `ConversionError` if a URL has no file name or no directory, and `WriteError` if a local path is invalid, or
+    the storage of a URL cannot be opened.
     """
     if "://" in path or "::" in path:
         folder, _, name = path.rpartition("/")
@@ -35,7 +36,7 @@ def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
 
 
 def shown_path(path: str) -> str:
-    """Returns the final path of a result for metadata and messages, without credentials."""
+    """Returns an absolute path, or a URL without credentials, for metadata and messages."""
     return redact(str(absolute_path(path)))
 
 
@@ -43,9 +44,9 @@ def shown_path(path: str) -> str:
 def new_directory(target: str, options: Mapping[str, Any], files: str) -> Iterator[Storage]:
     """Creates a directory. A local directory has a temporary name until it is complete.
 
-    On other storages, a failure removes the files that match the pattern ``files``. The pattern must not match the file
-    that completes the result. Raises `ConversionError` if ``target`` is a file, a directory with anything in it, the
-    working directory or a mount point, and `WriteError` if the result cannot be written.
+    On other storages, a failure removes the new files whose names match the pattern ``files``. Raises `ConversionError`
+    if ``target`` is a file, a directory with anything in it, the working directory or a mount point, `ReadError` if it
+    cannot be listed, and `WriteError` if it cannot be written.
     """
     storage = open_storage(target, options)
     with suppress(NotCommitted):
@@ -91,9 +92,10 @@ def new_directory(target: str, options: Mapping[str, Any], files: str) -> Iterat
 
 @contextmanager
 def new_file(path: str, options: Mapping[str, Any]) -> Iterator[tuple[Storage, str]]:
-    """Creates a file. A local file has a temporary name until it is complete; other storages list only complete files.
+    """Creates a file. A local file has a temporary name until it is complete.
 
-    Raises `ConversionError` if the path exists, and `WriteError` if the file cannot be written.
+    Raises `ConversionError` if the path exists, `ReadError` if that cannot be determined, and `WriteError` if the file
+    cannot be written.
     """
     storage, name = beside(path, options)
     if storage.head(name) is not None:
@@ -124,11 +126,11 @@ def _renamed(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise WriteError(f"cannot write {path}: {error}") from error
     finally:
-        with suppress(OSError):  # already renamed or never created
+        with suppress(OSError):  # must not replace the error that ended the block
             if temporary.is_dir():
                 shutil.rmtree(temporary, ignore_errors=True)
             else:
                 temporary.unlink(missing_ok=True)
         for folder in made:
-            with suppress(OSError):  # not empty: it holds the result or unrelated files
+            with suppress(OSError):  # never created, or not empty: it holds the result or unrelated files
                 folder.rmdir()

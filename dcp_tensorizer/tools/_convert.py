@@ -73,7 +73,8 @@ def convert(
         options: What to convert, and how.
         storage_options: Options of the storages of source and target, such as credentials.
         encryption: The key of an encrypted source (`tensorizer.DecryptionParams`). The target is not encrypted.
-        on_progress: Called with the bytes read so far and the total. Several threads call it, one at a time.
+        on_progress: Called with the bytes converted so far, and the total: `Converted.nbytes`. Several threads call it,
+            one at a time.
 
     Raises:
         ConversionError: the conversion is not possible as requested: for example, ``target`` exists, an option is

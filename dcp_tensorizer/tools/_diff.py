@@ -44,7 +44,7 @@ class Change:
         largest: The largest absolute difference between two elements with the same index; NaN if only one element of
             such a pair is NaN. None if the dtype has no arithmetic.
         relative: The largest relative difference between two elements with the same index: their absolute difference,
-            divided by the larger magnitude of the two.
+            divided by the larger magnitude of the two. NaN or None if ``largest`` is.
     """
 
     key: str

@@ -70,7 +70,8 @@ class CheckpointInfo:
             (``reuse_unchanged``).
         ranks: Number of ranks that wrote data files of the checkpoint; None unless committed.
         tensors, objects: Number of its tensors and of its other values; None unless committed.
-        leftover_nbytes: Bytes of the files of uncommitted saves, as far as their sizes are known.
+        leftover_nbytes: Bytes of the files of uncommitted saves, without incomplete uploads, whose sizes are unknown.
+            0 if ``state`` is ``incomplete``, ``torch`` or ``unreadable``.
         metrics: The metrics that a manager recorded.
         best: The metric of the manager's ``keep_best``, if this checkpoint is the best by it; otherwise None.
     """
@@ -132,7 +133,7 @@ class Folder:
 
     @property
     def checkpoints(self) -> list[Folder]:
-        """The checkpoints and leftovers in and below the directory."""
+        """This directory and those below it, as far as they hold a checkpoint or leftovers."""
         return [folder for _, folder in self.walk() if folder.info is not None]
 
     @property
@@ -197,17 +198,18 @@ def checkpoints_in(storage: Storage) -> list[str]:
 
 
 def where_below(storage: Storage) -> str:
-    """Returns a hint that names the checkpoints below a directory. Without any, returns an empty string."""
+    """Returns a hint that names checkpoints below a directory. If none is found, returns an empty string."""
     try:
         found = list(itertools.islice(_checkpoints_below(storage, _MAX_DEPTH), _MAX_NAMED + 1))
     except CheckpointError:
         return ""
     shown = ", ".join(found[:_MAX_NAMED]) + (" and others" if len(found) > _MAX_NAMED else "")
-    return f" There are checkpoints below it: {shown}." if found else ""
+    what = "There is a checkpoint" if len(found) == 1 else "There are checkpoints"
+    return f" {what} below it: {shown}." if found else ""
 
 
 def _checkpoints_below(storage: Storage, depth: int) -> Iterator[str]:
-    """Yields the paths of checkpoints below a directory, found by their file names."""
+    """Yields the relative paths of checkpoints below a directory, recognised by the names of their metadata files."""
     for name in sorted(storage.listing()[1], key=lambda name: (step_of(name) or 0, name), reverse=True):
         child = storage.child(name)
         if any(is_metadata_file_name(file.name) for file in child.listing()[0]):
@@ -239,15 +241,15 @@ def walk(storage: Storage) -> Folder:
 
 
 class _Uploads(NamedTuple):
-    """Files of saves in incomplete uploads, in and below a directory. Their names are paths relative to the directory.
+    """The incomplete uploads of saves, in and below a directory. Their names are paths relative to the directory.
 
-    A listing shows neither these files nor a directory that holds nothing else, for example because its first save was
-    killed.
+    A listing shows neither these uploads nor a directory that holds nothing else, for example because its first save
+    was killed.
     """
 
     files: Sequence[FileInfo]
     unknown: str = ""
-    """Why ``files`` may lack some of these files; otherwise empty."""
+    """Why ``files`` may lack some of these uploads; otherwise empty."""
 
     def here(self, storage: Storage, listed: Sequence[FileInfo]) -> list[FileInfo]:
         """Returns the uploads in the directory itself; files of a model only if a save has recorded them.
@@ -415,7 +417,7 @@ def lines_of_steps(folder: Folder, *, in_step: bool = False) -> Iterator[tuple[F
     """Yields, for each job below a directory, the directory of its steps, its committed steps, and an empty string.
 
     If a directory holds several committed checkpoints with numbers and without a manager's records, yields these as
-    one job. If they might not be steps of one job, the third value is the reason. ``in_step`` is whether a directory
+    one job. If they might not be steps of one job, the third value explains why. ``in_step`` is whether a directory
     between the user's path and this directory is named like a step.
     """
     if folder.info is not None:
@@ -465,7 +467,7 @@ def of_manager(steps: Sequence[Step]) -> tuple[Retention, list[Step]]:
 
 
 def _jobs(folders: Sequence[Folder]) -> tuple[list[list[Folder]], list[Folder]]:
-    """Separates the steps that managers recorded, by job, from the other checkpoints in a directory.
+    """Returns the steps that managers recorded, grouped by job, and the other checkpoints in a directory.
 
     The names of a job's steps differ only by the step. A checkpoint with such a name counts as a step of the job even
     if it was saved without a manager, because the manager also counts it.

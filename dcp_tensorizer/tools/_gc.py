@@ -37,9 +37,11 @@ class Collected:
         path: The directory, without credentials.
         whole: True for a whole checkpoint; False for the leftovers of saves.
         files: Paths below the directory.
-        nbytes: Bytes that removing the files frees. A file that has hard links elsewhere does not count.
+        nbytes: For removed files, the bytes that the removal frees: a file that has hard links elsewhere does not
+            count. For retained files, their total size.
         kept: Why the files were retained; None for removed files.
-        failed: True if the files were retained because they could not be listed or removed.
+        failed: True if the files were retained because of an error: leftovers could not be recognised, or files could
+            not be removed.
     """
 
     path: str
@@ -72,10 +74,10 @@ def collect(
 
     Args:
         path: The directory.
-        keep_latest: Number of checkpoints to retain in each directory, at least 1. By default, the number that the
-            directory's last manager retains, or 1 without a manager.
+        keep_latest: Number of checkpoints to retain in each directory, at least 1. By default, the ``keep_latest`` of
+            the directory's last manager; 1 if there is no manager, or if its ``keep_latest`` is None.
         older_than: Minimum age in seconds: of a checkpoint, by the recorded time of the save; of leftovers, by the time
-            of their last change.
+            of their last change. Leftovers that provably belong to dead saves are removed at any age.
         only_data: Remove only files that this package wrote. The directory of a removed checkpoint stays if it holds
             other files.
         dry_run: Remove nothing, and return what would be removed.
@@ -110,7 +112,8 @@ def plan_collection(
     removals: list[Removal] = []
     if keep is not None or older_than is not None:
         removals += _old_checkpoints(top, keep, older_than, only_data)
-    # Retained checkpoints may hold leftovers of dead saves, too. Those that are planned as failed are reported already.
+    # A retained checkpoint may also hold leftovers of dead saves. If it is retained because of an error, that error is
+    # reported already.
     done = [folder for folder, planned in removals if planned.kept is None or planned.failed]
     whole = {part.storage.path for folder in done for part in folder.checkpoints}
     for _, folder in top.walk():
@@ -218,7 +221,7 @@ def _with_shared(removals: Sequence[Removal]) -> list[Removal]:
 
 
 def _leftovers(folder: Folder, older_than: float | None) -> Iterator[Removal]:
-    """Yields the leftovers to remove from a directory and, separately, those that may be in use."""
+    """Yields the leftovers to remove from a directory and, separately, those that stay, with the reason."""
     others = tuple(file for file in folder.leftovers if file not in folder.dead)
     are_old = _are_old(others, older_than)
     if files := folder.leftovers if are_old else folder.dead:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import itertools
 import os
 import re
 from collections import defaultdict
@@ -71,7 +70,10 @@ class ChunkInfo:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor. ``dtype`` is torch's name, such as ``bfloat16``."""
+    """A tensor. ``dtype`` is torch's name, such as ``bfloat16``.
+
+    If the locations of the chunks are unknown, as in torch's DCP format, ``chunks`` is empty.
+    """
 
     key: str
     shape: tuple[int, ...]
@@ -90,7 +92,7 @@ class ObjectInfo:
         text: The value in at most 80 characters, or the reason why it is not shown.
         value: The value, if it is a bool, a number or a str; otherwise None.
         nbytes: Stored bytes.
-        rank, file, file_offset: As in `ChunkInfo`.
+        rank, file, file_offset: As in `ChunkInfo`; None if the format is not this package's.
     """
 
     key: str
@@ -207,8 +209,10 @@ def inspect_view(view: CheckpointView, files: Mapping[str, int], pattern: str = 
     tensors = [t for t in view.tensors.values() if fnmatch.fnmatchcase(t.key, pattern)]
     objects = [o for o in view.objects.values() if fnmatch.fnmatchcase(o.key, pattern)]
     if pattern != "*" and not (tensors or objects):
-        begins = ", ".join(itertools.islice(dict.fromkeys(map(repr, _groups(list(view.paths.values())))), _MAX_NAMED))
-        raise CheckpointError(f"{view.path} has no key that matches {pattern!r}: its keys begin with {begins}")
+        begins = list(dict.fromkeys(map(repr, _groups(list(view.paths.values())))))
+        shown = ", ".join(begins[:_MAX_NAMED]) + (", ..." if len(begins) > _MAX_NAMED else "")
+        why = f"its keys begin with {shown}" if begins else "it has no keys"
+        raise CheckpointError(f"{view.path} has no key that matches {pattern!r}: {why}")
     with ThreadPoolExecutor(_THREADS) as pool:
         described = tuple(pool.map(_object, objects))
     return Inspection(
@@ -242,7 +246,7 @@ def shown_value(content: bytes) -> tuple[str, str, bool | int | float | str | No
     try:
         value = load_object(content)
     except UntrustedObject as error:
-        return "?", str(error), None
+        return "?", f"could run code when it is loaded: {error}", None
     except Exception as error:
         return "?", f"cannot be loaded here: {type(error).__name__}: {error}", None
     try:

@@ -49,7 +49,8 @@ class Damage:
     """A difference between a file and what was saved.
 
     Attributes:
-        file: The data file, relative to the checkpoint's directory.
+        file: The file, relative to the checkpoint's directory. If a folder of checkpoints was verified, relative to the
+            folder.
         key: The key of the damaged tensor or object; None for a whole file, for an unreadable range, or for bytes
             outside any tensor or object.
         offset: The offset in the file at which the damaged range begins; 0 if unknown.
@@ -102,14 +103,17 @@ def verify(
     Args:
         checkpoint: The checkpoint, or a folder of checkpoints, such as a manager's. In a folder, all checkpoints are
             verified, and damages name files relative to the folder.
-        full: Check every byte of the files, and tensorizer's own hashes, instead of only the digests of the data.
+        full: Check every byte of the files, and tensorizer's own hashes, instead of only the digests of the data. Has
+            no effect on checkpoints of other formats.
         storage_options: Options of a URL's storage, such as credentials.
-        on_progress: Called with the bytes read so far and the total. Several threads call it, one at a time.
+        on_progress: Called with the bytes read so far and the total, which is an estimate for a folder. Several threads
+            call it, one at a time.
 
     Raises:
         NotCommitted: there is no checkpoint.
         UnsupportedFormat: the checkpoint has a format or version that this release does not read.
-        MetadataError: the metadata is damaged, so that there is nothing to compare with.
+        MetadataError: the metadata is damaged, so that there is nothing to compare with. For a checkpoint in a folder,
+            this is one of the ``damages`` instead.
         ConversionError: a checkpoint of another format is damaged, or has values that cannot be read.
         ReadError: the checkpoint cannot be read, which does not prove damage, or it was replaced or removed during the
             verification.
@@ -262,8 +266,8 @@ def _with_other_names(storage: Storage, damages: Sequence[Damage]) -> list[Damag
     named = []
     for damage in damages:
         if others := names.get(damage.file, 1) - 1:
-            other_names = f"{others} other name{'' if others == 1 else 's'}"
-            shared = f"the file has {other_names} (hard links): all checkpoints that share the file are damaged"
+            other_names = "1 other name (a hard link)" if others == 1 else f"{others} other names (hard links)"
+            shared = f"the file has {other_names}: all checkpoints that share the file are damaged"
             damage = replace(damage, what=f"{damage.what}; {shared}")
         named.append(damage)
     return named
@@ -282,7 +286,7 @@ def _is_damage(storage: Storage, error: Exception) -> bool:
 
 
 def _size(storage: Storage, name: str) -> int | str:
-    """Returns the size of a file, or why it is unknown."""
+    """Returns the size of a file or, if it is missing or cannot be read, a description of the damage."""
     try:
         size = storage.head(name)
     except CheckpointError as error:
@@ -382,7 +386,10 @@ class _Check:
 # Each block has a digest in the metadata. The other bytes of a file follow from the metadata and the data's hashes.
 
 SECTION_BYTES = 64 << 20
-"""Bytes that one thread checks at a time: enough for fast reads, few enough to spread a large tensor over threads."""
+"""Bytes that one thread checks at a time: enough for fast reads, few enough to spread a large tensor over threads.
+
+A single section may be larger: `file_sections` does not divide tensors.
+"""
 
 Problem = tuple[str | None, int, str]
 """Key (None outside any tensor), offset in the file, and description."""

@@ -74,26 +74,27 @@ class StoredTensor:
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    read: Callable[[Region], torch.Tensor]  # reads a region into a CPU tensor in C order; raises `ReadError`
-    chunks: tuple[Piece, ...] = ()  # cover the whole tensor; empty if the stored bytes are not its elements
+    read: Callable[[Region], torch.Tensor]  # reads a region into a CPU tensor in C order; raises `CheckpointError`
+    # cover the whole tensor; empty if the stored bytes are not its elements, or their locations are unknown
+    chunks: tuple[Piece, ...] = ()
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read_all(self) -> torch.Tensor:
-        """Reads the whole tensor. Raises `ReadError`."""
+        """Reads the whole tensor. Raises `CheckpointError`."""
         return self.read(whole(self.shape))
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """A value that is not a tensor, or a tensor of a subclass whose elements only the subclass itself can read."""
+    """A value that is not a tensor, or a tensor whose elements this package cannot read."""
 
     key: str
     path: Path
     nbytes: int
-    # the ``torch.save`` bytes; for a tensor in several chunks, those of all chunks joined; raises `ReadError`
+    # the ``torch.save`` bytes; for a tensor in several chunks, those of all chunks joined; raises `CheckpointError`
     read: Callable[[], bytes]
     # the location of the bytes, or of the first chunk; None if the format is not this package's
     item: StoredItem | None = None
@@ -326,7 +327,8 @@ def empty(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 # --- values of this package's checkpoints -----------------------------------------------------------------------------
 #
 # With ``use_collectives=False``, no rank knows what the other ranks save. The view combines the chunks of a tensor, and
-# merges equal values. If the values of a key differ, each gets a key with its rank: ``rank1.generator``.
+# merges equal values. If whole values of a key differ, each gets a key with its rank: ``rank1.generator``. If chunks of
+# a tensor contradict each other, reading the tensor fails.
 
 _OF_SUBCLASS = "is a tensor of a subclass whose elements only the subclass itself can read"
 
@@ -412,7 +414,7 @@ def _values_of_ranks(
             differ = (
                 f"ranks {ranks} each saved all or part of {key!r} (use_collectives=False), but the data does not match."
             )
-            values[key] = replace(together, conflict=f"{differ} Leave the key out.")
+            values[key] = replace(together, conflict=f"{differ} To convert the other keys, leave it out (--exclude).")
     for key, own in apart.items():
         for rank, value in own.items():
             name = f"rank{rank}.{key}"

@@ -155,9 +155,10 @@ def check_no_objects(view: CheckpointView, format_name: str) -> None:
     """Raises `ConversionError` if the checkpoint holds objects."""
     if view.objects:
         key = next(iter(view.objects))
-        others = f" (and {len(view.objects) - 1:,} more)" if len(view.objects) > 1 else ""
+        others = len(view.objects) - 1
+        what = f"{key!r} and {others:,} more are not tensors" if others else f"{key!r} is not a tensor"
         raise ConversionError(
-            f"{key!r}{others} is not a tensor, and {format_name} holds only tensors. Leave it out with exclude "
+            f"{what}, and {format_name} holds only tensors. Leave {'them' if others else 'it'} out with exclude "
             f"(--exclude), or choose keys with include (--include)."
         )
 

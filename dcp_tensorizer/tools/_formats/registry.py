@@ -112,7 +112,10 @@ def open_all(
 
 @dataclass(frozen=True, slots=True)
 class _Location:
-    """A checkpoint's location. Only a single file has a ``name``, and only this package's format metadata ``parts``."""
+    """A checkpoint's location.
+
+    ``name`` is empty for a directory. ``parts`` is empty for a format that is not this package's.
+    """
 
     path: str
     format: str
@@ -201,7 +204,8 @@ def _is_directory(storage: Storage, name: str) -> bool:
 def new_paths(paths: Mapping[str, Path], options: ConvertOptions, source: str) -> dict[str, Path]:
     """Returns the new path of each value, by its old key.
 
-    Raises `ConversionError` if two new keys are equal, a new key is empty, or a prefix or pattern matches no key.
+    Raises `ConversionError` if two new keys are equal, a new key is empty, a rule of ``rename`` is invalid, or a rule
+    or ``strip_prefix`` matches no key.
     """
     stripped = {key: _stripped(path, options.strip_prefix) for key, path in paths.items()}
     if options.strip_prefix and all(stripped[key] is paths[key] for key in paths):
@@ -256,7 +260,7 @@ def _renamed(paths: Mapping[str, Path], rules: Mapping[str, str], source: str) -
 
 
 def _moved(path: Path, key: str) -> Path:
-    """Returns the path of a new key, within those nested dicts of the old path whose keys the new key begins with."""
+    """Returns the path of a new key: the parts of the old path with which the key begins, then its rest as one part."""
     kept: list[str | int] = []
     for part in path[:-1]:
         if not key.startswith(f"{part}.") or key == f"{part}.":

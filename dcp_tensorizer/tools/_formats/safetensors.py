@@ -29,7 +29,7 @@ _PARTS = "shard-*.safetensors"  # the files of torch's HuggingFaceStorageWriter(
 
 
 def read_directory(storage: Storage) -> CheckpointView:
-    """Opens the tensors of all files in a directory: each from the file that the index names, or joined from parts.
+    """Opens the tensors of a model (see `ModelCatalog`). Joins tensors that several files hold in parts.
 
     Raises `MetadataError` if a file is of another kind, damaged, or lacks a tensor of the index, or if the parts of a
     tensor do not cover it exactly, and `ReadError` if a file cannot be read.

@@ -1,4 +1,4 @@
-"""Reads tensorizer files of any release, and writes them in the way of this package's data files.
+"""Reads files of any release of tensorizer, and writes them with the code that writes this package's data files.
 
 tensorizer parses a file's index and the headers of its tensors. This module reads the tensors by ranges, and compares
 them with the CRC-32 in their headers: ``TensorDeserializer`` returns only whole tensors from a stream that one thread

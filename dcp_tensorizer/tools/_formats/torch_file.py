@@ -67,15 +67,15 @@ _PADDING_TAG = 0x4246
 def read(storage: Storage, name: str) -> CheckpointView:
     """Opens a file with a state dict.
 
-    Raises `UntrustedObject` if loading would run code, and `ConversionError` if the file cannot be read or holds no
-    state dict.
+    Raises `UntrustedObject` if loading would run code, `ConversionError` if the file is damaged or holds no state dict,
+    and `ReadError` if it is truncated or cannot be read.
     """
     path = f"{storage.path}/{name}"
     nbytes = storage.head(name) or 0
     with naming(storage, path), storage.reading(name) as reader:
         state = load_fake(FileRange(reader, 0, nbytes), nbytes, path)
     if not isinstance(state, dict):
-        raise ConversionError(f"{path} must hold a state dict, got a {type(state).__name__}.")
+        raise ConversionError(f"{path} must hold a state dict, got {type(state).__name__}.")
     with naming(storage, path):
         check_size(state)
         values, paths = flatten_state_dict(state)
@@ -97,7 +97,7 @@ def read(storage: Storage, name: str) -> CheckpointView:
 
 
 def locate(storage: Storage, path: Path, tensor: torch.Tensor, file: str, start: int = 0) -> StoredTensor:
-    """Makes a stored tensor from one that `load_fake` loaded, from bytes that begin at ``start`` in the file.
+    """Makes a stored tensor from one that `load_fake` has loaded. The loaded bytes begin at ``start`` in the file.
 
     Raises `ConversionError` if the elements are not stored as plain bytes.
     """
@@ -214,7 +214,7 @@ def _records(view: CheckpointView) -> dict[str, bytes | StoredTensor]:
                 f"Set TMPDIR to another folder."
             ) from error
         with zipfile.ZipFile(f"{folder}/archive") as template:
-            # This record would promise that the offsets of records can be computed from their sizes.
+            # The record .format_version would promise that the offsets of records can be computed from their sizes.
             names = [name for name in template.namelist() if name != "archive/.format_version"]
             return {name: tensors[name] if name in tensors else template.read(name) for name in names}
 
@@ -231,7 +231,7 @@ def _loaded(stored: StoredObject, path: str) -> Any:
     if tensors_in(value):  # their elements would not be written
         raise ConversionError(
             f"{stored.key!r} in {path} is a {type(value).__name__} with tensors in it, and cannot be converted. "
-            f"Leave it out, or load it and save it again."
+            f"Leave it out, or load the checkpoint and write the file with torch.save."
         )
     return value
 

@@ -55,8 +55,8 @@ def report(
 ) -> Reported:
     """Writes an HTML page about checkpoints: sizes, norms, extremes, histograms, and their changes over the steps.
 
-    The page needs no network. Each block of a tensor is read once. A tensor with the same digests as in the previous
-    checkpoint is not read again.
+    The page needs no network. Each block of a tensor is read once, but tensors of a tensorizer file may be read twice,
+    to verify their CRC-32. A tensor with the same digests as in the previous checkpoint is not read again.
 
     Args:
         checkpoints: Checkpoints of any format that `convert` reads. If each name has a step, and no two steps are
@@ -71,6 +71,7 @@ def report(
         NotCommitted: there is no checkpoint at one of the paths.
         DecryptionError: the key is missing, wrong, or given although no checkpoint is encrypted.
         WriteError: the page cannot be written.
+        ConversionError: ``output`` is a URL without a file name or a directory.
         CheckpointError: a checkpoint is damaged or cannot be read.
     """
     if not checkpoints:
@@ -91,7 +92,6 @@ def report(
 
 
 def _page(views: Sequence[CheckpointView], on_progress: Callable[[int, int], object]) -> bytes:
-    """Builds the page. Each checkpoint is compared with the previous one. Raises `ReadError`."""
     names = [_name(view) for view in views]
     if len(set(names)) < len(names):
         names = [view.path for view in views]

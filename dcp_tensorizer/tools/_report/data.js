@@ -59,7 +59,8 @@ function isFloating(tensor) {
   return /^(b?float|complex)/.test(tensor.dtype);
 }
 
-// Norm of all floating-point tensors of a node in each checkpoint, and its change relative to the previous norm.
+// The norm of all floating-point tensors of a node in each checkpoint, and their distance to the previous checkpoint,
+// relative to the norm there.
 function normsOf(node) {
   const norms = CHECKPOINTS.map((_, at) => rootOfSquares(node.tensors, at, "norm"));
   const moved = CHECKPOINTS.map((_, at) => {

@@ -673,7 +673,8 @@ def test_gc_of_data_alone(checkpoint: Path) -> None:
 def test_report(checkpoint: Path, tmp_path: Path) -> None:
     """`report` writes a page, and shows its path."""
     code, out, _ = run("report", checkpoint, "-o", tmp_path / "page.html")
-    assert (code, out.startswith(f"{tmp_path}/page.html: 3 tensors of 1 checkpoint, ")) == (0, True)
+    assert (code, out.startswith(f"{tmp_path}/page.html (")) == (0, True)
+    assert "): 3 tensors of 1 checkpoint, in " in out
     assert told("report", checkpoint, "-o", tmp_path / "page.html")["checkpoints"] == [str(checkpoint)]  # type: ignore[call-overload, index]
 
 

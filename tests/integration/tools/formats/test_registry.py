@@ -72,7 +72,9 @@ def test_a_directory_above_checkpoints(tmp_path: Path, s3: S3Server, sftp: SftpS
     places: dict[str, dict[str, Any]] = {f"memory://{name}": {}, f"s3://{s3.bucket}/{name}": s3.options()}
     for url, options in (places | {f"sftp://127.0.0.1/{name}": sftp.options()}).items():
         make_checkpoint(f"{url}/run/step-1", {"w": torch.ones(3)}, options=options)
-        with pytest.raises(NotCommitted, match=f"{url}/run holds no checkpoint of .* checkpoints below it: step-1"):
+        with pytest.raises(
+            NotCommitted, match=f"{url}/run holds no checkpoint .* There is a checkpoint below it: step-1"
+        ):
             report([f"{url}/run{slash}"], tmp_path / "out", storage_options=options)
         with pytest.raises(NotCommitted, match=rf"{url}/gone does not exist, or holds no checkpoint\.$"):
             report([f"{url}/gone{slash}"], tmp_path / "out", storage_options=options)
