@@ -450,7 +450,10 @@ class CheckpointManager:
         return self._writer.lock()
 
     def hold_optimizer(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Makes each step of an optimizer wait for running copies, as `lock` does: see `TensorizerStorageWriter.hold_optimizer`."""
+        """Makes each step of an optimizer wait for running copies, as `lock` does.
+
+        See `TensorizerStorageWriter.hold_optimizer`.
+        """
         return self._writer.hold_optimizer(optimizer)
 
     def close(self, timeout: float | None = None) -> None:

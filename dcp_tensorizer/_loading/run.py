@@ -421,9 +421,10 @@ def _run(target: ReadTarget, segment: Segment, data: memoryview | torch.Tensor) 
 
 
 def _shared_run(target: ReadTarget, segment: Segment) -> tuple[torch.Tensor, int, int] | None:
-    """Returns a flat view of the elements of a target that a segment contains, and their offset and size in the segment.
+    """Returns a flat view of the elements of a target that a segment contains, and their byte range in the segment.
 
-    Offset and size are in bytes. The target has the stored layout. If the segment contains none of its elements, returns None.
+    The range is an offset and a size. The target has the stored layout. If the segment contains none of its
+    elements, returns None.
     """
     run = target.run
     assert run is not None

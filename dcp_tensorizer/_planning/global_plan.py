@@ -268,7 +268,10 @@ def _numbers(values: list[_Value], known: dict[_Value, int]) -> list[int]:
 
 
 def _group(columns: list[Integers]) -> Integers:
-    """Returns, for each row, the number of its group. Groups are numbered in order of first appearance. The rows of a group are equal."""
+    """Returns, for each row, the number of its group. Groups are numbered in order of first appearance.
+
+    The rows of a group are equal.
+    """
     count = len(columns[0])
     if not count:
         return np.zeros(0, dtype=np.int64)
@@ -435,13 +438,13 @@ def _is_torchs(entry: Any) -> bool:
 
 # --- unsharded tensors on which ranks disagree, with planners that do not check for that ------------------------------
 #
-# torch's planner retains the write item of one rank, and drops those of the others before the storage writer receives the plans. So
-# each rank sends the items of its whole tensors, as columns, to the coordinator with its plan. The columns of
-# `SavePlanner` already have them.
+# torch's planner retains the write item of one rank, and drops those of the others before the storage writer receives
+# the plans. So each rank sends the items of its whole tensors, as columns, to the coordinator with its plan. The columns
+# of `SavePlanner` already have them.
 
 
 class Wholes(NamedTuple):
-    """The items of a rank's whole tensors, sent in ``SavePlan.storage_data`` along with the storage writer's own message."""
+    """The items of a rank's whole tensors, sent in ``SavePlan.storage_data`` with the storage writer's own message."""
 
     columns: EncodedColumns
     message: Any
@@ -465,7 +468,10 @@ def wholes_of(plan: SavePlan, message: Any) -> Any:
 
 
 def checked_messages(messages: Sequence[Any]) -> list[Any]:
-    """Returns the storage writer's own messages. Raises `WriteError`, as `merge` does, if ranks disagree on a tensor."""
+    """Returns the storage writer's own messages.
+
+    Raises `WriteError`, as `merge` does, if ranks disagree on a tensor.
+    """
     sent = {message.columns.digest: message.columns for message in messages if isinstance(message, Wholes)}
     if len(sent) > 1:
         tables: dict[bytes, Table] = {}
