@@ -444,7 +444,7 @@ def _is_torchs(entry: Any) -> bool:
 
 
 class Wholes(NamedTuple):
-    """The items of a rank's whole tensors, sent in ``SavePlan.storage_data`` with the storage writer's own message."""
+    """The items of a rank's whole tensors, sent in ``SavePlan.storage_data`` with the message of the storage writer."""
 
     columns: EncodedColumns
     message: Any
