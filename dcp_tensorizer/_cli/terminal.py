@@ -113,7 +113,7 @@ def progress(doing: str, *, hidden: bool) -> Iterator[Any]:
 
 def count(number: int, noun: str) -> str:
     """Returns ``1 tensor`` or ``2 tensors``."""
-    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    plural = "directories" if noun == "directory" else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
 
 

@@ -347,7 +347,7 @@ class ReplicaServer:
                 wire.send(ReplicaAnswer(takes_longer=True))
                 continue
             if part is None:
-                wire.send(ReplicaAnswer(refusal="it does not hold this part of the state"))
+                wire.send(ReplicaAnswer(refusal="the keeper does not hold this part of the state"))
                 return
             record = msgspec.msgpack.encode(part)
             wire.send(ReplicaAnswer(len(record)))
@@ -376,7 +376,7 @@ class _PartReader:
                     self._memory = memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
             self._open = wanted.id, wanted.rank
         if self._memory is None:
-            wire.send(ReplicaAnswer(refusal="it does not hold this part of the state"))
+            wire.send(ReplicaAnswer(refusal="the keeper does not hold this part of the state"))
             return
         assert wanted.nbytes is not None, "a record is not in the buffer"
         stop = wanted.offset + wanted.nbytes

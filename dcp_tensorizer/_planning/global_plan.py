@@ -439,8 +439,8 @@ def _is_torchs(entry: Any) -> bool:
 # --- unsharded tensors on which ranks disagree, with planners that do not check for that ------------------------------
 #
 # torch's planner retains the write item of one rank, and drops those of the others before the storage writer receives
-# the plans. So each rank sends the items of its whole tensors, as columns, to the coordinator with its plan. The columns
-# of `SavePlanner` already have them.
+# the plans. So each rank sends the items of its whole tensors, as columns, to the coordinator with its plan. The
+# columns of `SavePlanner` already have them.
 
 
 class Wholes(NamedTuple):

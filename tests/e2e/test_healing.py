@@ -89,7 +89,7 @@ def test_what_is_sent_may_change_at_once(make):
     assert not target.recv_checkpoint(0, source.metadata(), 1, SECONDS)["weight"].any()
     source.send_checkpoint([1], 2, state, SECONDS)
     assert target.recv_checkpoint(0, source.metadata(), 2, SECONDS)["weight"].all()
-    with pytest.raises(ReadError, match="not held"):
+    with pytest.raises(ReadError, match="does not hold this part"):
         target.recv_checkpoint(0, source.metadata(), 1, AT_ONCE)
 
 
@@ -122,7 +122,7 @@ def test_tensors_that_are_there_are_filled_in_place(make):
 def test_a_state_that_is_not_offered_is_waited_for(make):
     """As long as the timeout says: the replica that sends may be later."""
     source, target = make(), make()
-    with pytest.raises(ReadError, match=r"not held \(timed out after 0.01 s\)"):
+    with pytest.raises(ReadError, match=r"does not hold this part of the state \(timed out after 0.01 s\)"):
         target.recv_checkpoint(0, source.metadata(), 1, AT_ONCE)
     source.send_checkpoint([1], 1, {"weight": torch.ones(10)}, SECONDS)
     source.disallow_checkpoint()

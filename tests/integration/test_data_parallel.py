@@ -59,7 +59,7 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path, size: int, caplog: p
         assert w.eq(1).all()
         with caplog.at_level(logging.WARNING, "dcp_tensorizer"):
             manager.restore(state, strict=False)
-        assert "cannot be divided. It stays as it is (strict=False)" in caplog.text
+        assert "cannot be divided. The current value stays as it is (strict=False)" in caplog.text
 
 
 def test_only_other_numbers_are_found() -> None:

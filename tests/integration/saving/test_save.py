@@ -94,9 +94,9 @@ def test_metadata_whose_type_is_no_longer_trusted(tmp_path: Path) -> None:
     with torch.serialization.safe_globals([Unstorable]):
         with TensorizerStorageWriter(tmp_path) as writer:
             dcp.save(STATE, storage_writer=writer, planner=OddPlanner())
-        dcp.load({"w": torch.zeros(4)}, storage_reader=TensorizerStorageReader(tmp_path))
+        dcp.load({"w": torch.zeros(1000)}, storage_reader=TensorizerStorageReader(tmp_path))
     with pytest.raises(CheckpointException) as caught:
-        dcp.load({"w": torch.zeros(4)}, storage_reader=TensorizerStorageReader(tmp_path))
+        dcp.load({"w": torch.zeros(1000)}, storage_reader=TensorizerStorageReader(tmp_path))
     error = unwrap(caught.value)
     words = rf"the planner's data in {tmp_path}/\.metadata could run code when loaded: it needs .*\.Unstorable\. If you"
     assert isinstance(error, UntrustedObject)

@@ -68,13 +68,21 @@ def test_a_folder_that_cannot_be_listed(
 ) -> None:
     """If the symbolic links in the folder are unknown, nothing is deleted, and the log says why."""
 
-    def fails(folder: LocalStorage) -> list[str]:
-        raise ReadError(f"cannot list {folder.path}")
+    def fails_later(folder: LocalStorage) -> list[str]:
+        calls.append(folder.path)
+        if len(calls) > 1:
+            raise ReadError(f"cannot list {folder.path}")
+        return []
 
+    calls = list[str]()
     folder, first, late = two_steps(tmp_path)
     place = Position.at(late.branch, late, [first, late])
-    monkeypatch.setattr(LocalStorage, "linked_directories", fails)
-    Retaining(folder, NAMES, NEWEST, owner_of(folder), None, lambda: place).after(late)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "linked_directories", fails_later)
+        retaining = Retaining(folder, NAMES, NEWEST, owner_of(folder), None, lambda: place)
+        retaining.after(late)
+        retaining.wait(Deadline(WAIT))
+    assert calls == [str(tmp_path)] * 2
     assert [step.number for step in read_steps(folder, NAMES)] == [100, 200]
     assert caplog.messages[-1] == f"old checkpoints are not deleted: cannot list {tmp_path}"
 

@@ -297,7 +297,12 @@ def test_a_damaged_byte_is_found_and_named(
     with pytest.raises(ChecksumMismatch) as caught:
         fetch(storage, [wanted], threads=2, verify=True)
     start = position // 65_536 * 65_536
-    for word in ("'model.weight'", str(path), f"bytes {start:,} to {start + 65_536:,}", f"{item.offset:,}"):
+    for word in (
+        "'model.weight'",
+        str(path),
+        f"bytes {start:,} to {min(start + 65_536, 150_000):,}",
+        f"{item.offset:,}",
+    ):
         assert word in str(caught.value)
     fetch(storage, [wanted], threads=2, verify=False)
     assert (target != stored).nonzero().tolist() == [[position]]

@@ -141,7 +141,7 @@ def test_a_state_is_copied_and_read_from_afar(
     with pytest.raises(OSError, match="the range ends after the part"):
         remote.read_into(pieces, 2 * BLOCK)
     remote.release()
-    with pytest.raises(ReadError, match="it does not hold this part of the state"):
+    with pytest.raises(ReadError, match="the keeper does not hold this part of the state"):
         RemotePart(address, "a", 1).record()
 
 

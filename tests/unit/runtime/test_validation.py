@@ -131,7 +131,7 @@ def test_choices() -> None:
 def test_types() -> None:
     """The error names the expected type."""
     check_type("limits", 5, int)
-    with pytest.raises(TypeError, match=r"^limits must be int, got str\.$"):
+    with pytest.raises(TypeError, match=r"^limits must be an instance of int, got str\.$"):
         check_type("limits", "5", int)
 
 

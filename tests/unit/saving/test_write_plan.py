@@ -171,7 +171,7 @@ def test_a_planner_that_gives_another_shape_than_it_planned_is_an_error() -> Non
 def test_a_state_that_is_not_the_planned_one_is_an_error(cls: type[DefaultSavePlanner]) -> None:
     """A value that is missing or has another shape is an error that names the key."""
     for state, problem in (
-        ({"w": torch.ones(3)}, r"'w'.* of shape \(2,\).*returned \(3,\)"),
+        ({"w": torch.ones(3)}, r"'w'.* of shape \(2,\).*returned one of shape \(3,\)"),
         ({}, "'w' cannot be saved: .*FQN"),
     ):
         plan, planner = planned({"w": torch.ones(2)}, cls)

@@ -110,7 +110,7 @@ def test_a_file_that_is_gone_or_another_is_an_error(tmp_path: Path) -> None:
     path.write_bytes(b"a" * 100)
     status = os.stat(path)
     map_shared(MappedFile(str(path), status.st_dev, status.st_ino)).close()
-    with pytest.raises(WriteError, match=r"has released it.*staging='buffer'"):
+    with pytest.raises(WriteError, match=r"the path now refers to another file.*staging='buffer'"):
         map_shared(MappedFile(str(path), status.st_dev, status.st_ino + 1))
     with pytest.raises(WriteError, match="Keep references to the tensors"):
         map_shared(MappedFile(str(tmp_path / "missing"), status.st_dev, status.st_ino))

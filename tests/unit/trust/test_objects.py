@@ -131,9 +131,9 @@ _STATE = b"(K\x03X\x01\x00\x00\x00<NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "not in the format"),
-        (b"garbage", "not in the format"),
-        (b"\0" + saved([1]), "not in the format"),
+        (b"", "not in the zip format"),
+        (b"garbage", "not in the zip format"),
+        (b"\0" + saved([1]), "not in the zip format"),
         (saved([1])[:-30], "damaged"),
         (archive(lambda _: pickle.dumps([1], 4)), "protocol 4"),
         (archive(lambda _: pickle.dumps([1], 0)), "opcode"),
