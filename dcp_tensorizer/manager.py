@@ -34,7 +34,6 @@ from ._job.options import (
     check_metrics,
     check_patterns,
     check_state,
-    check_step,
     check_survival,
     options_of_reader,
     split_limits,
@@ -63,7 +62,7 @@ from ._memory.copies import CopyOptions, check_copies
 from ._memory.survival import Survival
 from ._runtime.forks import Home
 from ._runtime.threads import NEVER, Deadline
-from ._runtime.validation import check_flags, check_path, check_timeout
+from ._runtime.validation import check_flags, check_path, check_step, check_timeout
 from ._storage.lease import Lease, lease_file_name
 from ._storage.open import absolute_path
 from ._tensor_file.names import metadata_file_name

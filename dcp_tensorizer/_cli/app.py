@@ -24,6 +24,7 @@ from ..errors import (
     MetadataError,
     NotCommitted,
     ReadError,
+    StateMismatch,
     UnsupportedFormat,
     UntrustedObject,
 )
@@ -112,7 +113,7 @@ def unwritten(error: OSError) -> int:
 
 def _is_damage(error: CheckpointError) -> bool:
     """Returns whether an error shows that the checkpoint is damaged: not an error of a server, a key or permissions."""
-    if isinstance(error, NotCommitted | UntrustedObject):
+    if isinstance(error, NotCommitted | StateMismatch | UntrustedObject):
         return False
     gone = isinstance(error, ReadError) and isinstance(error.__cause__, EOFError | FileNotFoundError)
     return gone or isinstance(error, ChecksumMismatch | MetadataError)
@@ -447,7 +448,8 @@ def publish_add(
         str | None, typer.Option(metavar="MODEL", help="The model at the previous version, to compare with.")
     ] = None,
     step: Annotated[
-        int | None, typer.Option(metavar="N", help="The step of training, recorded in the version.")
+        int | None,
+        typer.Option(min=0, max=2**63 - 1, metavar="N", help="The step of training, recorded in the version."),
     ] = None,
     max_deltas: Annotated[
         int, typer.Option(min=1, metavar="N", help="The number of deltas that may follow a whole version.")
@@ -518,7 +520,7 @@ def publish_apply(
 @_command(of=_publish)
 def publish_verify(
     path: Annotated[
-        str, typer.Argument(metavar="PATH", help="A directory of versions, or a copy that was updated to one.")
+        str, typer.Argument(metavar="PATH", help="A directory of versions, one of its versions, or a copy.")
     ],
     version: Annotated[
         int | None,

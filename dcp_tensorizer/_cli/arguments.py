@@ -137,18 +137,19 @@ def _read_rules(file: str, kind: type, what: str) -> dict[str, Any]:
 
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"  # a longer one may be infinite as a float
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
 def read_nbytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
+    match = re.fullmatch(rf"{_NUMBER}\s*([KMGT]?I?)B?", text.strip().upper())
     if match is None or match[2] not in _UNITS or not (nbytes := int(float(match[1]) * _UNITS[match[2]])):
         raise typer.BadParameter(f"must be a size like 5GB, got {text!r}.", param_hint="--shard-size")
     return nbytes
 
 
 def read_seconds(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip().lower())
+    match = re.fullmatch(rf"{_NUMBER}([smhdw])", text.strip().lower())
     if match is None:
         raise typer.BadParameter(f"must be an age like 12h or 7d, got {text!r}.", param_hint="--older-than")
     return float(match[1]) * _SECONDS[match[2]]

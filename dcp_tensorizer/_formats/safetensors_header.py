@@ -11,6 +11,7 @@ import json
 import re
 import struct
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -40,7 +41,18 @@ class _Index(Struct):
     weight_map: dict[str, str]
 
 
+class _DeltaNotes(Struct):
+    version: str
+    base_version: str
+    delta_encoding: str
+
+
+class _DeltaIndex(Struct):
+    metadata: _DeltaNotes
+
+
 _decode_index = msgspec.json.Decoder(_Index).decode
+_decode_delta = msgspec.json.Decoder(_DeltaIndex).decode
 
 
 def encode_header(described: Mapping[str, Any]) -> bytes:
@@ -68,6 +80,13 @@ def is_plain_name(name: str) -> bool:
 def read_index(content: bytes) -> dict[str, str]:
     """Returns the file of each tensor that an index names. Raises `ValueError` if the content is not an index."""
     return decode_json(_decode_index, content).weight_map
+
+
+def version_of_delta(index: bytes) -> str | None:
+    """Returns the version whose delta an index describes; None if it is the index of a model."""
+    with suppress(ValueError):
+        return decode_json(_decode_delta, index).metadata.version.lstrip("0")
+    return None
 
 
 def decode_json(decode: Callable[[bytes], _T], content: bytes) -> _T:

@@ -29,8 +29,8 @@ def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
     """Checks a ``torch.save`` file before the weights-only rules of ``torch.load`` are applied.
 
     The elements of tensors must be uncompressed, and at the offsets that torch computes. Returns the offset of each
-    record's header and the record's size, in file order. Raises `ValueError` for any other file, or if the archive
-    would take more time or memory than its size justifies.
+    record's header and the record's size, in file order. Raises `EOFError` if the end of the file is missing, and
+    `ValueError` for any other file, or if the archive would take more time or memory than its size justifies.
     """
     file.seek(0)
     if file.read(4) != b"PK\3\4":
@@ -51,7 +51,10 @@ def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
 
 
 def check_archive(file: IO[bytes], nbytes: int) -> zipfile.ZipFile:
-    """Opens an archive of uncompressed records that do not overlap. Raises `ValueError` for any other archive."""
+    """Opens an archive of uncompressed records that do not overlap.
+
+    Raises `EOFError` if the end of the file is missing, and `ValueError` for any other archive.
+    """
     directory = _directory(file, nbytes)
     file.seek(0)
     try:
@@ -74,11 +77,13 @@ def check_archive(file: IO[bytes], nbytes: int) -> zipfile.ZipFile:
 def _directory(file: IO[bytes], nbytes: int) -> int:
     """Returns the offset of the list of records. The list and its end must be the last bytes of the file."""
     if nbytes < _END.size:
-        raise ValueError("it is too short for an archive")
+        raise EOFError("it is too short for an archive")
     signature, _, _, here, total, size, offset, comment = _END.unpack(_read(file, nbytes - _END.size, _END.size))
     end = nbytes - _END.size
-    if signature != b"PK\5\6" or comment or here != total:
-        raise ValueError("its last bytes are not the end of an archive: it is truncated, or was repacked")
+    if signature != b"PK\5\6":
+        raise EOFError("its last bytes are not the end of an archive: it is truncated, or was repacked")
+    if comment or here != total:
+        raise ValueError("it was repacked. Load it with torch, and save it again.")
     locator_offset = end - _LOCATOR_64.size
     locator = _read(file, locator_offset, _LOCATOR_64.size) if locator_offset >= _END_64.size else b""
     if locator[:4] == b"PK\6\7":

@@ -12,7 +12,17 @@ from msgspec.json import Decoder
 from .._runtime.threads import in_threads
 from .._tensor_file.names import MAX_DIMENSIONS, MAX_NUMBER
 from ..errors import MetadataError, NotCommitted, ReadError
-from .safetensors_header import ADAPTER, INDEX, LENGTH, MAX_HEADER, SINGLE, decode_json, is_plain_name, read_index
+from .safetensors_header import (
+    ADAPTER,
+    INDEX,
+    LENGTH,
+    MAX_HEADER,
+    SINGLE,
+    decode_json,
+    is_plain_name,
+    read_index,
+    version_of_delta,
+)
 
 if TYPE_CHECKING:
     from .._storage.base import FileIdentity, Storage
@@ -66,15 +76,15 @@ class WeightFile:
 def read_weight_files(storage: Storage) -> tuple[list[WeightFile], dict[str, str]]:
     """Reads the headers of the files that an index names, or, without an index, of all safetensors files.
 
-    If there is an index and also `SINGLE`, reads only `SINGLE`.
+    If there is an index, but `has_single`, reads only that file.
 
     Returns the files, and the file of each tensor in the index (empty if the index was not read). Raises `NotCommitted`
-    if there are no files, and `MetadataError` if the index or a header is damaged.
+    if there are no files or the index is that of a delta, and `MetadataError` if the index or a header is damaged.
     """
     index, file_of = read_small(storage, INDEX), dict[str, str]()
     if index is None:
         names = {file.name for file in storage.listing()[0] if file.name.endswith(_ENDING)}
-    elif storage.head(SINGLE) is not None:  # Hugging Face's libraries prefer this file to the index
+    elif has_single(storage):
         names = {SINGLE}
     else:
         file_of = read_weight_map(storage, index)
@@ -89,6 +99,11 @@ def read_weight_files(storage: Storage) -> tuple[list[WeightFile], dict[str, str
     return in_threads(read, sorted(names)), file_of
 
 
+def has_single(storage: Storage) -> bool:
+    """Returns whether `SINGLE` is in a directory. It has priority over an index, as in Hugging Face's libraries."""
+    return storage.head(SINGLE) is not None
+
+
 def check_unreplaced(storage: Storage, file: WeightFile) -> None:
     """Raises `ReadError` if a file with an identity was replaced after `read_weight_files` had read its header."""
     if file.identity is not None and storage.identity(file.name) != file.identity:
@@ -99,15 +114,29 @@ def check_unreplaced(storage: Storage, file: WeightFile) -> None:
 
 
 def read_weight_map(storage: Storage, index: bytes) -> dict[str, str]:
-    """Returns the file of each tensor in an index. Raises `MetadataError` if the index is damaged."""
+    """Returns the file of each tensor in the index of a model.
+
+    Raises `MetadataError` if the index is damaged, and `NotCommitted` if it is that of a delta, whose files hold only
+    changes.
+    """
     path = f"{storage.path}/{INDEX}"
     try:
-        weight_map = read_index(index)
+        weight_map, version = read_index(index), version_of_delta(index)
     except ValueError as error:
         raise MetadataError(f"{path} is not the index of a model: {error}") from None
+    if version is not None:
+        raise NotCommitted(delta_alone(storage.path, version))
     for name in set(weight_map.values()):
         check_weight_name(name, path)
     return weight_map
+
+
+def delta_alone(path: str, version: str) -> str:
+    """Returns the message for a delta's directory that was passed as a model."""
+    return (
+        f"there is no model in {path}: it holds only the changes of version {version} since the previous version. "
+        f"Apply the version to a copy, with apply_delta or `dcp-tensorizer publish apply`, and pass the copy."
+    )
 
 
 def read_small(storage: Storage, name: str) -> bytes | None:

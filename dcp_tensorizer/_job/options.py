@@ -7,7 +7,6 @@ import fnmatch
 import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -18,15 +17,6 @@ from .._writer_process.options import SaveLimits
 from ..models import Export
 from ..reader import TensorizerStorageReader
 from ..writer import TensorizerStorageWriter
-
-
-def check_step(step: object) -> int:
-    """Returns a step as an int. Raises `TypeError` unless it is an integer, and `ValueError` if it is out of range."""
-    if not isinstance(step, Integral) or isinstance(step, bool):
-        raise TypeError(f"step must be an int, got {type(step).__name__}.")
-    if not 0 <= int(step) < 2**63:
-        raise ValueError(f"step must be at least 0, and less than 2**63, got {step!r}.")
-    return int(step)
 
 
 def check_metrics(metrics: object) -> dict[str, float]:

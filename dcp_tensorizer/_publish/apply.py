@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from .._formats.safetensors_header import INDEX, SINGLE, decode_json
-from .._formats.weight_files import StoredBytes, WeightFile, read_small, read_weight_file
+from .._formats.weight_files import StoredBytes, WeightFile, delta_alone, read_small, read_weight_file
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
 from .._storage.base import FileIdentity, Storage
@@ -30,7 +30,17 @@ from ..errors import CheckpointError, ChecksumMismatch, MetadataError, NotCommit
 from .chain import Chain, Delta, copied, read_delta
 from .delta import PIECE, DeltaDecoder, digest_of, zstd
 from .model import read_blocks, read_model, written_file
-from .versions import LEASE, FileRecord, Manifest, Published, decode_manifest, encode_manifest, now, version_of
+from .versions import (
+    LEASE,
+    FileRecord,
+    Manifest,
+    Published,
+    check_version,
+    decode_manifest,
+    encode_manifest,
+    now,
+    version_of,
+)
 
 _LOCK = ".publish.lock"
 _SGLANG = ".weight_sync"
@@ -88,6 +98,7 @@ def apply_delta(
         on_progress: Called with the number of bytes done, and the total.
 
     Raises:
+        TypeError, ValueError: ``version`` is not an int of at least 1.
         StateMismatch: the copy is not at a version that the deltas apply to, files beside the weights would have to
             change, or tensors are missing from the mapping or cannot be changed in place. Nothing has changed.
         ChecksumMismatch: the copy or the published version is damaged. Nothing has changed.
@@ -99,9 +110,11 @@ def apply_delta(
         CheckpointError: zstd is not installed.
     """
     started = time.monotonic()
+    wanted = check_version(version)
     zstd()
     published, named = _published(delta, storage_options)
-    wanted = version if version is not None else named
+    if wanted is None:
+        wanted = named
     if wanted is None:
         newest = published.newest()
         if newest is None:
@@ -166,12 +179,16 @@ class _Directory:
 
     def _apply(self, target: Manifest) -> Applied:
         content = read_small(self._storage, INDEX)
+        current: Manifest | None = None
         if content is not None and b'"dcp_tensorizer"' in content:
-            current: Manifest | None = decode_manifest(content, f"{self._path}/{INDEX}")
+            current = decode_manifest(content, f"{self._path}/{INDEX}")
+            if current.is_delta:
+                raise StateMismatch(
+                    f"{self._path} is a copy of a delta, that of version {current.version}, not of the model. Pass "
+                    f"an empty directory."
+                )
         elif content is not None or self._storage.head(SINGLE) is not None:
             current = self._recognised(target)
-        else:
-            current = None
         before = None if current is None else current.version
         if current is not None and (published := self._published.find(current.version)) is not None:
             here = {record.origin or name: record.sha256 for name, record in current.files.items()}
@@ -573,11 +590,12 @@ def _check_target(key: str, value: Any, tensor: StoredBytes) -> None:
         is_plain = not hasattr(value, "__tensor_flatten__")  # tensor subclasses such as DTensor have this method
         is_right = is_plain and value.layout == torch.strided and not value.is_meta and not _overlaps(value)
     else:
-        is_right = isinstance(value, np.ndarray) and value.flags.c_contiguous and value.flags.writeable
+        is_plain = isinstance(value, np.ndarray) and not value.dtype.hasobject
+        is_right = is_plain and value.flags.c_contiguous and value.flags.writeable
     if not is_right:
         raise StateMismatch(
             f"{key!r} must be a plain strided tensor in memory without overlapping elements, or a writable "
-            f"C-contiguous NumPy array, got an object of type {type(value).__name__}"
+            f"C-contiguous NumPy array without objects, got an object of type {type(value).__name__}"
         )
     if value.nbytes != tensor.nbytes:
         raise StateMismatch(
@@ -651,25 +669,36 @@ def verify_versions(
     """Rebuilds versions, and compares the SHA-256 of each file with the published one.
 
     Args:
-        path: A directory of versions, or a directory to which deltas are applied.
-        version: In a directory of versions, the version to verify. By default, for each whole version, verifies the
+        path: A directory of versions, the directory of one version, or a directory to which deltas are applied.
+        version: The version to verify. By default, in a directory of versions, for each whole version, verifies the
             last version that builds on it. To rebuild that version, all deltas that follow the whole version are read.
         storage_options: Options of a URL's storage, such as credentials.
         on_progress: Called with the number of bytes done, and the total.
 
     Raises:
-        NotCommitted: the version does not exist, or nothing has been published there.
+        TypeError, ValueError: ``version`` is not an int of at least 1.
+        NotCommitted: the version does not exist, nothing has been published there, or ``path`` is a delta without the
+            versions on which it builds.
         MetadataError: a manifest is damaged.
         CheckpointError: zstd is not installed.
     """
     started = time.monotonic()
+    number = check_version(version)
     published = Published(open_storage(path, storage_options))
-    copy = read_small(published.storage, INDEX)
+    content = read_small(published.storage, INDEX)
+    copy = None if content is None else decode_manifest(content, f"{published.path}/{INDEX}")
+    if copy is not None and number not in (None, copy.version):
+        raise NotCommitted(f"there is no version {number} in {published.path}: it has only version {copy.version}")
+    if copy is not None and copy.is_delta:
+        above, named = _published(path, storage_options)
+        if named != copy.version:
+            raise NotCommitted(delta_alone(published.path, str(copy.version)))
+        published, number, copy = above, named, None
     if copy is not None:
-        wanted = [decode_manifest(copy, f"{published.path}/{INDEX}")]
+        wanted = [copy]
     else:
         zstd()
-        manifests = published.manifests() if version is None else [published.manifest(version)]
+        manifests = published.manifests() if number is None else [published.manifest(number)]
         if not manifests:
             raise NotCommitted(f"nothing has been published in {published.path}")
         wanted = list({manifest.chain: manifest for manifest in manifests}.values())

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .._formats.safetensors_header import INDEX, SINGLE, encode_header, is_plain_name
-from .._formats.weight_files import StoredBytes, WeightFile, read_small, read_weight_file, read_weight_map
+from .._formats.weight_files import StoredBytes, WeightFile, has_single, read_small, read_weight_file, read_weight_map
 from .._storage.base import Storage
 from .._tensor_file.encode import FileParts
 from .._tensor_file.names import is_ours
@@ -37,15 +37,14 @@ class Model:
 def read_model(storage: Storage, index: bytes | None = None) -> Model:
     """Reads the index and the headers of a model's directory.
 
-    Pass ``index`` to read a model whose index was replaced, but whose files still exist. Raises `NotCommitted` if there
-    is no model, and `MetadataError` if the index or a header is damaged.
+    Without ``index``, reads the model that `read_weight_files` would read. Pass ``index`` to read a model whose index
+    was replaced, but whose files still exist. Raises `NotCommitted` if there is no model, or if the index is that of a
+    delta, and `MetadataError` if the index or a header is damaged.
     """
-    if index is None:
-        index = read_small(storage, INDEX)
-    if index is None:
-        if storage.head(SINGLE) is None:
-            raise NotCommitted(f"there is no model in {storage.path}: neither {INDEX} nor {SINGLE}")
+    if index is None and has_single(storage):
         names = {SINGLE}
+    elif index is None and (index := read_small(storage, INDEX)) is None:
+        raise NotCommitted(f"there is no model in {storage.path}: neither {INDEX} nor {SINGLE}")
     else:
         names = set(read_weight_map(storage, index).values())
     weights = {name: read_weight_file(storage, name) for name in sorted(names)}

@@ -19,7 +19,7 @@ from .._formats.safetensors_header import INDEX, MAX_HEADER
 from .._formats.weight_files import StoredBytes, WeightFile, read_weight_file
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
-from .._runtime.validation import check_count
+from .._runtime.validation import check_count, check_step
 from .._storage.base import Refused, Storage
 from .._storage.lease import Lease, LeaseRecord
 from .._storage.open import open_storage, path_to_write
@@ -97,6 +97,7 @@ def publish(
         on_progress: Called with the number of bytes read, and the size of the model's safetensors files.
 
     Raises:
+        TypeError, ValueError: ``step``, ``max_deltas`` or ``keep_latest`` is invalid.
         NotCommitted: there is no model in ``directory``.
         MetadataError: the model or a published version is damaged, or a manifest cannot describe the model.
         ChecksumMismatch: ``previous`` or the published files are not the previous version, or are damaged.
@@ -108,7 +109,7 @@ def publish(
         os.fspath(directory),
         Publish(published, max_deltas, keep_latest),
         None if previous is None else os.fspath(previous),
-        step,
+        None if step is None else check_step(step),
         dict(storage_options or {}),
     )
     return publication.publish(on_progress)[0]

@@ -382,6 +382,12 @@ def name_of(version: int) -> str:
     return f"weight_v{_digits(version)}"
 
 
+def check_version(version: object) -> int | None:
+    """Returns a version as an int, or None. Raises `TypeError` or `ValueError` unless it is an int of at least 1."""
+    check_count("version", version, optional=True)
+    return None if version is None else int(version)  # type: ignore[call-overload]
+
+
 def version_of(name: str) -> int | None:
     """Returns the version whose directory has this name, if any."""
     match = _DIRECTORY.fullmatch(name)

@@ -51,6 +51,15 @@ def check_count(name: str, value: object, *, optional: bool = False) -> None:
         raise ValueError(f"{name} must be {allowed}, got {value!r}.")
 
 
+def check_step(step: object) -> int:
+    """Returns a step as an int. Raises `TypeError` unless it is an integer, and `ValueError` if it is out of range."""
+    if not isinstance(step, Integral) or isinstance(step, bool):
+        raise TypeError(f"step must be an int, got {_type(step)}.")
+    if not 0 <= int(step) < 2**63:
+        raise ValueError(f"step must be at least 0, and less than 2**63, got {step!r}.")
+    return int(step)
+
+
 def check_storage_options(value: object) -> None:
     """Raises `TypeError` unless the value is a mapping with str keys, or None. The error omits its values."""
     if value is None:

@@ -224,6 +224,8 @@ def test_gc(checkpoint: Path) -> None:
         (["convert", "{checkpoint}", "x", "--to", "torch", "--include", "modle.*"], "modle.*"),
         (["convert", "{checkpoint}", "x", "--to", "torch", "--dtype", "int8"], "int8"),
         (["convert", "{checkpoint}", "x", "--to", "torch", "--shard-size", "many"], "many"),
+        (["convert", "{checkpoint}", "x", "--to", "safetensors", "--shard-size", "9" * 400], "must be a size like 5GB"),
+        (["gc", "{checkpoint}", "--older-than", "9" * 400 + "d"], "must be an age like 12h"),
         (["convert", "{checkpoint}", "x", "--to", "tensorizer", "--split", "nowhere.json"], "--tensor-parallel N"),
         (
             ["convert", "{checkpoint}", "x", "--to", "tensorizer", "--split", "nowhere.json", "--tensor-parallel", "2"],
@@ -323,6 +325,23 @@ def test_damage_has_exit_code_1(checkpoint: Path, tmp_path: Path) -> None:
         file.truncate(path.stat().st_size - 2000)
     code, _, err = run("convert", checkpoint, tmp_path / "x", "--to", "torch")
     assert (code, path.name in err, (tmp_path / "x").exists()) == (1, True, False)
+
+
+def test_a_truncated_torch_file_is_damaged(checkpoint: Path, tmp_path: Path) -> None:
+    """Each command that reads a truncated torch file reports damage, at any length from the first record on."""
+    run("convert", checkpoint, tmp_path / "whole.pt", "--to", "torch")
+    content, path = (tmp_path / "whole.pt").read_bytes(), tmp_path / "cut.pt"
+    for nbytes in (20, 1000, len(content) - 1):
+        path.write_bytes(content[:nbytes])
+        for command, *more in (
+            ["verify"],
+            ["inspect"],
+            ["convert", tmp_path / "x", "--to", "safetensors"],
+            ["report", "-o", tmp_path / "report.html"],
+        ):
+            code, _, err = run(command, path, *more)
+            assert (code, "cut.pt" in err) == (1, True)
+    assert run("diff", tmp_path / "whole.pt", path)[0] == 2
 
 
 def test_secrets_of_storage_options_are_not_shown() -> None:

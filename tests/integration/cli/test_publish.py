@@ -38,14 +38,42 @@ def test_a_model_is_published_and_followed(tmp_path: Path) -> None:
     assert out.splitlines()[-1].startswith("2 versions removed: ")
 
 
+def test_the_directory_of_a_delta(tmp_path: Path) -> None:
+    """`publish verify` verifies the version of an undamaged delta, and all commands for models refuse the delta."""
+    state, published = first_state(), tmp_path / "published"
+    for number in (1, 2):
+        write_model(tmp_path / f"model-{number}", state)
+        run("publish", "add", tmp_path / f"model-{number}", published)
+        state = next_state(state, number)
+    delta = published / "weight_v000002"
+    code, out, _ = run("publish", "verify", delta)
+    assert (code, out.startswith("ok: version 2: 3 files")) == (0, True)
+    for command in (
+        ["inspect", delta],
+        ["verify", delta],
+        ["diff", published / "weight_v000001", delta],
+        ["convert", delta, tmp_path / "x", "--to", "safetensors"],
+        ["publish", "add", delta, published],
+    ):
+        code, _, err = run(*command)
+        assert (code, "it holds only the changes of version 2" in " ".join(err.split())) == (2, True)
+
+
 def test_damage_and_mistakes_have_their_exit_codes(tmp_path: Path) -> None:
-    """Damage has exit code 1, a failure 2, and versions of another program 3."""
+    """Damage has exit code 1, a failure or an undamaged model that is no version 2, a version of another program 3."""
     published = tmp_path / "published"
     write_model(tmp_path / "one", first_state())
     assert told("publish", "ls", tmp_path, code=2)["error"] == "NotCommitted"  # type: ignore[index]
     run("publish", "add", tmp_path / "one", published)
     assert run("publish", "apply", published, "memory://copy")[0] == 2
     assert run("publish", "verify", tmp_path / "one")[0] == 3
+    write_model(tmp_path / "other", first_state(1))
+    code, _, err = run("publish", "apply", published, tmp_path / "other")
+    assert (code, "is not a version in" in err) == (2, True)
+    run("publish", "apply", published, tmp_path / "verified")
+    code, _, err = run("publish", "verify", tmp_path / "verified", "--version", "77")
+    assert (code, "there is no version 77 in" in err) == (2, True)
+    assert run("publish", "add", tmp_path / "one", published, "--step", "-1")[0] == 2
     path = sorted((published / "weight_v000001").glob("*.safetensors"))[0]
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

@@ -76,7 +76,7 @@ def repacked(how: str) -> bytes:
 def test_archives_that_two_readers_could_read_differently(how: str) -> None:
     """Each archive is refused, and none is decompressed."""
     data = repacked(how)
-    with pytest.raises(ValueError, match=r".+"):
+    with pytest.raises(EOFError if how == "comment" else ValueError, match=r".+"):
         check_archive(io.BytesIO(data), len(data))
 
 
@@ -84,7 +84,7 @@ def test_truncated_files_are_refused() -> None:
     """Every prefix of a file lacks the end of the list of records."""
     data = saved([1, 2])
     for length in range(4, len(data)):
-        with pytest.raises(ValueError, match=r".+"):
+        with pytest.raises(EOFError, match=r".+"):
             check_archive(io.BytesIO(data[:length]), length)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,19 +13,10 @@ from dcp_tensorizer._job.options import (
     check_metrics,
     check_patterns,
     check_state,
-    check_step,
     check_survival,
     options_of_reader,
     split_limits,
 )
-
-
-def test_steps() -> None:
-    """A step is any integer from 0 to 2**63 - 1."""
-    assert [check_step(step) for step in (0, np.int32(7), 2**63 - 1)] == [0, 7, 2**63 - 1]
-    for step, error in ((-1, ValueError), (2**63, ValueError), (True, TypeError), (1.0, TypeError), ("1", TypeError)):
-        with pytest.raises(error, match=r"^step"):
-            check_step(step)
 
 
 def test_metrics() -> None:

@@ -127,6 +127,15 @@ def test_a_model_that_was_not_published_is_refused(tmp_path: Path, versions: Pat
 
 
 @pytest.mark.promise("copy-does-not-fit", reason="another version")
+def test_a_copy_of_a_delta_is_refused(tmp_path: Path, versions: Path) -> None:
+    """A copy of a delta's directory is not taken for the model at that version."""
+    shutil.copytree(versions / "weight_v000002", tmp_path / "copy")
+    before = files_of(tmp_path / "copy")
+    with pytest.raises(StateMismatch, match=r"copy is a copy of a delta, that of version 2, .* an empty directory"):
+        apply_delta(tmp_path / "copy", versions, version=2)
+    assert files_of(tmp_path / "copy") == before
+
+
 def test_a_version_of_another_publisher_is_refused(tmp_path: Path, versions: Path) -> None:
     """A version of another directory is refused, even if it has the same number."""
     write_model(tmp_path / "foreign", first_state(seed=99))
@@ -552,11 +561,12 @@ def test_tied_tensors_change_once(tmp_path: Path) -> None:
         torch.full((300,), 1.5).to_sparse(),
         np.broadcast_to(np.float32(1.5), (300,)),
         torch.empty(300, device="meta"),
+        np.array([None] * 150, dtype=object),
     ],
-    ids=["expanded", "overlapping", "sparse", "broadcast", "meta"],
+    ids=["expanded", "overlapping", "sparse", "broadcast", "meta", "objects"],
 )
 def test_tensors_that_cannot_change_are_refused_before_others_change(tmp_path: Path, value: Any) -> None:
-    """A tensor with overlapping elements is refused before others change."""
+    """Tensors with overlapping elements, and arrays of objects, are refused before others change."""
     for number in (1, 2):
         (tmp_path / f"flat-{number}").mkdir()
         tensors = {"a": torch.full((300,), float(number)), "b": torch.full((300,), number + 0.5)}

@@ -14,15 +14,25 @@ import numpy as np
 import pytest
 import xxhash
 from safetensors import safe_open
+from safetensors.numpy import save_file
 
-from dcp_tensorizer import ChecksumMismatch, MetadataError, NotCommitted, Publish, WriteError, apply_delta, publish
+from dcp_tensorizer import (
+    ChecksumMismatch,
+    MetadataError,
+    NotCommitted,
+    Publish,
+    WriteError,
+    apply_delta,
+    open_reader,
+    publish,
+)
 from dcp_tensorizer._publish.delta import zstd
 from dcp_tensorizer._publish.model import read_model
 from dcp_tensorizer._publish.publisher import Publication, _Publisher
 from dcp_tensorizer._publish.versions import Published
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
-from dcp_tensorizer.tools import list_versions, verify_versions
+from dcp_tensorizer.tools import convert, diff, inspect, list_versions, verify_versions
 
 from ...lab.models import INDEX, first_state, loaded, next_state, not_of_versions, weight_files, weights_of, write_model
 
@@ -122,6 +132,16 @@ def test_a_model_in_one_file_without_an_index(tmp_path: Path) -> None:
     assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "two")
 
 
+def test_a_single_file_has_priority_over_an_index(tmp_path: Path) -> None:
+    """Of a directory with both, `publish` publishes what `open_reader` loads: the single file."""
+    both = write_model(tmp_path / "both", {"w": np.zeros(10)})
+    save_file({"w": np.ones(10)}, both / "model.safetensors")
+    publish(both, tmp_path / "published")
+    apply_delta(tmp_path / "copy", tmp_path / "published")
+    assert loaded(tmp_path / "copy")["w"].tolist() == [1.0] * 10
+    assert apply_delta(both, tmp_path / "published").version == 1
+
+
 def test_nothing_has_changed(tmp_path: Path) -> None:
     """An unchanged model becomes a version without tensors, so that its number exists."""
     published_versions(tmp_path, 1)
@@ -196,6 +216,41 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path: Path, name: str) -> None
     (model / INDEX).write_text(json.dumps({"weight_map": {"embed.weight": name}}))
     with pytest.raises(MetadataError, match="is not a visible file of its directory"):
         publish(model, tmp_path / "published")
+
+
+@pytest.mark.parametrize("made_by", ["published", "sglang"])
+def test_a_delta_is_no_model(tmp_path: Path, made_by: str) -> None:
+    """A delta is refused as a model by publishers and readers, with advice, also if another program has written it."""
+    published_versions(tmp_path, 2)
+    delta = tmp_path / "published" / "weight_v000002"
+    if made_by == "sglang":
+        content = json.loads((delta / INDEX).read_text())
+        del content["metadata"]["dcp_tensorizer"]
+        (delta / INDEX).write_text(json.dumps(content))
+    expected = rf"there is no model in {delta}: it holds only the changes of version 2 since .* `dcp-tensorizer pub"
+    for use in (
+        lambda: publish(delta, tmp_path / "other"),
+        lambda: publish(tmp_path / "model-2", tmp_path / "published", previous=delta),
+        lambda: inspect(delta),
+        lambda: convert(delta, tmp_path / "converted", "safetensors"),
+        lambda: diff(tmp_path / "model-2", delta),
+        lambda: open_reader(delta).read_metadata(),
+    ):
+        with pytest.raises(NotCommitted, match=expected):
+            use()
+    assert not (tmp_path / "converted").exists()
+    with pytest.raises(NotCommitted, match="nothing has been published"):
+        list_versions(tmp_path / "other")
+
+
+def test_steps_are_those_of_a_manager(tmp_path: Path) -> None:
+    """A step is any integer from 0 to 2**63 - 1, and another step is refused before anything is published."""
+    model = write_model(tmp_path / "model", first_state())
+    assert publish(model, tmp_path / "published", step=np.int64(3)).step == 3  # type: ignore[arg-type]
+    for step, error in ((True, TypeError), (3.0, TypeError), ("3", TypeError), (-1, ValueError), (2**63, ValueError)):
+        with pytest.raises(error, match=r"^step must be "):
+            publish(model, tmp_path / "published", step=step)  # type: ignore[arg-type]
+    assert [info.step for info in list_versions(tmp_path / "published")] == [3]
 
 
 @pytest.mark.parametrize("option", [{"max_deltas": 0}, {"keep_latest": 0}, {"max_deltas": True}])

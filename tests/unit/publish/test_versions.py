@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dcp_tensorizer import NotCommitted, apply_delta, publish
@@ -59,6 +61,38 @@ def test_whole_versions_are_verified_with_their_deltas(tmp_path: Path, versions:
     apply_delta(tmp_path / "copy", versions)
     copy = verify_versions(tmp_path / "copy")
     assert (copy.versions, copy.files, copy.damages) == ((6,), 2, ())
+
+
+def test_the_version_of_a_copy_is_checked(tmp_path: Path, versions: Path) -> None:
+    """A copy has one version: another one is an error, as in a directory of versions."""
+    apply_delta(tmp_path / "copy", versions, version=5)
+    assert verify_versions(tmp_path / "copy", version=5).versions == (5,)
+    with pytest.raises(NotCommitted, match=r"there is no version 77 in .*copy: it has only version 5"):
+        verify_versions(tmp_path / "copy", version=77)
+
+
+def test_the_directory_of_a_delta_is_verified_with_its_chain(tmp_path: Path, versions: Path) -> None:
+    """A delta's directory stands for its version; away from the versions on which it builds, it is refused."""
+    assert verify_versions(f"{versions}/weight_v000005/").versions == (5,)
+    assert verify_versions(versions / "weight_v000005").damages == ()
+    with pytest.raises(NotCommitted, match=r"there is no version 4 in .*weight_v000005: it has only version 5"):
+        verify_versions(versions / "weight_v000005", version=4)
+    shutil.copytree(versions / "weight_v000005", tmp_path / "alone")
+    with pytest.raises(NotCommitted, match=r"alone: it holds only the changes of version 5 since .* with apply_delta"):
+        verify_versions(tmp_path / "alone")
+
+
+@pytest.mark.parametrize("version", ["2", True, 2.0, 0])
+def test_versions_are_counts(tmp_path: Path, versions: Path, version: object) -> None:
+    """A version is any integer of at least 1; another value is refused, and nothing is written."""
+    for use in (
+        lambda: verify_versions(versions, version=version),  # type: ignore[arg-type]
+        lambda: apply_delta(tmp_path / "copy", versions, version=version),  # type: ignore[arg-type]
+    ):
+        with pytest.raises((TypeError, ValueError), match=r"^version must be an int of at least 1, or None, got "):
+            use()
+    assert not (tmp_path / "copy").exists()
+    assert apply_delta(tmp_path / "copy", versions, version=np.int64(2)).version == 2  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("version", [1, 2, 4, 6])

@@ -16,6 +16,7 @@ from dcp_tensorizer._runtime.validation import (
     check_choice,
     check_count,
     check_path,
+    check_step,
     check_storage_options,
     check_timeout,
     check_type,
@@ -99,6 +100,14 @@ def test_a_required_count() -> None:
         check_count("buffer_bytes", None)
     with pytest.raises(ValueError, match=r"^buffer_bytes must be an int of at least 1, got 0\.$"):
         check_count("buffer_bytes", 0)
+
+
+def test_steps() -> None:
+    """A step is any integer from 0 to 2**63 - 1."""
+    assert [check_step(step) for step in (0, np.int32(7), 2**63 - 1)] == [0, 7, 2**63 - 1]
+    for step, error in ((-1, ValueError), (2**63, ValueError), (True, TypeError), (1.0, TypeError), ("1", TypeError)):
+        with pytest.raises(error, match=r"^step"):
+            check_step(step)
 
 
 def test_storage_options_are_a_mapping_with_names_for_keys() -> None:

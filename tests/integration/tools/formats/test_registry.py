@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
-from dcp_tensorizer import CheckpointError, ConversionError, MetadataError, NotCommitted
+from dcp_tensorizer import CheckpointError, ConversionError, MetadataError, NotCommitted, ReadError
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.tools import convert, report
 
@@ -34,7 +34,7 @@ def header(described: Any) -> bytes:
         (b"|TZR|", CheckpointError),
         (b"|TZR|" + bytes(300), ConversionError),
         (b"|TZR|" + struct.pack("<I32sQ8xQQ", 2, b"", 0, 9, 64) + b"\xff" * 64, ConversionError),
-        (b"PK\x03\x04" + bytes(100), ConversionError),
+        (b"PK\x03\x04" + bytes(100), ReadError),
         (struct.pack("<Q", 1 << 60) + b"{}", CheckpointError),
         (header({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 9]}}), MetadataError),
         (header({"x": {"dtype": "Q9", "shape": [2], "data_offsets": [0, 8]}}), MetadataError),
