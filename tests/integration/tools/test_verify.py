@@ -82,7 +82,7 @@ def test_the_hashes_that_there_are_are_checked(tmp_path: Path, sha256: bool) -> 
 @pytest.mark.parametrize("sha256", [False, True])
 @pytest.mark.parametrize("order", ["eaz", "aez", "aze", "eaefz"])
 def test_tensors_without_elements_are_no_damage(tmp_path: Path, sha256: bool, order: str) -> None:
-    """With ``full``, files with empty tensors, which `.metadata` does not locate, are whole, and their headers count."""
+    """With ``full``, files with empty tensors, which `.metadata` does not locate, are whole; their headers count."""
     sizes = {"a": (5, 2), "e": (0, 3), "f": (0,), "z": (3,)}
     state = {f"{number}{kind}": torch.ones(sizes[kind]) for number, kind in enumerate(order)}
     with TensorizerStorageWriter(tmp_path, sha256=sha256) as writer:
