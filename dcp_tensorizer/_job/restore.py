@@ -379,8 +379,8 @@ class SelectivePlanner(LoadPlanner):
                 if (here := optimizer.counts.get(number, 0)) != there:
                     raise StateMismatch(
                         f"{self._path} cannot be loaded, not even with strict=False: group {number} of "
-                        f"{optimizer.key!r} has {there} parameter{'' if there == 1 else 's'} in the checkpoint and "
-                        f"{here} in the state. Make the optimizer with the saved groups, and call add_param_group() "
+                        f"{optimizer.key!r} has {there:,} parameter{'' if there == 1 else 's'} in the checkpoint and "
+                        f"{here:,} in the state. Make the optimizer with the saved groups, and call add_param_group() "
                         f"for new parameters after restore(); or restore with exclude=[{optimizer.key + '.*'!r}], "
                         f"which leaves the optimizer as it is"
                     )
