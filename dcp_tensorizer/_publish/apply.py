@@ -251,9 +251,9 @@ class _Directory:
         names = {name for name in {*current.others, *base.others} if current.others.get(name) != base.others.get(name)}
         if wrong := sorted(name for name in names if self._record(name) != base.others.get(name)):
             raise StateMismatch(
-                f"{self._path} has version {current.version}, but files beside the weights that version "
-                f"{target.version} has are missing or differ: {listed(wrong)}. They cannot be replaced atomically with "
-                f"the weights. Pass an empty directory, and switch the inference server to it."
+                f"{self._path} has version {current.version}, and its files beside the weights differ from those of "
+                f"version {target.version}: {listed(wrong)}. They cannot be replaced atomically with the weights. Pass "
+                f"an empty directory, and switch the inference server to it."
             )
 
     def _record(self, name: str) -> FileRecord | None:

@@ -152,7 +152,7 @@ def test_a_recognised_copy_has_all_files_of_the_wanted_version(
     if config is not None:
         (copy / "config.json").write_text(config)
     before = files_of(copy)
-    with pytest.raises(StateMismatch, match=rf"that version {version} has are missing or differ: 'config\.json'\."):
+    with pytest.raises(StateMismatch, match=rf"has version {has}, and its .* of version {version}: 'config\.json'\."):
         apply_delta(copy, versions, version=version)
     assert files_of(copy) == before
     (copy / "config.json").write_text("{}")
@@ -241,17 +241,24 @@ def test_going_back_must_be_asked_for(tmp_path: Path, versions: Path) -> None:
     assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "model-2")
 
 
-@pytest.mark.parametrize("recognised", [False, True])
-def test_another_configuration_needs_another_directory(tmp_path: Path, versions: Path, recognised: bool) -> None:
-    """A version with another configuration is refused, because it cannot change atomically with the weights."""
-    if recognised:
+@pytest.mark.parametrize("kind", ["recorded", "recorded without other files", "recognised"])
+def test_another_configuration_needs_another_directory(tmp_path: Path, versions: Path, kind: str) -> None:
+    """A version with another configuration is refused, because it cannot change atomically with the weights.
+
+    Release 0.1.0 recorded no files beside the weights in copies that it recognised.
+    """
+    if kind == "recognised":
         shutil.copytree(tmp_path / "model-5", tmp_path / "copy")
     else:
         apply_delta(tmp_path / "copy", versions)
+    if kind == "recorded without other files":
+        edit_index(tmp_path / "copy", lambda index: index["metadata"]["dcp_tensorizer"].pop("others"))
     write_model(tmp_path / "other", first_state(), config='{"rope": 2}')
     publish(tmp_path / "other", versions)
     before = files_of(tmp_path / "copy")
-    with pytest.raises(StateMismatch, match=r"has version 5, but files .* version 6 has .* differ: 'config\.json'\."):
+    with pytest.raises(
+        StateMismatch, match=r"has version 5, and its files .* differ from those of version 6: 'config\.json'\."
+    ):
         apply_delta(tmp_path / "copy", versions)
     assert files_of(tmp_path / "copy") == before
     apply_delta(tmp_path / "fresh", versions)
