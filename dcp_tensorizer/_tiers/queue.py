@@ -155,26 +155,35 @@ class Queue:
 
         If the record no longer exists or cannot be read, or this package did not write it, returns None.
         """
+        return self._read(entry)[1]
+
+    def _read(self, entry: FlushEntry) -> tuple[FlushEntry, FlushRecord | None]:
+        """Reads a record. Returns the entry in the state that the record had when it was read."""
         refused = self._refused.get(entry.stem)
         if refused is not None and refused[0].state == entry.state:
-            return refused[1]
-        known = self._records.get(entry.name)
-        for state in _ORDER[_ORDER.index(entry.state) :] if known is None else ():
+            return entry, refused[1]
+        for state in _ORDER[_ORDER.index(entry.state) :]:
+            now = entry._replace(state=state)
+            if (known := self._records.get(now.name)) is not None:
+                return now, known
             with suppress(msgspec.MsgspecError, ValueError, RecursionError, OSError):
-                content = (self.folder / f"{entry.stem}.{state}").read_bytes()
-                known = msgspec.json.decode(content, type=FlushRecord)
+                known = msgspec.json.decode((self.folder / now.name).read_bytes(), type=FlushRecord)
                 if len(self._records) > 1000:  # bounds the memory of a job with very many saves
                     self._records.clear()
-                self._records[entry.name] = known
-                break
-        return known
+                self._records[now.name] = known
+                return now, known
+        return entry, None
 
     def records(
         self, states: Container[str] = _ORDER, remote: str | None = None
     ) -> list[tuple[FlushEntry, FlushRecord]]:
-        """Reads the records in some states, in the order of their saves; raises `ReadError`."""
-        found = [(entry, self.record(entry)) for entry in self.entries() if entry.state in states]
-        return [(e, r) for e, r in found if r is not None and remote in (None, r.remote)]
+        """Reads the records in some states, in the order of their saves; raises `ReadError`.
+
+        Entry and record belong together: if another process moves a record while it is read, the entry has the later
+        state.
+        """
+        found = [self._read(entry) for entry in self.entries() if entry.state in states]
+        return [(e, r) for e, r in found if r is not None and e.state in states and remote in (None, r.remote)]
 
     def damage(self, entry: FlushEntry) -> str:
         """If the disk cannot read an existing record, returns the reason, otherwise an empty string."""

@@ -28,11 +28,12 @@ from .._storage.open import open_storage
 from .._storage.remote import RemoteStorage
 from .._tensor_file.digests import Digester, TensorHashes
 from .._tensor_file.encryption import Cipher
-from .._tensor_file.layout import END, Entry, lay_out
+from .._tensor_file.layout import END, Entry, FileLayout, lay_out
 from .._tensor_file.names import StoredItem
 from .._writer_process.protocol import TensorSource
 from ..errors import CheckpointError, ChecksumMismatch, MetadataError, NotCommitted, ReadError, UnsupportedFormat
 from ._find import checkpoints_in, read_parts_at
+from ._formats import tensorizer
 from ._formats.registry import open_foreign
 from ._view import CheckpointView, StoredTensor, blocks_of, data_files, read_parts
 
@@ -217,7 +218,9 @@ def verify_files(
         if size != nbytes:
             damages.append(Damage(name, None, min(size, nbytes), f"has {size:,} bytes instead of {nbytes:,}"))
             cut[name] = size
-        runs += _runs(name, size, file_sections(items[name], nbytes, part) if full else block_sections(items[name]))
+        runs += _runs(
+            name, size, file_sections(storage, name, items[name], nbytes, part) if full else block_sections(items[name])
+        )
     check = _Check(storage, on_progress, sum(run.stop - run.start for run in runs))
     # Twice as many threads as reading needs, because each thread also hashes. With ``full``, hashing takes longer.
     threads = min(_MAX_READERS, 2 * storage.reads.max_threads) + (cores() if full else 0)
@@ -396,7 +399,7 @@ Problem = tuple[str | None, int, str]
 
 
 class KeyedItem(NamedTuple):
-    """A stored item that is not empty, with its key and shape."""
+    """A stored item, with its key and shape."""
 
     key: str
     item: StoredItem
@@ -443,21 +446,37 @@ def block_sections(items: Sequence[KeyedItem]) -> Iterator[CheckedRange]:
             yield _Blocks(key, item, start, min(start + step, item.length))
 
 
-def file_sections(items: Sequence[KeyedItem], nbytes: int, part: Metadata) -> Iterator[CheckedRange]:
+def file_sections(
+    storage: Storage, name: str, items: Sequence[KeyedItem], nbytes: int, part: Metadata
+) -> Iterator[CheckedRange]:
     """Yields ranges that cover every byte of a file of ``nbytes`` bytes. ``part`` is the metadata that names it."""
     record = part.storage_data.get("encryption")
-    cipher = None
-    if record is not None:  # the layout does not depend on the key
-        cipher = Cipher(b"", record["derivation"])
-    tensors = [TensorSource(i.name, i.dtype, shape, i.length, i.kind) for _, i, shape in items]
+    # The layout does not depend on the key.
+    layouts = _layouts(items, None if record is None else Cipher(b"", record["derivation"]))
+    with suppress(CheckpointError, OSError):  # a damaged file
+        with storage.reading(name) as reader:
+            head = reader.read_range(0, len(layouts[0].head))
+        if record is None and head not in [layout.head for layout in layouts]:
+            # The file may also have tensors without elements. `.metadata` does not contain their locations.
+            listed = tensorizer.read(storage, name).tensors.values()
+            empty = [KeyedItem(t.key, t.chunks[0].item, t.shape) for t in listed if not t.nbytes]
+            all_items = sorted([*items, *empty], key=lambda keyed: keyed.item.offset)
+            of_all = _layouts(all_items, None)
+            if head in [layout.head for layout in of_all]:
+                items, layouts = all_items, of_all
     # The offsets of the tensors show which hashes the headers have, unless padding makes both layouts equal.
-    layouts = [lay_out(tensors, cipher, sha256=sha256) for sha256 in (False, True)]
     offsets = [keyed.item.offset for keyed in items]
     fitting = [layout for layout in layouts if [entry.offset for entry in layout.entries] == offsets] or layouts[:1]
     yield _Constant(0, fitting[0].head, "the index of its tensors")
     for (key, item, _), *entries in zip(items, *(layout.entries for layout in fitting), strict=True):
         yield _TensorWithHeader(key, item, entries)
     yield _Constant(nbytes - len(END), END, "its end")
+
+
+def _layouts(items: Sequence[KeyedItem], cipher: Cipher | None) -> list[FileLayout[TensorSource]]:
+    """Returns the possible layouts of a file of items: without SHA-256 in the headers, and with it."""
+    tensors = [TensorSource(i.name, i.dtype, shape, i.length, i.kind) for _, i, shape in items]
+    return [lay_out(tensors, cipher, sha256=sha256) for sha256 in (False, True)]
 
 
 class _Blocks:

@@ -50,7 +50,7 @@ def test_a_partition_for_good(lab):
         assert "s, the timeout of the job's process group, for the others" in words, words
         assert ended - cut < 3 * TIMEOUT + 15 and closing < 2 * TIMEOUT
     assert len(lines) == 2
-    assert "Rank 1 has not " in lines[0] and "The job's store does not answer" in lines[1]
+    assert "Rank 1 has not " in lines[0] and "The job's store does not respond" in lines[1]
 
 
 @pytest.mark.promise("copies-cut-off")
@@ -95,5 +95,5 @@ def test_a_partition_for_good_with_copies(lab):
     there.heal()
     assert old.programs[1].wait(60.0) != 0
     words = old.programs[1].words()
-    assert "another rank has ended" in words or "The job's store does not answer" in words, words
+    assert "another rank has ended" in words or "The job's store does not respond" in words, words
     assert (lab.shared / "run" / "latest").read_text() == latest

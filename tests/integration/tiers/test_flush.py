@@ -23,7 +23,7 @@ from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tiers import flush
 from dcp_tensorizer._tiers import flush as flusher_module
 from dcp_tensorizer._tiers.flush import Flusher
-from dcp_tensorizer._tiers.queue import REMOTE, SENT, Commit, FlushEntry, FlushRecord, Queue
+from dcp_tensorizer._tiers.queue import REMOTE, SENT, UNFLUSHED, Commit, FlushEntry, FlushRecord, Queue
 from dcp_tensorizer.errors import unwrap
 
 from ...lab.processes import quietly
@@ -496,6 +496,33 @@ def test_a_save_that_arrives_during_the_look_is_no_proof(tmp_path: Path, monkeyp
     monkeypatch.setattr(flusher_module, "named_files", named)
     Flusher(run.target).step()
     assert run.states() == ["sent", "remote"]
+
+
+@pytest.mark.parametrize("look", range(1, 9))
+def test_a_save_that_is_committed_during_a_look_is_not_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: int
+) -> None:
+    """The coordinator may commit on this node after the flush has listed the records, each time that it lists them."""
+    run = Run(tmp_path)
+    names = {rank: f"__{rank}_0_{str(rank) * 32}.tensors" for rank in (0, 1)}
+    for name in names.values():
+        run.target.folder("step-1").mkdir(parents=True, exist_ok=True)
+        (run.target.folder("step-1") / name).write_bytes(b"data")
+    first, second = (run.queue.begin(FlushRecord(run.target.name, "step-1", r, str(r) * 32)) for r in (0, 1))
+    second.written({names[1]: 4}, sync=False)
+    looks, entries = itertools.count(1), Queue.entries
+
+    def listed(queue: Queue) -> list[FlushEntry]:
+        found = entries(queue)
+        if next(looks) == look:
+            first.written({names[0]: 4}, sync=False, commit=Commit(".metadata", dict.fromkeys(names.values(), 4), True))
+        return found
+
+    monkeypatch.setattr(Queue, "entries", listed)
+    Flusher(run.target).step()
+    monkeypatch.undo()
+    reasons = [record.reason for entry, record in run.queue.records() if entry.state not in (UNFLUSHED, SENT)]
+    assert all(reason.endswith(".index is missing or damaged") for reason in reasons)  # the commit has no index
 
 
 def test_a_part_of_a_save_that_is_given_up_is_given_up(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dcp_tensorizer._tiers.queue import LOST, REMOTE, SENT, UNFLUSHED, FlushRecord, Queue
+from dcp_tensorizer._tiers.queue import LOST, REMOTE, SENT, UNFLUSHED, WRITING, Commit, FlushRecord, Queue
 
 from .support import read_only
 
@@ -45,6 +45,19 @@ def test_a_record_that_is_renamed_before_it_is_read_is_read(tmp_path: Path) -> N
     queue.move(queue.move(writing.entry, SENT), REMOTE)
     record = queue.record(writing.entry)
     assert record is not None and record.files == {"file": 3}
+
+
+def test_a_record_that_is_written_after_it_is_listed_has_its_later_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entry and record belong together: a record with a commit is never of a save that is still being written."""
+    queue = Queue(tmp_path)
+    writing = queue.begin(FlushRecord("remote", "step-1", 0, "a" * 32))
+    listed = queue.entries()
+    writing.written({"file": 3}, sync=False, commit=Commit(".metadata", {"file": 3}, True))
+    monkeypatch.setattr(queue, "entries", lambda: listed)
+    assert [(entry.state, record.commit is None) for entry, record in queue.records()] == [(UNFLUSHED, False)]
+    assert queue.records({WRITING}) == []
 
 
 def test_a_record_is_not_cleaned_up_before_it_is_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
+from dcp_tensorizer import TensorizerStorageWriter
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file.encryption import Cipher
 from dcp_tensorizer._tensor_file.names import Derivation, StoredItem, data_file_rank
@@ -74,6 +76,23 @@ def test_the_hashes_that_there_are_are_checked(tmp_path: Path, sha256: bool) -> 
     for place in range(first.offset + first.length, second.offset):
         flip(path, place)
         assert [damage.key for damage in look(checkpoint, full=True).damages] == ["b"], place
+        flip(path, place)
+
+
+@pytest.mark.parametrize("sha256", [False, True])
+@pytest.mark.parametrize("order", ["eaz", "aez", "aze", "eaefz"])
+def test_tensors_without_elements_are_no_damage(tmp_path: Path, sha256: bool, order: str) -> None:
+    """With ``full``, files with empty tensors, which `.metadata` does not locate, are whole; their headers count."""
+    sizes = {"a": (5, 2), "e": (0, 3), "f": (0,), "z": (3,)}
+    state = {f"{number}{kind}": torch.ones(sizes[kind]) for number, kind in enumerate(order)}
+    with TensorizerStorageWriter(tmp_path, sha256=sha256) as writer:
+        dcp.save(state, storage_writer=writer)
+    assert look(tmp_path, full=True).damages == ()
+    path = data_file(tmp_path, 0)
+    name_in_header = path.read_bytes().rindex(f"{order.index('e')}e".encode())
+    for place in (100, name_in_header):
+        flip(path, place)
+        assert look(tmp_path, full=True).damages != ()
         flip(path, place)
 
 
