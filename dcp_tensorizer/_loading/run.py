@@ -232,8 +232,9 @@ class _Reads:
             key = operation.segments[0].targets[0].key
             raise ReadError(
                 self._storage.scrub(
-                    f"cannot read {operation.nbytes:,} bytes at {operation.offset:,} of {self._storage.path}/"
-                    f"{operation.file} (for {key!r}): {type(error).__name__}: {error}{_advice(error)}"
+                    f"cannot read {operation.nbytes:,} bytes at {operation.offset:,} of "
+                    f"{self._storage.opened_path(operation.file)} (for {key!r}): {type(error).__name__}: {error}"
+                    f"{_advice(error)}"
                 )
             ) from self._storage.cause(error)
         return verifying
@@ -287,7 +288,7 @@ class _Reads:
     def _mismatch(self, segment: Segment, damaged_bytes: str, advice: str = "") -> ChecksumMismatch:
         keys = ", ".join(repr(target.key) for target in segment.targets)
         return ChecksumMismatch(
-            f"{keys} in {self._storage.path}/{segment.item.file}: {damaged_bytes} of the tensor at byte "
+            f"{keys} in {self._storage.opened_path(segment.item.file)}: {damaged_bytes} of the tensor at byte "
             f"{segment.item.offset:,} are not what was saved. The file is damaged: load another checkpoint{advice}."
         )
 

@@ -501,6 +501,10 @@ class Storage(abc.ABC):
     def open(self, name: str) -> RangeReader:
         """Opens a file for range reads; raises `OSError`."""
 
+    def opened_path(self, name: str) -> str:
+        """Returns the path of the file that `open` opens, for messages."""
+        return f"{self.path}/{name}"
+
     @contextmanager
     def reading(self, name: str, purpose: str = "") -> Iterator[RangeReader]:
         """Opens a file for a ``with`` block. Errors of opening and reading become `ReadError`.

@@ -134,6 +134,9 @@ class NearestStorage(Storage):
                 return self.remote.open(name)
         return self.remote.open(name)
 
+    def opened_path(self, name: str) -> str:
+        return (self._local if name in self._copies.sizes else self.remote).opened_path(name)
+
     def lock_directory(self) -> DirectoryLock:
         return self._local.lock_directory() if self._copies.sizes else self.remote.lock_directory()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from dcp_tensorizer import CheckpointManager, SaveLimits, WriteError
+from dcp_tensorizer import CheckpointManager, ChecksumMismatch, SaveLimits, WriteError
 from dcp_tensorizer._saving.engine import engine_of_process
 from dcp_tensorizer._tiers.queue import AliveMark, FlushEntry
 
+from ...lab.faults import flip
 from ...lab.states import directories_in
 from .support import Run, state_of
 
@@ -67,6 +69,20 @@ def test_without_the_local_disk_the_newest_on_the_remote_is_restored(tmp_path: P
     state = state_of(0)
     with manager_of(run) as manager:
         assert (manager.restore(state), state["step"]) == (1, 1)
+
+
+def test_a_damaged_local_copy_is_named(tmp_path: Path) -> None:
+    """The error names the file that was read. Without that copy, the checkpoint loads from the remote."""
+    run = Run(tmp_path)
+    with manager_of(run) as manager:
+        manager.save(1, state_of(1))
+    (copied,) = (run.local / "step-1").glob("*.tensors")
+    flip(copied, copied.stat().st_size // 2)
+    with manager_of(run) as manager:
+        with pytest.raises(ChecksumMismatch, match=re.escape(f"'w' in {copied}: bytes ")):
+            manager.restore(state_of(0))
+        copied.unlink()
+        assert manager.restore(state_of(0)) == 1
 
 
 def test_a_step_of_a_lost_node_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
