@@ -15,7 +15,16 @@ import pytest
 import xxhash
 from safetensors import safe_open
 
-from dcp_tensorizer import ChecksumMismatch, MetadataError, NotCommitted, Publish, WriteError, apply_delta, publish
+from dcp_tensorizer import (
+    ChecksumMismatch,
+    MetadataError,
+    NotCommitted,
+    Publish,
+    ReadError,
+    WriteError,
+    apply_delta,
+    publish,
+)
 from dcp_tensorizer._publish.delta import zstd
 from dcp_tensorizer._publish.model import read_model
 from dcp_tensorizer._publish.publisher import Publication, _Publisher
@@ -175,6 +184,46 @@ def test_a_second_publisher_takes_over_and_the_first_one_is_refused(tmp_path: Pa
     apply_delta(tmp_path / "copy", tmp_path / "published")
     assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "second")
     assert list_versions(tmp_path / "published")[0].version == 2
+
+
+@pytest.mark.parametrize("content", ["{ }", "", "[]"], ids=["longer", "shorter", "as long"])
+@pytest.mark.parametrize("moment", ["before the publication", "after its digest"])
+def test_a_file_beside_the_weights_that_changes_is_refused(
+    tmp_path: Path, moment: str, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No version is published if a file beside the weights changes after the model was read."""
+    model = read_model(LocalStorage(write_model(tmp_path / "model", first_state())))
+    make = LocalStorage.make_directory
+
+    def change(*arguments: Any) -> None:
+        (tmp_path / "model" / "config.json").write_text(content)
+        os.utime(tmp_path / "model" / "config.json", (1, 1))
+        if arguments:
+            make(*arguments)
+
+    if moment == "before the publication":
+        change()
+    folder = Published(LocalStorage(tmp_path / "published"))
+    publisher = _Publisher(folder, None, model, None, lambda done, total: None)
+    if moment == "after its digest":
+        monkeypatch.setattr(LocalStorage, "make_directory", change)
+    with pytest.raises(ReadError, match=r"model/config\.json has changed since the model was saved"):
+        publisher.publish(None, Publish(folder.path))
+    assert folder.newest() is None
+
+
+def test_temporary_files_of_saves_are_not_published(tmp_path: Path) -> None:
+    """A save in progress, or a killed one, may leave any file of the model under a temporary name."""
+    model = write_model(tmp_path / "model", first_state())
+    for name in ("config.json", "tokenizer.json", INDEX):
+        (model / f"{name}.{'5f' * 16}.tmp").write_text("of a save")
+    publish(model, tmp_path / "published")
+    base = tmp_path / "published" / "weight_v000001"
+    assert {path.name for path in base.glob("[!.]*")} == {
+        "config.json",
+        INDEX,
+        *(path.name for path in weight_files(base)),
+    }
 
 
 def test_no_model_is_an_error_that_names_the_directory(tmp_path: Path) -> None:
