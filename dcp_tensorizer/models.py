@@ -117,9 +117,9 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
             values. The rules must be reversible, so that ``open_reader(path, rename=...)`` loads the model with them.
         max_shard_bytes: Maximum size of a file. A larger tensor gets a separate file.
         files: Files to copy to the model, such as ``config.json`` and the tokenizer's files. If an item is a directory,
-            all files in it that do not hold weights are copied. The coordinator reads the files when the save begins,
-            and replaces existing files of the same names right after the commit. With ``dtype``, the copied
-            ``config.json`` names the new dtype.
+            all files in it are copied, except weights and the files of a checkpoint. The coordinator reads the files
+            when the save begins, and replaces existing files of the same names right after the commit. With ``dtype``,
+            the copied ``config.json`` names the new dtype.
         overwrite: Replace a model at the path. If that model has an index, the names of the new files contain the
             save's id, and the files that the old index names are removed after the new index is in place. A model of
             one file without an index is replaced by a file of the same name. If False, a model at the path is an error.

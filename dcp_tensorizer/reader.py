@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
@@ -262,6 +263,23 @@ class TensorizerStorageReader(StorageReader):
         self._cipher = unlock(self._encryption, catalog.encryption, storage.path, self._cipher)
         self._rank = kwargs.get("rank", 0)
         self._per_rank = self._reads_alone = not kwargs.get("use_collectives", True)
+
+    def read_objects(self, keys: Collection[str]) -> dict[str, Any]:
+        """Reads objects of the checkpoint whose metadata was read, before its load is planned; for `CheckpointManager`.
+
+        Raises errors as `set_up_storage_reader`, `prepare_local_plan` and `read_data` do.
+        """
+        storage, catalog = self._opened()
+        assert self._metadata is not None
+        self._cipher = unlock(self._encryption, catalog.encryption, storage.path, self._cipher)
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner.set_up_planner(dict.fromkeys(keys), self._metadata)
+        plan = planner.create_local_plan()
+        options, metadata, cipher = self._load_options, self._metadata, self._cipher
+        load = Load(storage, catalog, options, metadata, plan.items, cipher, is_own=False, note=lambda span: None)
+        check_files(storage, catalog.files, load.files & catalog.files.keys())
+        load.run(plan, planner, None, lambda done, total: None)
+        return planner.state_dict
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Checks, before any target changes, that everything in the plan is stored.

@@ -11,7 +11,7 @@ from msgspec.json import Decoder
 
 from .._runtime.threads import in_threads
 from .._tensor_file.names import MAX_DIMENSIONS, MAX_NUMBER
-from ..errors import MetadataError, NotCommitted, ReadError
+from ..errors import MetadataError, NotCommitted, ReadError, UnsupportedFormat
 from .safetensors_header import (
     ADAPTER,
     INDEX,
@@ -79,7 +79,8 @@ def read_weight_files(storage: Storage) -> tuple[list[WeightFile], dict[str, str
     If there is an index, but `has_single`, reads only that file.
 
     Returns the files, and the file of each tensor in the index (empty if the index was not read). Raises `NotCommitted`
-    if there are no files or the index is that of a delta, and `MetadataError` if the index or a header is damaged.
+    if there are no files, `UnsupportedFormat` if the index is that of a delta, and `MetadataError` if the index or a
+    header is damaged.
     """
     index, file_of = read_small(storage, INDEX), dict[str, str]()
     if index is None:
@@ -116,8 +117,8 @@ def check_unreplaced(storage: Storage, file: WeightFile) -> None:
 def read_weight_map(storage: Storage, index: bytes) -> dict[str, str]:
     """Returns the file of each tensor in the index of a model.
 
-    Raises `MetadataError` if the index is damaged, and `NotCommitted` if it is that of a delta, whose files hold only
-    changes.
+    Raises `MetadataError` if the index is damaged, and `UnsupportedFormat` if it is that of a delta, whose files hold
+    only changes.
     """
     path = f"{storage.path}/{INDEX}"
     try:
@@ -125,7 +126,7 @@ def read_weight_map(storage: Storage, index: bytes) -> dict[str, str]:
     except ValueError as error:
         raise MetadataError(f"{path} is not the index of a model: {error}") from None
     if version is not None:
-        raise NotCommitted(delta_alone(storage.path, version))
+        raise UnsupportedFormat(delta_alone(storage.path, version))
     for name in set(weight_map.values()):
         check_weight_name(name, path)
     return weight_map
@@ -134,7 +135,7 @@ def read_weight_map(storage: Storage, index: bytes) -> dict[str, str]:
 def delta_alone(path: str, version: str) -> str:
     """Returns the message for a delta's directory that was passed as a model."""
     return (
-        f"there is no model in {path}: it holds only the changes of version {version} since the previous version. "
+        f"{path} is not a model: it holds only the changes of version {version} since the previous version. "
         f"Apply the version to a copy, with apply_delta or `dcp-tensorizer publish apply`, and pass the copy."
     )
 

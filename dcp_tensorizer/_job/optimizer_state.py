@@ -9,7 +9,7 @@ checkpoint is loaded into the tensors that are made from both, which then go to 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,10 +26,15 @@ class OptimizerTarget:
     """Optimizer that a checkpoint is loaded into. ``key`` is its key in the state.
 
     ``collected`` is the result of its ``state_dict``. This class changes only ``collected``, not the optimizer itself.
+
+    Attributes:
+        counts: The number of parameters in each group, by the group's number; empty if the state dict of the optimizer
+            has another structure than torch's.
     """
 
     def __init__(self, key: str, optimizer: torch.optim.Optimizer, collected: Any) -> None:
         self.key = key
+        self.counts: dict[int, int] = {}
         self._state: dict[Any, Any] = {}
         self._params: dict[str, tuple[Any, torch.Tensor]] = {}
         try:
@@ -40,6 +45,7 @@ class OptimizerTarget:
             return  # the state dict of this optimizer has another structure
         if not isinstance(state, dict) or len(numbers) != len(params):
             return
+        self.counts = {number: len(group["params"]) for number, group in enumerate(collected["param_groups"])}
         # A copy, because the optimizer's own groups must not change before the whole state is loaded.
         collected["param_groups"] = [
             {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
@@ -47,6 +53,21 @@ class OptimizerTarget:
         ]
         collected["state"] = self._state = _copied(state)
         self._params = {str(number): (number, param) for number, param in zip(numbers, params, strict=True)}
+
+    def stored_counts(
+        self, keys: Collection[str], read_objects: Callable[[Collection[str]], Mapping[str, Any]]
+    ) -> dict[int, int]:
+        """Returns the number of parameters in each of the optimizer's groups that the checkpoint has.
+
+        ``keys`` are those of the checkpoint's objects. ``read_objects`` reads some of them.
+        """
+        older = f"{self.key}.param_groups"  # torch before 2.4 stored all groups as one object
+        keys_of = {number: f"{older}.{number}.params" for number in self.counts}
+        chosen = {older, *keys_of.values()}.intersection(keys)
+        objects = read_objects(chosen) if self.counts and chosen else {}
+        if older in objects:
+            return {number: len(group["params"]) for number, group in enumerate(objects[older])}
+        return {number: len(objects[key]) for number, key in keys_of.items() if key in objects}
 
     def make_state(
         self,

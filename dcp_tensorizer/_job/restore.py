@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.stateful import Stateful
@@ -157,6 +157,7 @@ def _load(
                 stack.enter_context(storage.lock_directory()).share(_LOCK_SECONDS)
         reader = AnyFormatReader(folder.location, **options)
         heartbeats.watch_load(reader)
+        planner.read_objects = reader.read_objects
         try:
             with dtypes_kept(state.values()):
                 dcp_load(
@@ -250,9 +251,11 @@ def _loaded(
             plain = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
             checkpoint = found.open(head.id, rank, path, elsewhere, damaged)
             is_whole = checkpoint.is_whole
+            reader = StateReader(checkpoint, options)
+            planner.read_objects = reader.read_objects
             with closing(checkpoint), warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # torch warns of a load in a single process
-                dcp_load(plain, storage_reader=StateReader(checkpoint, options), planner=planner, no_dist=True)
+                dcp_load(plain, storage_reader=reader, planner=planner, no_dist=True)
         except (Exception, CheckpointException) as error:
             cause = error_of_load(path, error)
             has_begun = has_begun or planner.has_begun
@@ -295,12 +298,13 @@ class SelectivePlanner(LoadPlanner):
     """Load planner for selected keys, which also makes the state of optimizers that have not taken a step.
 
     ``path`` is the checkpoint's, for messages. Once ``has_begun`` is true, all ranks have agreed on what to read, and
-    the state may change.
+    the state may change. Set ``read_objects`` to the reader's method before the load.
     """
 
     def __init__(self, path: str, selection: Selection, state: Mapping[str, Any]) -> None:
         super().__init__(allow_partial_load=not selection.strict)
         self.has_begun = False
+        self.read_objects: Callable[[Collection[str]], Mapping[str, Any]] = lambda keys: {}
         self._path = path
         self._selection = selection
         self._grown: dict[str, tuple[torch.Size, float | None]] = {}  # the stored size, and the value of new elements
@@ -332,6 +336,7 @@ class SelectivePlanner(LoadPlanner):
             OptimizerTarget(key, optimizer, state_dict.get(key)) for key, optimizer in self._of_optimizers.items()
         ]
         self._set_up(state_dict, metadata, is_coordinator)
+        self._check_counts(optimizers)
         misfits, grown = self._misfits(), self._growing(self._selection.value_beyond)
         misfits = {key: shapes for key, shapes in misfits.items() if key not in grown}
         left = set(misfits) if self._selection.allow_shape_mismatch else set()
@@ -360,6 +365,25 @@ class SelectivePlanner(LoadPlanner):
             asked = tuple(f"{key}." for key in state_dict)
             if is_coordinator and (unasked := [key for key in more if key.startswith(asked)]):
                 logger.info("%s also has %s, which the state does not have", self._path, listed(unasked))
+
+    def _check_counts(self, optimizers: Sequence[OptimizerTarget]) -> None:
+        """Raises `StateMismatch` if a parameter group has another number of parameters in the checkpoint.
+
+        The optimizer would refuse such groups, but only after all other values are loaded.
+        """
+        assert self.metadata is not None
+        stored = self.metadata.state_dict_metadata.items()
+        objects = [key for key, entry in stored if isinstance(entry, BytesStorageMetadata)]
+        for optimizer in optimizers:
+            for number, there in optimizer.stored_counts(objects, self.read_objects).items():
+                if (here := optimizer.counts.get(number, 0)) != there:
+                    raise StateMismatch(
+                        f"{self._path} cannot be loaded, not even with strict=False: group {number} of "
+                        f"{optimizer.key!r} has {there:,} parameter{'' if there == 1 else 's'} in the checkpoint and "
+                        f"{here:,} in the state. Make the optimizer with the saved groups, and call add_param_group() "
+                        f"for new parameters after restore(); or restore with exclude=[{optimizer.key + '.*'!r}], "
+                        f"which leaves the optimizer as it is"
+                    )
 
     def _growing(self, value_of: Callable[[str], tuple[float | None] | None]) -> dict[str, tuple[float | None]]:
         """Finds the tensors that are larger than the stored ones in some dimension, and smaller in none.

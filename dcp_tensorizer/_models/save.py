@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from .._formats.safetensors import file_names, index_of
 from .._formats.safetensors_header import ADAPTER, INDEX, SINGLE, files_named
 from .._index.schema import item_key
+from .._publish.model import OtherFile, is_other_file, other_files
 from .._runtime.direct_memory import direct_memory
 from .._runtime.process_context import ProcessContext
 from .._runtime.threads import Deadline
@@ -49,7 +50,7 @@ from .._staging.staged_save import StagedSave, StagedStateDict
 from .._storage.base import Refused, SharedFile, Storage, temporary_file_name
 from .._storage.open import NOT_SHARED
 from .._tensor_file.dtypes import dtype_name
-from .._tensor_file.names import metadata_file_name
+from .._tensor_file.names import is_of_save, is_ours, metadata_file_name
 from .._tensor_file.regions import Region
 from .._writer_process.options import SaveOptions
 from .._writer_process.protocol import WriteDone
@@ -69,11 +70,11 @@ from .ties import ties_of
 from .versions import SavedModel, VersionsOfWriter
 
 _WEIGHTS = re.compile(
-    r"\.(safetensors|bin|pt|pth|gguf|ggml|h5|keras|msgpack|ot|onnx|onnx[._]data|tflite|tensors|index\.json)$"
-    r"|\.ckpt(\.|$)",
+    r"\.(safetensors|bin|pt|pth|gguf|ggml|h5|keras|msgpack|ot|onnx|onnx[._]data|tflite|tensors|distcp|index\.json)$"
+    r"|\.ckpt(\.|$)|^(__\d+)?\.metadata\.tmp$",
     re.IGNORECASE,
 )
-"""Endings of the names of files that hold weights in some format, or list such files."""
+"""The names of files that hold weights in some format, or list such files, besides those that `is_of_save` finds."""
 
 _CONFIG = "config.json"
 _DTYPES = ("torch_dtype", "dtype")  # transformers' key for the weights' dtype: before release 4.56, and since then
@@ -111,6 +112,7 @@ class ModelSave(Save):
         self._is_fresh = True
         self._begun: tuple[SharedFile, ...] = ()
         self._others: tuple[_OtherFile, ...] = ()
+        self._beside: dict[str, OtherFile] = {}  # if the writer publishes: the files beside the weights
         self._completed: tuple[str, ...] = ()
         self._left: set[str] = set()
         self._dead: list[str] = []
@@ -166,7 +168,7 @@ class ModelSave(Save):
             context = None if self._staged is None else self._staged.context
             record = self._description.record
             step = None if record is None else record.step
-            versions.add(SavedModel(self.storage, self._index, context, self.hold(), step))
+            versions.add(SavedModel(self.storage, self._index, self._beside, context, self.hold(), step))
 
     def end(self) -> None:
         """Removes the files of an uncommitted save, and releases the directory. Idempotent."""
@@ -308,6 +310,8 @@ class ModelSave(Save):
         if not all(granules):
             raise WriteError(f"{storage.path}: {NOT_SHARED}")
         others = self._other_files()
+        if self._saver.versions is not None:
+            self._beside.update((name, content) for name, content in others.items() if is_other_file(name))
         put_records(storage, [self.id])
         try:
             # Recorded before the uploads begin, because this process may be killed.
@@ -386,6 +390,9 @@ class ModelSave(Save):
         storage, sync = self.storage, self._saver.options.sync_files
         is_lone = self._begun[0].name == self._single
         self._check_commit()
+        if self._saver.versions is not None:
+            with suppress(NotCommitted):  # the directory has no files yet
+                self._beside = other_files(storage) | self._beside
         for other in self._others:
             if not other.replaces:
                 with storage.writing(f"write {storage.path}/{other.file.name}"):
@@ -442,17 +449,17 @@ class ModelSave(Save):
     def _other_files(self) -> dict[str, bytes]:
         """Returns the contents of the files that ``files=`` lists, by name.
 
-        Of a directory, returns those of all its files except weights. Raises `Refused` if a file is unreadable, or if
-        its name is one that readers would take for weights.
+        Of a directory, returns those of all its files except weights and a checkpoint's files. Raises `Refused` if a
+        file is unreadable, or if its name is one that readers would take for weights.
         """
         found: dict[str, bytes] = {}
         for given in self.model.files:
             path = Path(given)
             try:
                 for file in sorted(path.iterdir()) if path.is_dir() else [path]:
-                    if path.is_dir() and (not file.is_file() or _WEIGHTS.search(file.name)):
+                    if path.is_dir() and (not file.is_file() or _WEIGHTS.search(file.name) or is_of_save(file.name)):
                         continue
-                    if file.name.endswith((".safetensors", ".safetensors.index.json")):
+                    if file.name.endswith((".safetensors", ".safetensors.index.json")) or is_ours(file.name):
                         raise Refused(f"files= has {file}, which readers would take for weights. Leave it out.")
                     found[file.name] = file.read_bytes()
                     if file.name == _CONFIG and self.model.dtype is not None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
 from .._formats.safetensors_header import SINGLE, files_named
+from .._publish.model import OtherFile
 from .._publish.publisher import Publication, Publish, PublishedVersion
 from .._runtime.forks import free_in_child
 from .._runtime.process_context import ProcessContext
@@ -36,6 +37,7 @@ class SavedModel:
 
     storage: Storage
     index: bytes | None  # None if the model is one file
+    others: Mapping[str, OtherFile]  # the files beside the weights, which later saves replace
     context: ProcessContext | None
     release: Callable[[], None]
     step: int | None = None  # of training, if a manager has saved the model
@@ -164,6 +166,7 @@ class VersionsOfWriter:
             model.step,
             self._write.storage_options,
             model.index,
+            model.others,
             None if previous is None else previous.index,
             self._own,
         )

@@ -26,7 +26,16 @@ from .._runtime.threads import Workers, cores
 from .._storage.base import FileIdentity, Storage
 from .._storage.local import LocalStorage
 from .._storage.open import absolute_path, open_storage
-from ..errors import CheckpointError, ChecksumMismatch, MetadataError, NotCommitted, StateMismatch, WriteError, listed
+from ..errors import (
+    CheckpointError,
+    ChecksumMismatch,
+    MetadataError,
+    NotCommitted,
+    StateMismatch,
+    UnsupportedFormat,
+    WriteError,
+    listed,
+)
 from .chain import Chain, Delta, copied, read_delta
 from .delta import PIECE, DeltaDecoder, digest_of, zstd
 from .model import read_blocks, read_model, written_file
@@ -105,8 +114,8 @@ def apply_delta(
         NotCommitted: the version does not exist, or nothing has been published.
         MetadataError: the published version is damaged.
         UnsupportedFormat: another program, or a newer release, published the version.
-        WriteError: the directory is not local, cannot be written to, stays locked by another process, belongs to
-            SGLang, is a published version, or contains the directory of versions or is inside it.
+        WriteError: the directory is not local, cannot be written to, stays locked by another process, holds files but
+            no model, belongs to SGLang, is a published version, or contains the directory of versions or is inside it.
         CheckpointError: zstd is not installed.
     """
     started = time.monotonic()
@@ -115,16 +124,11 @@ def apply_delta(
     published, named = _published(delta, storage_options)
     if wanted is None:
         wanted = named
-    if wanted is None:
-        newest = published.newest()
-        if newest is None:
-            raise NotCommitted(f"nothing has been published in {published.path}")
-        wanted = newest.version
     work: _Tensors | _Directory
     if isinstance(target, MutableMapping):
         work = _Tensors(target, published, wanted, on_progress)
     else:
-        work = _Directory(target, published, wanted, on_progress, may_go_back=version is not None or named is not None)
+        work = _Directory(target, published, wanted, on_progress)
     return replace(work.apply(), seconds=time.monotonic() - started)
 
 
@@ -145,16 +149,17 @@ def _published(
 
 
 class _Directory:
-    """An update of a directory. It goes back to a lower version only if the caller named that version."""
+    """An update of a directory: to the wanted version, or if that is None, to the newest.
+
+    The directory goes back to a lower version only if the caller named that version.
+    """
 
     def __init__(
         self,
         target: str | os.PathLike[str],
         published: Published,
-        version: int,
+        wanted: int | None,
         on_progress: _Progress,
-        *,
-        may_go_back: bool,
     ) -> None:
         path = absolute_path(target)
         if not isinstance(path, Path):
@@ -162,25 +167,26 @@ class _Directory:
         _check_apart(path, published)
         self._storage = LocalStorage(path)
         self._path = path
-        self._published, self._version, self._may_go_back = published, version, may_go_back
+        self._published, self._wanted = published, wanted
         self._on_progress, self._done = on_progress, 0
         self._lock = free_in_child(threading.Lock())
 
     def apply(self) -> Applied:
-        target = self._published.manifest(self._version)
+        version = self._published.manifest(self._wanted).version
         if (self._path / _SGLANG).is_dir():
             raise WriteError(
                 f"{self._path} belongs to SGLang's receiver, which records the model's version in {_SGLANG}. Pass "
-                f"another directory, or update this one to version {self._version} with SGLang's /pull_weights."
+                f"another directory, or update this one to version {version} with SGLang's /pull_weights."
             )
         self._storage.make_directory()
         with self._storage.writing(f"write {self._path}"), _locked(self._path / _LOCK) as self._journal:
-            return self._apply(target)
+            return self._apply(self._published.manifest(self._wanted))  # newer ones may have appeared before the lock
 
     def _apply(self, target: Manifest) -> Applied:
         content = read_small(self._storage, INDEX)
+        is_recorded = content is not None and b'"dcp_tensorizer"' in content
         current: Manifest | None = None
-        if content is not None and b'"dcp_tensorizer"' in content:
+        if content is not None and is_recorded:
             current = decode_manifest(content, f"{self._path}/{INDEX}")
             if current.is_delta:
                 raise StateMismatch(
@@ -197,35 +203,43 @@ class _Directory:
                     f"version {before} in {self._path} is not the one in {self._published.path}: it comes from another "
                     f"directory of versions. Apply deltas of that directory, or update an empty directory."
                 )
-        if current is not None and before == self._version:
-            self._clear(current)
-            return Applied(self._version, before, 0, False, 0)
-        if before is not None and before > self._version and not self._may_go_back:
+        if before is not None and before > target.version and self._wanted is None:
             raise StateMismatch(
-                f"{self._path} has version {before}, but the newest in {self._published.path} is {self._version}. "
+                f"{self._path} has version {before}, but the newest in {self._published.path} is {target.version}. "
                 f"Check that this copy comes from there. To go back, pass the version."
             )
         self._clear(current)
+        if before == target.version and is_recorded:
+            return Applied(before, before, 0, False, 0)
+        base = self._published.needed(target.chain, target)
+        if current is None:
+            self._check_empty()
+        else:
+            self._check_others(current, base, target)
+        if current is not None and before == target.version:
+            self._commit(current, base, [read_weight_file(self._storage, name) for name in current.files])
+            return Applied(target.version, before, 0, False, 0)
         is_whole = (
             current is None
             or before is None
             or current.chain != target.chain
-            or not target.chain <= before < self._version
+            or not target.chain <= before < target.version
         )
-        chain = self._published.chain(self._version, None if is_whole else before)
+        chain = self._published.chain(target.version, None if is_whole else before)
         deltas = [read_delta(self._published, manifest) for manifest in chain if manifest.is_delta]
-        base = self._published.manifest(target.chain)
-        self._check_others(current, base)
         sources = self._files(None if is_whole else current, base, target)
         _check_known(deltas, {tensor.key for file, _ in sources for tensor in file.tensors})
         storage = self._published.folder(base.version) if is_whole else self._storage
-        manifest = self._write(storage, sources, Chain(deltas), current, base)
-        return Applied(self._version, before, len(deltas), is_whole, manifest.nbytes)
+        manifest = self._write(storage, sources, Chain(deltas), current, base, target)
+        return Applied(target.version, before, len(deltas), is_whole, manifest.nbytes)
 
     # --- the version of the directory -----------------------------------------------------------------------------
 
     def _recognised(self, target: Manifest) -> Manifest:
-        """Finds the version of a model by the SHA-256 of its files. If no version has them, raises `StateMismatch`."""
+        """Finds the version of a model by the SHA-256 of its weights. If no version has them, raises `StateMismatch`.
+
+        The manifest has no files beside the weights, because those in the directory may be others.
+        """
         model = read_model(self._storage)
         by_digest = {FileRecord.of(self._storage, name).sha256: name for name in model.weights}
         for candidate in reversed(self._published.manifests()):
@@ -235,33 +249,42 @@ class _Directory:
                     for origin, record in candidate.files.items()
                 }
                 weight_map = {tensor.key: file.name for file in model.weights.values() for tensor in file.tensors}
-                base = self._published.find(candidate.chain)
                 return Manifest(
                     version=candidate.version,
                     chain=candidate.chain,
                     files=files,
-                    others={} if base is None else base.others,
                     weight_map=weight_map,
-                    published_at=candidate.published_at,
-                    nbytes=0,
+                    published_at=now(),
+                    nbytes=sum(record.nbytes for record in files.values()),
                 )
         raise StateMismatch(
             f"the model in {self._path} is not a version in {self._published.path}, so no delta fits it. "
             f"Pass an empty directory, to which all of version {target.version} is copied."
         )
 
-    def _check_others(self, current: Manifest | None, base: Manifest) -> None:
-        """Checks that no files beside the weights change, because they cannot change atomically with the weights."""
-        if current is None or not current.others or current.others == base.others:
-            return
-        names = sorted(
-            name for name in {*current.others, *base.others} if current.others.get(name) != base.others.get(name)
-        )
-        raise StateMismatch(
-            f"{self._path} has version {current.version}, and version {self._version} differs in files other than the "
-            f"weights ({listed(names)}), which cannot be replaced atomically. Pass an empty directory, and switch the "
-            f"inference server to it."
-        )
+    def _check_empty(self) -> None:
+        """Raises `WriteError` if a directory without a model has visible files, which a whole version could replace."""
+        files, folders = self._storage.listing()
+        if names := sorted(name for name in [*folders, *(file.name for file in files)] if not name.startswith(".")):
+            raise WriteError(
+                f"{self._path} holds no model, but {listed(names)}. Pass an empty directory, or a copy of a version."
+            )
+
+    def _check_others(self, current: Manifest, base: Manifest, target: Manifest) -> None:
+        """Checks that no files beside the weights change, because they cannot change atomically with the weights.
+
+        Reads those in the directory that `current` does not record as they are in `base`.
+        """
+        names = {name for name in {*current.others, *base.others} if current.others.get(name) != base.others.get(name)}
+        if wrong := sorted(name for name in names if self._record(name) != base.others.get(name)):
+            raise StateMismatch(
+                f"{self._path} has version {current.version}, and its files beside the weights differ from those of "
+                f"version {target.version}: {listed(wrong)}. They cannot be replaced atomically with the weights. Pass "
+                f"an empty directory, and switch the inference server to it."
+            )
+
+    def _record(self, name: str) -> FileRecord | None:
+        return None if self._storage.head(name) is None else FileRecord.of(self._storage, name)
 
     def _files(self, current: Manifest | None, base: Manifest, target: Manifest) -> list[tuple[WeightFile, FileRecord]]:
         """Returns the source files of a version, with the records of the resulting files.
@@ -288,6 +311,7 @@ class _Directory:
         chain: Chain,
         current: Manifest | None,
         base: Manifest,
+        target: Manifest,
     ) -> Manifest:
         """Writes the files of a version under temporary names, from files in ``storage`` and the deltas of ``chain``.
 
@@ -295,7 +319,7 @@ class _Directory:
         """
         save = uuid.uuid4().hex
         total = sum(file.nbytes for file, _ in sources)
-        ending = f"-v{self._version:06d}.safetensors"
+        ending = f"-v{target.version:06d}.safetensors"
         names = {record.origin: record.origin.removesuffix(".safetensors") + ending for _, record in sources}
 
         def make(source: tuple[WeightFile, FileRecord]) -> None:
@@ -310,7 +334,7 @@ class _Directory:
 
                 if file.nbytes != record.nbytes:
                     raise ChecksumMismatch(
-                        f"{storage.path}/{file.name} has {file.nbytes:,} bytes, but version {self._version} of it has "
+                        f"{storage.path}/{file.name} has {file.nbytes:,} bytes, but version {target.version} of it has "
                         f"{record.nbytes:,}"
                     )
                 copied(storage, file, chain, record, take)
@@ -330,19 +354,23 @@ class _Directory:
         self._storage.sync_directory()
         files = {names[record.origin]: record for _, record in sources}
         manifest = Manifest(
-            version=self._version,
+            version=target.version,
             chain=base.version,
             files=files,
-            others=base.others if current is None or current.others else {},
             weight_map={tensor.key: names[record.origin] for file, record in sources for tensor in file.tensors},
             published_at=now(),
             nbytes=sum(record.nbytes for record in files.values()),
             replaced=tuple(sorted((set() if current is None else {*current.files, SINGLE}) - set(files))),
         )
-        notes = {"total_size": sum(tensor.nbytes for file, _ in sources for tensor in file.tensors)}
+        self._commit(manifest, base, [file for file, _ in sources])
+        return manifest
+
+    def _commit(self, manifest: Manifest, base: Manifest, files: Sequence[WeightFile]) -> None:
+        """Replaces the index, with the files beside the weights of ``base``, and removes the replaced files."""
+        manifest = msgspec.structs.replace(manifest, others=base.others)
+        notes = {"total_size": sum(tensor.nbytes for file in files for tensor in file.tensors)}
         self._storage.put(INDEX, encode_manifest(manifest, notes), sync=True)
         self._clear(manifest)
-        return manifest
 
     def _write_others(self, base: Manifest, save: str) -> list[str]:
         """Writes the files beside the weights under temporary names. Returns their final names."""
@@ -451,9 +479,10 @@ class _Tensors:
     """An update of tensors in memory."""
 
     def __init__(
-        self, target: MutableMapping[str, Any], published: Published, version: int, on_progress: _Progress
+        self, target: MutableMapping[str, Any], published: Published, wanted: int | None, on_progress: _Progress
     ) -> None:
-        self._target, self._published, self._version = target, published, version
+        self._target, self._published = target, published
+        self._version = published.manifest(wanted).version
         self._on_progress, self._done, self._total = on_progress, 0, 0
 
     def apply(self) -> Applied:
@@ -677,8 +706,8 @@ def verify_versions(
 
     Raises:
         TypeError, ValueError: ``version`` is not an int of at least 1.
-        NotCommitted: the version does not exist, nothing has been published there, or ``path`` is a delta without the
-            versions on which it builds.
+        NotCommitted: the version does not exist, or nothing has been published there.
+        UnsupportedFormat: ``path`` is a delta without the versions on which it builds, or of another program.
         MetadataError: a manifest is damaged.
         CheckpointError: zstd is not installed.
     """
@@ -692,7 +721,7 @@ def verify_versions(
     if copy is not None and copy.is_delta:
         above, named = _published(path, storage_options)
         if named != copy.version:
-            raise NotCommitted(delta_alone(published.path, str(copy.version)))
+            raise UnsupportedFormat(delta_alone(published.path, str(copy.version)))
         published, number, copy = above, named, None
     if copy is not None:
         wanted = [copy]

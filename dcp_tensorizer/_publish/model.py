@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,16 @@ from .._formats.safetensors_header import INDEX, SINGLE, encode_header, is_plain
 from .._formats.weight_files import StoredBytes, WeightFile, has_single, read_small, read_weight_file, read_weight_map
 from .._storage.base import Storage
 from .._tensor_file.encode import FileParts
-from .._tensor_file.names import is_ours
+from .._tensor_file.names import is_of_save
 from ..errors import NotCommitted, ReadError
 from .delta import PIECE
 
 READ_BYTES = 8 * PIECE
 """Bytes that are read in one call. On an object store, each read has the latency of a request."""
+
+
+OtherFile = bytes | tuple[int, float | None]
+"""A file beside the weights: its contents, or its size and the time of its last write on the storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +36,16 @@ class Model:
     storage: Storage
     index: bytes | None  # the contents of the index; None for a model of one file without an index
     weights: dict[str, WeightFile]  # the safetensors files, by name
-    others: tuple[str, ...]  # the names of the other files: the configuration, the tokenizer and any others
+    others: Mapping[str, OtherFile]  # by name: the configuration, the tokenizer and any others
 
 
-def read_model(storage: Storage, index: bytes | None = None) -> Model:
+def read_model(storage: Storage, index: bytes | None = None, others: Mapping[str, OtherFile] | None = None) -> Model:
     """Reads the index and the headers of a model's directory.
 
     Without ``index``, reads the model that `read_weight_files` would read. Pass ``index`` to read a model whose index
-    was replaced, but whose files still exist. Raises `NotCommitted` if there is no model, or if the index is that of a
-    delta, and `MetadataError` if the index or a header is damaged.
+    was replaced, but whose files still exist, and ``others`` to read a model whose other files may have been replaced.
+    Raises `NotCommitted` if there is no model, `UnsupportedFormat` if the index is that of a delta, and `MetadataError`
+    if the index or a header is damaged.
     """
     if index is None and has_single(storage):
         names = {SINGLE}
@@ -48,10 +54,18 @@ def read_model(storage: Storage, index: bytes | None = None) -> Model:
     else:
         names = set(read_weight_map(storage, index).values())
     weights = {name: read_weight_file(storage, name) for name in sorted(names)}
-    files = {file.name for file in storage.listing()[0] if not file.name.endswith(".safetensors")} - {INDEX}
-    # Files under this package's own names belong to a save, not to the model.
-    others = sorted(name for name in files if is_plain_name(name) and not is_ours(name))
-    return Model(storage, index, weights, tuple(others))
+    return Model(storage, index, weights, other_files(storage) if others is None else others)
+
+
+def other_files(storage: Storage) -> dict[str, OtherFile]:
+    """Lists the files beside the weights in a model's directory."""
+    files = sorted(storage.listing()[0], key=attrgetter("name"))
+    return {file.name: (file.nbytes, file.modified) for file in files if is_other_file(file.name)}
+
+
+def is_other_file(name: str) -> bool:
+    """Returns whether a file in a model's directory is beside the weights, and neither hidden nor a save's own file."""
+    return is_plain_name(name) and not (name == INDEX or name.endswith(".safetensors") or is_of_save(name))
 
 
 def read_blocks(storage: Storage, name: str) -> Iterator[bytes]:

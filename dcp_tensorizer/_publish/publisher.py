@@ -23,10 +23,21 @@ from .._runtime.validation import check_count, check_step
 from .._storage.base import Refused, Storage
 from .._storage.lease import Lease, LeaseRecord
 from .._storage.open import open_storage, path_to_write
-from ..errors import CheckpointError, ChecksumMismatch, MetadataError, listed
+from ..errors import CheckpointError, ChecksumMismatch, MetadataError, ReadError, listed
 from .chain import Chain, read_delta
 from .delta import PIECE, DeltaEncoder, zstd
-from .model import READ_BYTES, Model, Read, header_of, read_blocks, read_model, reading_tensors, written_file
+from .model import (
+    READ_BYTES,
+    Model,
+    OtherFile,
+    Read,
+    header_of,
+    other_files,
+    read_blocks,
+    read_model,
+    reading_tensors,
+    written_file,
+)
 from .versions import (
     LEASE,
     FileRecord,
@@ -99,7 +110,9 @@ def publish(
     Raises:
         TypeError, ValueError: ``step``, ``max_deltas`` or ``keep_latest`` is invalid.
         NotCommitted: there is no model in ``directory``.
+        UnsupportedFormat: ``directory`` or ``previous`` is a delta, or another program has published a version.
         MetadataError: the model or a published version is damaged, or a manifest cannot describe the model.
+        ReadError: the model cannot be read, or a file beside its weights changed during the call.
         ChecksumMismatch: ``previous`` or the published files are not the previous version, or are damaged.
         Refused: another publisher has taken the lease, or has just published this version. It is a `WriteError`.
         WriteError: the version cannot be written.
@@ -154,6 +167,8 @@ class Publication:
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     index: bytes | None = None
     """The model's index, which a later save may have replaced on the storage."""
+    others: Mapping[str, OtherFile] | None = None
+    """The files beside the model's weights, by name, for the same reason. If None, those on the storage."""
     previous_index: bytes | None = None
     """The index of ``previous``, for the same reason."""
     own: LeaseRecord | None = None
@@ -163,16 +178,16 @@ class Publication:
         """Publishes the version. Also returns the lease of the directory, which is `own` for the next version."""
         zstd()
         folder = Published(open_storage(self.options.path, self.storage_options))
-        model = self._model(self.directory, self.index)
-        previous = None if self.previous is None else self._model(self.previous, self.previous_index)
+        model = self._model(self.directory, self.index, self.others)
+        previous = None if self.previous is None else self._model(self.previous, self.previous_index, {})
         publisher = _Publisher(folder, self.own, model, self.step, on_progress)
         with folder.storage.writing(f"publish in {folder.path}"):
             version = publisher.publish(previous, self.options)
         assert publisher.lease.own is not None
         return version, publisher.lease.own
 
-    def _model(self, directory: str, index: bytes | None) -> Model:
-        return read_model(open_storage(directory, self.storage_options), index)
+    def _model(self, directory: str, index: bytes | None, others: Mapping[str, OtherFile] | None) -> Model:
+        return read_model(open_storage(directory, self.storage_options), index, others)
 
 
 class _Publisher:
@@ -202,7 +217,7 @@ class _Publisher:
     def publish(self, previous: Model | None, options: Publish) -> PublishedVersion:
         """Writes the files of the version, then its manifest. Then, with ``keep_latest``, removes old versions."""
         notes = _notes_of(self._model)
-        others = {name: FileRecord.of(self._source, name) for name in self._model.others}
+        others = self._records_of_others()
         base, why = self._base(others, options.max_deltas)
         self._target.make_directory()
         try:
@@ -252,6 +267,42 @@ class _Publisher:
         with written_file(self._target, name, nbytes) as write:
             yield write
 
+    # --- the files beside the weights ---------------------------------------------------------------------------------
+
+    def _records_of_others(self) -> dict[str, FileRecord]:
+        """Hashes the files beside the weights. Raises `ReadError` if one has changed since the model was saved."""
+        records = {}
+        for name, file in self._model.others.items():
+            if isinstance(file, bytes):
+                records[name] = FileRecord(len(file), hashlib.sha256(file).hexdigest())
+            else:
+                records[name] = FileRecord.of(self._source, name)
+        on_storage = {name: file for name, file in self._model.others.items() if not isinstance(file, bytes)}
+        now_there = other_files(self._source) if on_storage else {}
+        for name, file in on_storage.items():
+            if now_there.get(name) != file:
+                raise self._changed(name)
+        return records
+
+    def _write_other(self, name: str, record: FileRecord) -> None:
+        """Copies a file beside the weights. Raises `ReadError` if it has changed since it was hashed."""
+        file, hashed, left = self._model.others[name], hashlib.sha256(), record.nbytes
+        with self._file(other_file_name(record, self._publication), record.nbytes) as write:
+            for block in [file] if isinstance(file, bytes) else read_blocks(self._source, name):
+                hashed.update(block)
+                left -= len(block)
+                if left < 0:
+                    break
+                write(memoryview(block))
+            if left or hashed.hexdigest() != record.sha256:
+                raise self._changed(name)
+
+    def _changed(self, name: str) -> ReadError:
+        return ReadError(
+            f"{self._source.path}/{name} has changed since the model was saved, or while it was published, so the "
+            f"version would mix two models. Publish the model again."
+        )
+
     # --- a whole version, or a delta? -----------------------------------------------------------------------------
 
     def _base(self, others: Mapping[str, FileRecord], max_deltas: int) -> tuple[_Base | None, str]:
@@ -278,11 +329,9 @@ class _Publisher:
     # --- a whole version ----------------------------------------------------------------------------------------------
 
     def _write_whole(self, others: dict[str, FileRecord]) -> Manifest:
-        stored = {other_file_name(record, self._publication): name for name, record in others.items()}
-        for stored_name, name in stored.items():
-            with self._file(stored_name, others[name].nbytes) as write:
-                for block in read_blocks(self._source, name):
-                    write(memoryview(block))
+        by_stored_name = {other_file_name(record, self._publication): name for name, record in others.items()}
+        for name in by_stored_name.values():  # files with the same contents are stored once
+            self._write_other(name, others[name])
         weights = list(self._model.weights.values())
         names = {
             file.name: f"model-{number:05d}-of-{len(weights):05d}-{self._publication}.safetensors"

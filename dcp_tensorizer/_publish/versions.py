@@ -23,6 +23,7 @@ names after the commit, and the manifest does not refer to them.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -255,17 +256,37 @@ class Published:
             self._manifests[version] = manifest
         return self._manifests[version]
 
-    def manifest(self, version: int) -> Manifest:
-        """Returns a version's manifest. If the version does not exist, raises `NotCommitted`."""
+    def manifest(self, version: int | None) -> Manifest:
+        """Returns the manifest of a version, or with None the newest one. If there is none, raises `NotCommitted`."""
+        manifest = self.newest() if version is None else self.find(version)
+        if manifest is None:
+            if version is None or not self.manifests():
+                raise NotCommitted(f"nothing has been published in {self.path}")
+            raise NotCommitted(
+                f"there is no version {version} in {self.path}: it has {self._existing()}. Pass one that exists."
+            )
+        return manifest
+
+    def needed(self, version: int, by: Manifest) -> Manifest:
+        """Returns the manifest of a version that another one builds on. If it does not exist, raises `NotCommitted`."""
         manifest = self.find(version)
         if manifest is None:
-            there = [number for number in self.numbers() if self.find(number) is not None]
-            if len(there) > 1:
-                instead = f"it has versions {there[0]} to {there[-1]}"
-            else:
-                instead = f"it has only version {there[0]}" if there else "nothing has been published there"
-            raise NotCommitted(f"there is no version {version} in {self.path}: {instead}")
+            raise NotCommitted(
+                f"version {by.version} builds on version {version}, which is missing in {self.path}: it has "
+                f"{self._existing()}. Restore {name_of(version)}, pass a version that does not build on it, or publish "
+                f"to a new directory."
+            )
         return manifest
+
+    def _existing(self) -> str:
+        """Returns the numbers of all versions, in words. Three or more in a row are a range."""
+        numbers = [manifest.version for manifest in self.manifests()]
+        words: list[str] = []
+        for _, group in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+            row = [number for _, number in group]
+            words += map(str, row) if len(row) < 3 else [f"{row[0]} to {row[-1]}"]
+        listing = " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+        return f"only version {listing}" if len(numbers) == 1 else f"versions {listing}"
 
     def manifests(self) -> list[Manifest]:
         """Returns the manifests of all versions, the lowest first."""
@@ -300,7 +321,7 @@ class Published:
         manifest = self.manifest(version)
         chain, first = [manifest], manifest.chain
         while (before := chain[-1].base_version) is not None and before != after:
-            manifest = self.manifest(before)
+            manifest = self.needed(before, chain[-1])
             if manifest.chain != first:
                 raise MetadataError(
                     f"version {before} in {self.path} does not build on version {first}, as version {version} does"

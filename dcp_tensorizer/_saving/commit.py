@@ -30,7 +30,7 @@ from .._tensor_file.names import (
     record_file_name,
     save_id_in,
 )
-from ..errors import CheckpointError, WriteError, listed_ranks
+from ..errors import CheckpointError, ReadError, WriteError, listed_ranks
 
 
 def begin(storage: Storage, timeout: float) -> DirectoryLock:
@@ -161,7 +161,6 @@ def commit(
     Raises:
         WriteError: nothing is committed, the previous checkpoint is untouched, and the save's files are removed; or the
             outcome is unknown, as after a lost response, and all files stay.
-        ReadError: with ``is_owned``, the metadata to replace cannot be read. Nothing is committed, and all files stay.
     """
     name, old_files = metadata_file_name(rank), replaced()
     if storage.locks_are_visible:  # a second check is cheap, and another job may have saved here since
@@ -177,9 +176,12 @@ def commit(
         elif not storage.put_if(name, before, index, sync=sync, save_id=save_id):
             raise Refused(f"{storage.path}: another run has just saved there. Give each run its own path.")
     except Exception as error:  # not KeyboardInterrupt, after which the save may be committed
-        if isinstance(error, Refused):
+        # `ReadError`: the metadata to replace, or what ``check`` reads, cannot be read, so nothing was written.
+        if isinstance(error, Refused | ReadError):
             remove_with_records(storage, files)
         remove_records(storage, old_saves)  # the previous checkpoint stays
+        if isinstance(error, ReadError):
+            raise WriteError(f"cannot write {storage.path}/{name}: {error}") from error
         if isinstance(error, Refused):
             raise WriteError(str(error)) from error.__cause__
         raise

@@ -175,6 +175,14 @@ def is_ours(name: str) -> bool:
     return any(pattern.fullmatch(name) for pattern in patterns)
 
 
+def is_of_save(name: str) -> bool:
+    """Returns whether ``name`` belongs to a checkpoint or to a save, not to a model.
+
+    The temporary names of all files of a save belong to it, also that of a model's tokenizer.
+    """
+    return is_ours(name) or _SAVE_ID.search(name) is not None
+
+
 def data_file_rank(name: str) -> int:
     """Returns the rank that wrote a data file."""
     return int(name.split("_")[2])

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import (
+    CheckpointManager,
     ReadError,
     SaveLimits,
     StagingError,
@@ -280,6 +281,27 @@ def test_an_index_that_is_no_file(folder: Path, kind: str) -> None:
         path.rmdir() if kind == "directory" else path.unlink()
         save(writer, 3)
     assert loaded(folder) == 3
+
+
+@pytest.mark.promise("metadata-no-file", reason="a save of a manager")
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_index_of_a_step_that_is_no_file(folder: Path, kind: str) -> None:
+    """A manager's save of this step names what it is, and leaves everything as it was; other steps are saved."""
+    make, words = KINDS[kind]
+    path = folder / "step-2" / ".metadata"
+    path.parent.mkdir()
+    make(path)
+    before = os.lstat(path)
+    with CheckpointManager(folder, stop_signals=()) as manager:
+        manager.save(1, state_of(1), wait=True)
+        with pytest.raises(WriteError, match=rf"cannot write {path}: .*{words}"):
+            manager.save(2, state_of(2), wait=True)
+        assert os.listdir(path.parent) == [".metadata"]
+        assert os.path.samestat(os.lstat(path), before)
+        manager.save(3, state_of(3), wait=True)
+        assert manager.steps() == [1, 3]
+    assert loaded(folder / "step-1") == 1
+    assert loaded(folder / "step-3") == 3
 
 
 @pytest.mark.promise("load-no-file")

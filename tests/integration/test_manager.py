@@ -696,9 +696,7 @@ def test_an_optimizer_that_does_not_fit(tmp_path: Path, caplog: pytest.LogCaptur
         manager.save(1, state, wait=True)
         new = trainer("tensor_lr")
         fewer = torch.optim.Adam([*new["model"].parameters()][:3], lr=torch.tensor(0.7))
-        with pytest.raises(
-            StateMismatch, match=r"'optimizer\.state\.3\.step'.*cannot take such values: its parameters or groups"
-        ):
+        with pytest.raises(StateMismatch, match=r"group 0 of 'optimizer' has 4 parameters in the checkpoint and 3 in"):
             manager.restore({"model": new["model"], "optimizer": fewer})
         assert (fewer.state_dict()["state"], fewer.param_groups[0]["lr"].item()) == ({}, pytest.approx(0.7))
         assert_same({"model": new["model"]}, {"model": trainer("tensor_lr")["model"]})
@@ -709,6 +707,63 @@ def test_an_optimizer_that_does_not_fit(tmp_path: Path, caplog: pytest.LogCaptur
         with pytest.raises(StateMismatch, match=r"it has no 'optimizer\.param_groups\.1\.lr'"):
             manager.restore(new)
         assert new["optimizer"].state_dict()["state"] == {}
+
+
+@pytest.mark.parametrize("writer", ["manager", "torch", "older"])
+@pytest.mark.parametrize("has_stepped", [False, True])
+@pytest.mark.parametrize(("saved", "now"), [([1], [2]), ([2], [1]), ([2], [1, 1]), ([1, 1], [2])])
+def test_another_number_of_parameters(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    saved: list[int],
+    now: list[int],
+    has_stepped: bool,
+    writer: str,
+) -> None:
+    """The error names the optimizer, the group and both counts, also with ``strict=False``. Nothing has changed."""
+
+    def job(value: float, groups: list[int], *, steps: bool) -> dict[str, Any]:
+        model = torch.nn.ParameterList(torch.full((2,), value) for _ in range(2))
+        rest = list(model)[-sum(groups) :]
+        optimizer = torch.optim.Adam({"params": [rest.pop(0) for _ in range(size)]} for size in groups)
+        if steps:
+            sum(parameter.sum() for parameter in model).backward()  # type: ignore[union-attr]
+            optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    state = job(1.0, saved, steps=True)
+    with manager_of(tmp_path) as manager, monkeypatch.context() as older:
+        if writer == "manager":
+            manager.save(1, state, wait=True)
+        else:
+            if writer == "older":
+                older.setattr("torch.distributed.checkpoint._version._derived_version", "2_3")
+            dcp.save(state, checkpoint_id=tmp_path / "step-1", storage_writer=FileSystemWriter(tmp_path / "step-1"))
+    target, same_as = (job(3.0, now, steps=has_stepped) for _ in range(2))
+    with manager_of(tmp_path) as manager:
+        words = rf"/step-1 cannot be .*group 0 of 'optimizer' has {saved[0]} parameters? in the .* and {now[0]} in the"
+        for options in ({}, {"strict": False}, {"fallback": True}):
+            with pytest.raises(StateMismatch, match=words):
+                manager.restore(target, **options)
+            assert_same(target, same_as)
+        assert manager.restore(target, exclude=["optimizer.*"]) == 1
+    assert_same({"model": target["model"]}, {"model": state["model"]})
+    assert_same({"optimizer": target["optimizer"]}, {"optimizer": same_as["optimizer"]})
+
+
+def test_groups_that_are_added_after_the_restore(tmp_path: Path) -> None:
+    """An optimizer with the saved groups gets its state. With ``strict=False`` it may already have another group."""
+    train(state := trainer("adamw"))
+    added = {"params": [torch.nn.Parameter(torch.zeros(2))], "lr": 0.2}
+    with manager_of(tmp_path) as manager:
+        manager.save(1, state, wait=True)
+        new = trainer("adamw")
+        new["optimizer"].add_param_group(added)
+        assert manager.restore(new, strict=False) == 1
+    found, expected = (s["optimizer"].state_dict() for s in (new, state))
+    torch.testing.assert_close(found["state"], expected["state"], rtol=0, atol=0)
+    assert [group["lr"] for group in found["param_groups"]] == [expected["param_groups"][0]["lr"], 0.2]
 
 
 def test_a_setting_that_only_a_scheduler_adds(tmp_path: Path) -> None:

@@ -191,11 +191,13 @@ def test_every_dtype_of_the_format_comes_through(tmp_path: Path) -> None:
 
 
 def test_names_are_changed_by_patterns_and_files_come_along(tmp_path: Path) -> None:
-    """Keys are renamed by patterns, and all files of a directory except weights are copied."""
+    """Keys are renamed by patterns, and all files of a directory except weights and a checkpoint's are copied."""
     (tmp_path / "from").mkdir()
     others = ("config.json", "tokenizer.json", "configuration_ckpt.py", "empty")
     weights = ("pytorch_model.bin", "tf_model.h5", "flax_model.msgpack", "rust_model.ot", "model.onnx", "m.onnx_data")
     weights += ("last.ckpt", "model.ckpt.index", "model.ckpt.data-00000-of-00001", "model.tensors", "X.GGUF")
+    weights += (".metadata", "__1.metadata", ".metadata.tmp", "__0_0.distcp")
+    weights += tuple(name.format("5f" * 16) for name in ("__0_0_{}.tensors", "__{}.saving", "config.json.{}.tmp"))
     indexes = (INDEX, "pytorch_model.bin.index.json", "tf_model.h5.index.json", "flax_model.msgpack.index.json")
     for name in (*others, *weights, *indexes):
         (tmp_path / "from" / name).write_text(f'"{name}"' if name != "empty" else "")
@@ -378,9 +380,10 @@ def test_what_cannot_be_saved_is_refused(
 
 def test_files_that_would_be_parts_of_the_model_are_refused(tmp_path: Path) -> None:
     """Files that look like parts of the model, or cannot be read, are refused."""
-    (tmp_path / "x.safetensors").write_bytes(b"")
-    words = refused(tmp_path / "model", state(), files=[tmp_path / "x.safetensors"])
-    assert "which readers would take for weights. Leave it out" in words
+    for name in ("x.safetensors", ".metadata"):
+        (tmp_path / name).write_bytes(b"")
+        words = refused(tmp_path / "model", state(), files=[tmp_path / name])
+        assert f"files= has {tmp_path / name}, which readers would take for weights. Leave it out" in words
     assert f"files= has {tmp_path / 'missing'}, which cannot be read" in refused(
         tmp_path / "model", state(), files=[tmp_path / "missing"]
     )

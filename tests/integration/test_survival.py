@@ -21,6 +21,7 @@ from dcp_tensorizer import (
     CheckpointManager,
     MetadataError,
     SaveLimits,
+    StateMismatch,
     WriteError,
     open_reader,
 )
@@ -67,7 +68,10 @@ def fail(folder: Path, *steps: int, **options: Any) -> None:
 
 
 def test_a_new_optimizer_gets_its_state_from_memory(tmp_path: Path, sockets: Path) -> None:
-    """A new optimizer gets its state from memory as from storage: bit for bit, in its own dtypes, without a step."""
+    """A new optimizer gets its state from memory as from storage: bit for bit, in its own dtypes, without a step.
+
+    An optimizer with another number of parameters is refused before, and the state stays in memory.
+    """
     weight = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
     optimizer, new = torch.optim.NAdam([weight]), torch.optim.NAdam([weight])
     weight.grad = torch.rand(1000).bfloat16()
@@ -77,6 +81,10 @@ def test_a_new_optimizer_gets_its_state_from_memory(tmp_path: Path, sockets: Pat
         manager.save(3, {"optimizer": optimizer})
         raise ZeroDivisionError
     with manager_of(tmp_path / "run", save_every=1000) as manager:
+        more = torch.optim.NAdam([weight, torch.nn.Parameter(torch.ones(3))])
+        with pytest.raises(StateMismatch, match=r"group 0 of 'optimizer' has 1 parameter in the checkpoint and 2 in"):
+            manager.restore({"optimizer": more}, strict=False)
+        assert more.state_dict()["state"] == {}
         assert manager.restore({"optimizer": new}) == 3
         torch.testing.assert_close(new.state_dict(), optimizer.state_dict(), rtol=0, atol=0)
 

@@ -56,7 +56,7 @@ def test_the_directory_of_a_delta(tmp_path: Path) -> None:
         ["publish", "add", delta, published],
     ):
         code, _, err = run(*command)
-        assert (code, "it holds only the changes of version 2" in " ".join(err.split())) == (2, True)
+        assert (code, "it holds only the changes of version 2" in " ".join(err.split())) == (3, True)
 
 
 def test_damage_and_mistakes_have_their_exit_codes(tmp_path: Path) -> None:

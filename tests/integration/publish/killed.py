@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_tensorizer import SafetensorsStorageWriter, apply_delta, publish
+from dcp_tensorizer import SafetensorsStorageWriter, WriteError, apply_delta, publish
 from dcp_tensorizer.tools import collect, list_versions, verify_versions
 
 from ...lab.models import first_state, loaded, next_state, not_of_versions, weight_files, weights_of, write_model
@@ -127,7 +127,8 @@ def kill_reader(root: Path, before: int | None) -> int:
 def kill_first_reader(root: Path) -> int:
     """Kills the update of an empty directory to a version; returns the number of kills.
 
-    The next version has other files. A file of the user has the name of one of the version's files.
+    The next version has other files. Then the user writes a file under the name of one of the version's files. The next
+    update removes the leftovers, and is refused because of the user's file.
     """
     before, after = root / "before", root / "after"
     model = write_model(root / "model", first_state())
@@ -140,16 +141,25 @@ def kill_first_reader(root: Path) -> int:
     for at in range(1000):
         copy = root / "copy"
         copy.mkdir()
-        (copy / "notes.txt").write_text("mine")
         killed = is_killed(lambda: apply_delta(copy, before), at)  # noqa: B023
         has_model = (copy / "model.safetensors.index.json").exists()
         if not has_model:
-            is_mine = (copy / "notes.txt").exists() and (copy / "notes.txt").read_text() == "mine"
+            (copy / "notes.txt").unlink(missing_ok=True)
+            (copy / "notes.txt").write_text("mine")
+            message = ""
+            try:
+                apply_delta(copy, after)
+            except WriteError as error:
+                message = str(error)
+            assert "holds no model, but 'notes.txt'." in message, (at, message)
+            left = {path.name for path in copy.iterdir()}
+            assert left == {".publish.lock", "notes.txt"}, (at, left)
+            assert (copy / "notes.txt").read_text() == "mine", at
+            (copy / "notes.txt").unlink()
             apply_delta(copy, after)
             names = {path.name for path in weight_files(copy)} | {"model.safetensors.index.json", "config.json"}
             left = {path.name for path in copy.iterdir()} - names
-            assert left == ({".publish.lock", "notes.txt"} if is_mine else {".publish.lock"}), (at, left)
-            assert not is_mine or (copy / "notes.txt").read_text() == "mine", at
+            assert left == {".publish.lock"}, (at, left)
             assert (copy / "config.json").read_text() == '{"rope": 2}', at
         shutil.rmtree(copy)
         if not killed:

@@ -45,6 +45,19 @@ def state(step: int) -> dict[str, torch.Tensor]:
     return {key: weight * (1 + step * 1e-3) for key, weight in weights.items()} | {"frozen": torch.ones(5)}
 
 
+@pytest.fixture
+def publications_may_begin(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Until this event is set, no publication begins."""
+    may_begin, original = threading.Event(), WriterClient.publish
+
+    def held(self: WriterClient, request: Publication, *arguments: Any) -> Any:
+        assert may_begin.wait(WAIT)
+        return original(self, request, *arguments)
+
+    monkeypatch.setattr(WriterClient, "publish", held)
+    return may_begin
+
+
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize("in_place", [False, True], ids=["a directory each", "one directory"])
 def test_each_model_becomes_a_version(tmp_path: Path, is_async: bool, in_place: bool) -> None:
@@ -92,16 +105,9 @@ def test_the_model_before_is_read_where_it_is_there(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize(("max_shard_bytes", "count"), [(20_000, 4), (1_000_000, 1)], ids=["files", "one file"])
 def test_a_save_waits_for_no_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_shard_bytes: int, count: int
+    tmp_path: Path, publications_may_begin: threading.Event, max_shard_bytes: int, count: int
 ) -> None:
     """Of several models that wait to be published, only the newest is; their files stay until then."""
-    goes_on, original = threading.Event(), WriterClient.publish
-
-    def held(self: WriterClient, request: Publication, *arguments: Any) -> Any:
-        assert goes_on.wait(WAIT)
-        return original(self, request, *arguments)
-
-    monkeypatch.setattr(WriterClient, "publish", held)
     model, published = tmp_path / "model", tmp_path / "published"
     options: dict[str, Any] = {"max_shard_bytes": max_shard_bytes, "overwrite": True, "publish": Publish(published)}
     with SafetensorsStorageWriter(model, **options) as writer:
@@ -110,7 +116,7 @@ def test_a_save_waits_for_no_version(
             dcp.async_save(state(step), storage_writer=writer).result()
             expected.append(weights_of(model))
         version, files = writer.wait_published(0), len(list(model.glob("*.safetensors")))
-        goes_on.set()
+        publications_may_begin.set()
         assert (version, files) == (None, 2 * count)  # the first one is being published, and the last one waits
         version = writer.wait_published()
     assert version is not None
@@ -122,6 +128,58 @@ def test_a_save_waits_for_no_version(
     assert {path.name for path in model.iterdir() if not path.name.endswith(".safetensors")} == {
         "model.safetensors.index.json"
     }
+
+
+def test_a_version_has_the_files_of_one_save(tmp_path: Path, publications_may_begin: threading.Event) -> None:
+    """The files in ``files=`` are those of the published save, even if the next save has replaced them or added one."""
+    files, model, published = (tmp_path / name for name in ("files", "model", "published"))
+    for folder in (files, model):
+        folder.mkdir()
+    (files / ".gitattributes").write_text("hidden")
+    (files / "config.json").write_text("first")
+    (model / "notes.txt").write_text("notes")
+    (model / f"config.json.{'5f' * 16}.tmp").write_text("of another save")
+    with SafetensorsStorageWriter(model, files=[files], overwrite=True, publish=Publish(published)) as writer:
+        dcp.save(state(1), storage_writer=writer)
+        first = weights_of(model)
+        (files / "config.json").write_text("the second")
+        (files / "merges.txt").write_text("added")
+        dcp.save(state(2), storage_writer=writer)
+        publications_may_begin.set()
+        writer.wait_published()
+    found = []
+    for version in (1, 2):
+        copy = tmp_path / f"copy-{version}"
+        apply_delta(copy, published, version=version)
+        visible = [path for path in copy.iterdir() if not path.name.startswith((".", "model"))]
+        found.append({path.name: path.read_text() for path in visible})
+    assert found == [
+        {"config.json": "first", "notes.txt": "notes"},
+        {"config.json": "the second", "merges.txt": "added", "notes.txt": "notes"},
+    ]
+    assert [weights_of(tmp_path / "copy-1"), weights_of(tmp_path / "copy-2")] == [first, weights_of(model)]
+    assert verify_versions(published).damages == ()
+
+
+def test_a_file_that_was_not_in_files_may_not_change(tmp_path: Path, publications_may_begin: threading.Event) -> None:
+    """If a later save replaces such a file, the earlier model is not published, and the later one is."""
+    files, model, published = (tmp_path / name for name in ("files", "model", "published"))
+    for folder in (files, model):
+        folder.mkdir()
+    (model / "config.json").write_text("first")
+    with SafetensorsStorageWriter(model, files=[files], overwrite=True, publish=Publish(published)) as writer:
+        dcp.save(state(1), storage_writer=writer)
+        (files / "config.json").write_text("the second")
+        dcp.save(state(2), storage_writer=writer)
+        publications_may_begin.set()
+        with pytest.raises(
+            WriteError, match=r"cannot be published: .*config\.json has changed since the model was saved"
+        ):
+            writer.wait_published()
+    apply_delta(tmp_path / "copy", published)
+    assert weights_of(tmp_path / "copy") == weights_of(model)
+    assert (tmp_path / "copy" / "config.json").read_text() == "the second"
+    assert [info.version for info in list_versions(published)] == [1]
 
 
 def wait_until_idle(versions: VersionsOfWriter) -> None:
@@ -351,13 +409,13 @@ def test_a_model_on_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path, caplo
     versions = VersionsOfWriter(
         Publish(tmp_path / "published"), SaveOptions(thread_count=1, limits=SaveLimits(timeout=30))
     )
-    versions.add(SavedModel(_HungStorage(tmp_path / "a"), None, None, release))
+    versions.add(SavedModel(_HungStorage(tmp_path / "a"), None, {}, None, release))
     version = versions.wait(Deadline(WAIT))
     assert version is not None
     assert (version.version, versions.is_busy) == (1, False)
     assert "a: files of the replaced model may be left over: " in caplog.text
     versions._write = SaveOptions(thread_count=1, limits=SaveLimits(timeout=0.01))
-    versions.add(SavedModel(LocalStorage(tmp_path / "b"), None, None, lambda: None))
+    versions.add(SavedModel(LocalStorage(tmp_path / "b"), None, {}, None, lambda: None))
     with pytest.raises(WriteError, match=r"a has not responded for 0\.01 s: its disk or its server hangs"):
         versions.wait(Deadline(WAIT))
     versions.end(Deadline(WAIT))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -28,10 +29,11 @@ from dcp_tensorizer import (
     apply_delta,
     publish,
 )
+from dcp_tensorizer._publish import apply
 from dcp_tensorizer._publish.delta import DeltaDecoder, zstd
 from dcp_tensorizer._publish.model import header_of
 from dcp_tensorizer._publish.versions import Manifest, Published
-from dcp_tensorizer.tools import list_versions
+from dcp_tensorizer.tools import list_versions, verify_versions
 
 from ...lab.models import (
     INDEX,
@@ -116,6 +118,79 @@ def test_a_copy_that_nobody_has_noted_a_version_for_is_recognised(tmp_path: Path
     assert not (tmp_path / "model-2" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("files", [1, 2])
+def test_a_recognised_copy_of_the_wanted_version_gets_a_record(tmp_path: Path, files: int) -> None:
+    """An export of the newest version can be verified afterwards, and follows even after that version is removed."""
+    state, copy = first_state(), tmp_path / "model-1"
+    write_model(copy, state, files=files)
+    publish(copy, tmp_path / "published")
+    weights = weights_of(copy)
+    applied = apply_delta(copy, tmp_path / "published")
+    assert (applied.version, applied.before, applied.deltas, applied.nbytes) == (1, 1, 0, 0)
+    verified = verify_versions(copy)
+    assert (verified.versions, verified.files, verified.damages) == ((1,), files, ())
+    assert weights_of(copy) == weights
+    for number in (2, 3):
+        state = next_state(state, number)
+        write_model(tmp_path / f"model-{number}", state, files=files)
+        publish(tmp_path / f"model-{number}", tmp_path / "published", max_deltas=1, keep_latest=1)
+    assert [info.version for info in list_versions(tmp_path / "published")] == [3]
+    applied = apply_delta(copy, tmp_path / "published")
+    assert (applied.version, applied.before, applied.is_whole) == (3, 1, True)
+    assert weights_of(copy) == weights_of(tmp_path / "model-3")
+    assert sorted(files_of(copy)) == ["config.json", *(path.name for path in weight_files(copy)), INDEX]
+
+
+@pytest.mark.parametrize("config", [None, '{"rope": 3}'])
+@pytest.mark.parametrize(("has", "version"), [(2, 2), (2, 3), (3, 5)])
+def test_a_recognised_copy_has_all_files_of_the_wanted_version(
+    tmp_path: Path, versions: Path, config: str | None, has: int, version: int
+) -> None:
+    """An export whose configuration is missing or changed is refused: as its own version, before a delta or a whole."""
+    copy, expected = tmp_path / f"model-{has}", weights_of(tmp_path / f"model-{version}")
+    (copy / "config.json").unlink()
+    if config is not None:
+        (copy / "config.json").write_text(config)
+    before = files_of(copy)
+    with pytest.raises(StateMismatch, match=rf"has version {has}, and its .* of version {version}: 'config\.json'\."):
+        apply_delta(copy, versions, version=version)
+    assert files_of(copy) == before
+    (copy / "config.json").write_text("{}")
+    assert apply_delta(copy, versions, version=version).before == has
+    assert weights_of(copy) == expected
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [".metadata", "__0_0.distcp", "config.json"],
+        ["adapter_config.json", "adapter_model.safetensors"],
+        ["config.json"],
+        ["step-1/config.json"],
+    ],
+    ids=["checkpoint", "adapter", "configuration", "folder"],
+)
+def test_a_directory_with_files_of_no_model_is_refused(tmp_path: Path, versions: Path, names: list[str]) -> None:
+    """Only an empty directory gets a whole version, so that no file of a checkpoint or an adapter is replaced."""
+    for name in names:
+        (tmp_path / "mine" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mine" / name).write_text("mine")
+    shown = ", ".join(repr(name.partition("/")[0]) for name in names if not name.startswith("."))
+    with pytest.raises(WriteError, match=rf"mine holds no model, but {re.escape(shown)}\. Pass an empty directory"):
+        apply_delta(tmp_path / "mine", versions)
+    found = {str(path.relative_to(tmp_path / "mine")) for path in (tmp_path / "mine").rglob("*") if path.is_file()}
+    assert found == {*names, ".publish.lock"}
+    assert {(tmp_path / "mine" / name).read_text() for name in names} == {"mine"}
+
+
+def test_hidden_files_do_not_count(tmp_path: Path, versions: Path) -> None:
+    """A directory whose only files are hidden gets a whole version, whose files are all visible."""
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / ".gitattributes").write_text("mine")
+    assert apply_delta(tmp_path / "copy", versions).is_whole
+    assert (tmp_path / "copy" / ".gitattributes").read_text() == "mine"
+
+
 @pytest.mark.promise("copy-does-not-fit")
 def test_a_model_that_was_not_published_is_refused(tmp_path: Path, versions: Path) -> None:
     """A model that was not published is refused, and does not change."""
@@ -175,19 +250,22 @@ def test_going_back_must_be_asked_for(tmp_path: Path, versions: Path) -> None:
     assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "model-2")
 
 
-@pytest.mark.parametrize("recognised", [False, True])
-def test_another_configuration_needs_another_directory(tmp_path: Path, versions: Path, recognised: bool) -> None:
-    """A version with another configuration is refused, because it cannot change atomically with the weights."""
-    if recognised:
+@pytest.mark.parametrize("kind", ["recorded", "recorded without other files", "recognised"])
+def test_another_configuration_needs_another_directory(tmp_path: Path, versions: Path, kind: str) -> None:
+    """A version with another configuration is refused, because it cannot change atomically with the weights.
+
+    Release 0.1.0 recorded no files beside the weights in copies that it recognised.
+    """
+    if kind == "recognised":
         shutil.copytree(tmp_path / "model-5", tmp_path / "copy")
     else:
         apply_delta(tmp_path / "copy", versions)
+    if kind == "recorded without other files":
+        edit_index(tmp_path / "copy", lambda index: index["metadata"]["dcp_tensorizer"].pop("others"))
     write_model(tmp_path / "other", first_state(), config='{"rope": 2}')
     publish(tmp_path / "other", versions)
     before = files_of(tmp_path / "copy")
-    with pytest.raises(
-        StateMismatch, match=r"has version 5, and version 6 differs in files other than the weights \('config\.json'\)"
-    ):
+    with pytest.raises(StateMismatch, match=r"has version 5, and its files .* of version 6: 'config\.json'\."):
         apply_delta(tmp_path / "copy", versions)
     assert files_of(tmp_path / "copy") == before
     apply_delta(tmp_path / "fresh", versions)
@@ -220,6 +298,24 @@ def test_several_at_once_do_it_once(tmp_path: Path, versions: Path) -> None:
     assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "model-3")
 
 
+def test_a_call_that_waits_gets_the_newest_version(
+    tmp_path: Path, versions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If another call brings the copy to a version that appeared after the first call began, the first one follows."""
+    apply_delta(tmp_path / "copy", versions, version=4)
+    lock = apply._lock
+
+    def publish_and_apply_first(descriptor: int) -> bool:
+        monkeypatch.undo()
+        publish(tmp_path / "model-1", versions)
+        assert apply_delta(tmp_path / "copy", versions).version == 6
+        return lock(descriptor)
+
+    monkeypatch.setattr(apply, "_lock", publish_and_apply_first)
+    applied = apply_delta(tmp_path / "copy", versions)
+    assert (applied.version, applied.before, applied.deltas) == (6, 6, 0)
+
+
 def test_a_directory_of_sglangs_receiver_is_refused(tmp_path: Path, versions: Path) -> None:
     """A directory of SGLang's receiver is refused, because the receiver counts versions itself."""
     (tmp_path / "copy" / ".weight_sync").mkdir(parents=True)
@@ -229,12 +325,36 @@ def test_a_directory_of_sglangs_receiver_is_refused(tmp_path: Path, versions: Pa
 
 def test_missing_versions_are_named(tmp_path: Path, versions: Path) -> None:
     """The error names the missing version and the existing ones."""
-    with pytest.raises(NotCommitted, match=r"there is no version 9 in .*published: it has versions 1 to 5"):
+    with pytest.raises(NotCommitted, match=r"no version 9 in .*published: it has versions 1 to 5\. Pass one"):
         apply_delta(tmp_path / "copy", versions, version=9)
     with pytest.raises(NotCommitted, match="nothing has been published in"):
         apply_delta(tmp_path / "copy", tmp_path / "nothing")
     with pytest.raises(WriteError, match="is not a local directory"):
         apply_delta("memory://copy", versions)
+
+
+@pytest.mark.parametrize(
+    ("missing", "needed", "shown"),
+    [
+        ([2], None, "versions 1 and 3 to 5"),
+        ([4], 4, "versions 1 to 3 and 5"),
+        ([3], None, "versions 1, 2, 4 and 5"),
+        ([1, 2, 4, 5], 1, "only version 3"),
+    ],
+)
+def test_a_gap_is_named(tmp_path: Path, versions: Path, missing: list[int], needed: int | None, shown: str) -> None:
+    """The error lists the versions that exist. If the newest builds on a missing one, the error names that one."""
+    for number in missing:
+        shutil.rmtree(versions / f"weight_v{number:06d}")
+    with pytest.raises(NotCommitted, match=rf"there is no version {missing[0]} in .*published: it has {shown}\."):
+        apply_delta(tmp_path / "copy", versions, version=missing[0])
+    if needed is None:
+        assert apply_delta(tmp_path / "copy", versions).version == 5
+    else:
+        words = rf"builds on version {needed}, which is missing in .*: it has {shown}\. Restore weight_v00000{needed},"
+        with pytest.raises(NotCommitted, match=words):
+            apply_delta(tmp_path / "copy", versions)
+        assert not list((tmp_path / "copy").glob("*.safetensors"))
 
 
 @pytest.mark.promise("version-removed")

@@ -12,19 +12,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 import xxhash
 from safetensors import safe_open
 from safetensors.numpy import save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import (
     ChecksumMismatch,
     MetadataError,
     NotCommitted,
     Publish,
+    ReadError,
+    UnsupportedFormat,
     WriteError,
     apply_delta,
     open_reader,
     publish,
+    unwrap,
 )
 from dcp_tensorizer._publish.delta import zstd
 from dcp_tensorizer._publish.model import read_model
@@ -197,6 +203,46 @@ def test_a_second_publisher_takes_over_and_the_first_one_is_refused(tmp_path: Pa
     assert list_versions(tmp_path / "published")[0].version == 2
 
 
+@pytest.mark.parametrize("content", ["{ }", "", "[]"], ids=["longer", "shorter", "as long"])
+@pytest.mark.parametrize("moment", ["before the publication", "after its digest"])
+def test_a_file_beside_the_weights_that_changes_is_refused(
+    tmp_path: Path, moment: str, content: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No version is published if a file beside the weights changes after the model was read."""
+    model = read_model(LocalStorage(write_model(tmp_path / "model", first_state())))
+    make = LocalStorage.make_directory
+
+    def change(*arguments: Any) -> None:
+        (tmp_path / "model" / "config.json").write_text(content)
+        os.utime(tmp_path / "model" / "config.json", (1, 1))
+        if arguments:
+            make(*arguments)
+
+    if moment == "before the publication":
+        change()
+    folder = Published(LocalStorage(tmp_path / "published"))
+    publisher = _Publisher(folder, None, model, None, lambda done, total: None)
+    if moment == "after its digest":
+        monkeypatch.setattr(LocalStorage, "make_directory", change)
+    with pytest.raises(ReadError, match=r"model/config\.json has changed since the model was saved"):
+        publisher.publish(None, Publish(folder.path))
+    assert folder.newest() is None
+
+
+def test_temporary_files_of_saves_are_not_published(tmp_path: Path) -> None:
+    """A save in progress, or a killed one, may leave any file of the model under a temporary name."""
+    model = write_model(tmp_path / "model", first_state())
+    for name in ("config.json", "tokenizer.json", INDEX):
+        (model / f"{name}.{'5f' * 16}.tmp").write_text("of a save")
+    publish(model, tmp_path / "published")
+    base = tmp_path / "published" / "weight_v000001"
+    assert {path.name for path in base.glob("[!.]*")} == {
+        "config.json",
+        INDEX,
+        *(path.name for path in weight_files(base)),
+    }
+
+
 def test_no_model_is_an_error_that_names_the_directory(tmp_path: Path) -> None:
     """A directory without a model is an error that names it, and nothing is published."""
     (tmp_path / "empty").mkdir()
@@ -218,6 +264,13 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path: Path, name: str) -> None
         publish(model, tmp_path / "published")
 
 
+def _load(path: Path) -> None:
+    try:
+        dcp.load({"scale": torch.zeros(())}, storage_reader=open_reader(path), no_dist=True)
+    except CheckpointException as error:
+        raise unwrap(error) from None
+
+
 @pytest.mark.parametrize("made_by", ["published", "sglang"])
 def test_a_delta_is_no_model(tmp_path: Path, made_by: str) -> None:
     """A delta is refused as a model by publishers and readers, with advice, also if another program has written it."""
@@ -227,16 +280,16 @@ def test_a_delta_is_no_model(tmp_path: Path, made_by: str) -> None:
         content = json.loads((delta / INDEX).read_text())
         del content["metadata"]["dcp_tensorizer"]
         (delta / INDEX).write_text(json.dumps(content))
-    expected = rf"there is no model in {delta}: it holds only the changes of version 2 since .* `dcp-tensorizer pub"
+    expected = rf"{delta} is not a model: it holds only the changes of version 2 since .* `dcp-tensorizer pub"
     for use in (
         lambda: publish(delta, tmp_path / "other"),
         lambda: publish(tmp_path / "model-2", tmp_path / "published", previous=delta),
         lambda: inspect(delta),
         lambda: convert(delta, tmp_path / "converted", "safetensors"),
         lambda: diff(tmp_path / "model-2", delta),
-        lambda: open_reader(delta).read_metadata(),
+        lambda: _load(delta),
     ):
-        with pytest.raises(NotCommitted, match=expected):
+        with pytest.raises(UnsupportedFormat, match=expected):
             use()
     assert not (tmp_path / "converted").exists()
     with pytest.raises(NotCommitted, match="nothing has been published"):

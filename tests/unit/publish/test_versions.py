@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dcp_tensorizer import NotCommitted, apply_delta, publish
+from dcp_tensorizer import NotCommitted, UnsupportedFormat, apply_delta, publish
 from dcp_tensorizer.tools import collect_versions, list_versions, verify_versions
 
 from ...lab.models import INDEX, publish_versions, weight_files, weights_of
@@ -78,7 +78,10 @@ def test_the_directory_of_a_delta_is_verified_with_its_chain(tmp_path: Path, ver
     with pytest.raises(NotCommitted, match=r"there is no version 4 in .*weight_v000005: it has only version 5"):
         verify_versions(versions / "weight_v000005", version=4)
     shutil.copytree(versions / "weight_v000005", tmp_path / "alone")
-    with pytest.raises(NotCommitted, match=r"alone: it holds only the changes of version 5 since .* with apply_delta"):
+    with pytest.raises(UnsupportedFormat, match=r"alone is not a model: it holds only the changes of version 5 since .*"):
+        UnsupportedFormat,
+        match=r"alone is not a model: it holds only the changes of version 5 since .* with apply_delta",
+    ):
         verify_versions(tmp_path / "alone")
 
 

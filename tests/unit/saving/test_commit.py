@@ -25,7 +25,7 @@ from dcp_tensorizer._saving.commit import (
 from dcp_tensorizer._storage.base import Refused, temporary_file_name
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file.names import data_file_name, record_file_name
-from dcp_tensorizer.errors import WriteError
+from dcp_tensorizer.errors import ReadError, WriteError
 
 from ...lab.checkpoints import index_and_files, item_in, metadata_of, parts_of
 from ...lab.processes import file_size_limit
@@ -278,3 +278,19 @@ def test_the_record_of_a_failed_save_stays_beside_its_files(storage, tmp_path, l
     assert (tmp_path / record_file_name("b" * 32)).exists() is stays
     begin(storage, 1.0).release()
     assert os.listdir(tmp_path) == ([] if stays else [left])
+
+
+def test_a_commit_of_a_manager_that_cannot_read_what_it_replaces(storage, tmp_path, monkeypatch):
+    """The save fails as one that cannot be written, its files are removed, and the old checkpoint stays."""
+    old, new = data_file_name(0, 0, "a" * 32), data_file_name(0, 0, "b" * 32)
+    commit_file(storage, old, save_id="a" * 32)
+
+    def fail(*arguments):
+        raise ReadError("no response")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(storage, "read", fail)
+        with pytest.raises(WriteError, match=rf"cannot write {tmp_path}/\.metadata: no response"):
+            commit_file(storage, new, save_id="b" * 32, is_owned=True)
+    assert set(os.listdir(tmp_path)) == {".metadata", old}
+    assert read_metadata(storage).storage_meta.save_id == "a" * 32
