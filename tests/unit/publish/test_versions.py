@@ -78,7 +78,7 @@ def test_the_directory_of_a_delta_is_verified_with_its_chain(tmp_path: Path, ver
     with pytest.raises(NotCommitted, match=r"there is no version 4 in .*weight_v000005: it has only version 5"):
         verify_versions(versions / "weight_v000005", version=4)
     shutil.copytree(versions / "weight_v000005", tmp_path / "alone")
-    with pytest.raises(UnsupportedFormat, match=r"alone is not a model: it holds only the changes of version 5 since .*"):
+    with pytest.raises(
         UnsupportedFormat,
         match=r"alone is not a model: it holds only the changes of version 5 since .* with apply_delta",
     ):
