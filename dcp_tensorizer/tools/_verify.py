@@ -51,7 +51,7 @@ class Damage:
 
     Attributes:
         file: The file, relative to the checkpoint's directory. If a folder of checkpoints was verified, relative to the
-            folder.
+            folder. If only ``what`` names the file, the directory itself.
         key: The key of the damaged tensor or object; None for a whole file, for an unreadable range, or for bytes
             outside any tensor or object.
         offset: The offset in the file at which the damaged range begins; 0 if unknown.
@@ -158,7 +158,7 @@ def _verify_each(
         except MetadataError as error:
             damages.append(Damage(f"{name}/.metadata", None, 0, str(error)))
         else:
-            damages += [replace(damage, file=f"{name}/{damage.file}") for damage in results[-1].damages]
+            damages += [replace(damage, file=f"{name}/{damage.file}".rstrip("/")) for damage in results[-1].damages]
     return Verified(
         sum(result.files for result in results),
         sum(result.items for result in results),
@@ -187,8 +187,12 @@ def _verify_foreign(
             else:
                 done += len(value.read())
                 on_progress(done, total)
-        except ChecksumMismatch as error:
-            chunk = value.chunks[0].item if isinstance(value, StoredTensor) else None
+        except ReadError as error:
+            if not isinstance(error, ChecksumMismatch) and not isinstance(
+                error.__cause__, EOFError | FileNotFoundError
+            ):
+                raise
+            chunk = value.chunks[0].item if isinstance(value, StoredTensor) and value.chunks else None
             file, offset = ("", 0) if chunk is None else (chunk.file, chunk.offset)
             damages.append(Damage(file, key, offset, str(error)))
     items = sum(len(value.chunks) or 1 if isinstance(value, StoredTensor) else 1 for value in view.values.values())

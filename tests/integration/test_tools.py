@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import tools
 from dcp_tensorizer._tensor_file.regions import Region
@@ -84,6 +86,22 @@ def test_what_is_damaged(run: Path) -> None:
     gone.unlink()
     (damage,) = tools.verify(run / "step-9").damages
     assert damage == Damage(gone.name, None, 0, "is missing; lost: 'model.w' (1 in all)")
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_damaged_checkpoint_of_torch_hides_no_other_damage(run: Path, is_missing: bool) -> None:
+    """`verify` of a folder reports a truncated or missing file of torch's checkpoint, and the damage in the others."""
+    dcp.save({"w": torch.ones(1000), "x": torch.ones(9)}, checkpoint_id=run / "step-10a", no_dist=True)
+    (data,) = (run / "step-10a").glob("*.distcp")
+    if is_missing:
+        data.unlink()
+    else:
+        os.truncate(data, 3000)
+    min((run / "step-11").glob("*.tensors")).unlink()
+    found = tools.verify(run).damages
+    assert {damage.file.partition("/")[0] for damage in found} == {"step-10a", "step-11"}
+    assert all(str(data) in damage.what for damage in found if damage.file == "step-10a")
 
 
 def test_what_differs(run: Path) -> None:
