@@ -59,7 +59,7 @@ class GoodputReport:
 
     @property
     def mean_time_between_failures(self) -> float:
-        """Returns the mean seconds between failures, estimated from the job's runs; 600 before its first run."""
+        """Returns the mean seconds between failures, estimated from the job's runs. A new job begins with 600."""
         return (self.lived_seconds + ASSUMED) / (self.restarts + 1)
 
     def young_interval(self, mean_time_between_failures: float | None = None) -> float:

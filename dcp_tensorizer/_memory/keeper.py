@@ -59,7 +59,7 @@ from .wire import Address
 _NICENESS = 10  # of the thread for digests, and of a copying keeper's session: they yield to training and to saves
 _SLICE = 1 << 20  # small enough to be hashed while it is in the processor's cache
 _TOUCH_SECONDS = 6 * 3600.0  # systemd removes files from /tmp after 10 days; a connection does not update their times
-_NEEDED = "its memory was needed"
+_NEEDED = "the trainer has taken back its staging buffer"
 _SESSION_SECONDS = 0.05  # between two attempts to set the session's priority
 _NONE: Mapping[tuple[int, int], bytes] = MappingProxyType({})
 _DIGEST_SECONDS = 600.0  # enough at the lowest priority, beside a job that needs all cores

@@ -469,7 +469,7 @@ def copy_part(
             throttle.wait(data.nbytes)
             read_into(fd, [data], number * BLOCK)
             if not is_wanted():
-                raise NotCopied("its memory was needed")
+                raise NotCopied("the trainer has taken back its staging buffer")
             current, number = number, next_block()
             wire.send(Block(current, data.nbytes, xxhash.xxh3_128_digest(data), is_last=number is None))
             wire.send_bytes(data)
@@ -484,7 +484,7 @@ def copy_part(
     try:
         with closing(address.connect(lower_effort=True)) as wire, ThreadPoolExecutor(count) as pool:
             if not is_wanted():  # the offer would end the copy of a newer state
-                raise NotCopied("its memory was needed")
+                raise NotCopied("the trainer has taken back its staging buffer")
             offer = ReplicaOffer(part.head, nbytes, len(record), confirmed)
             wire.send(offer)
             joining = msgspec.structs.replace(offer, copy=_answer(wire).copy)
@@ -496,7 +496,7 @@ def copy_part(
             if errors:
                 raise errors[0]
             if not is_wanted():  # the buffer may have been overwritten while it was read
-                raise NotCopied("its memory was needed")
+                raise NotCopied("the trainer has taken back its staging buffer")
             wire.send(Record(xxhash.xxh3_128_digest(record)))
             wire.send_bytes(memoryview(record))
             _answer(wire)

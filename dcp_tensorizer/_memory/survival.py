@@ -175,7 +175,7 @@ class Survival:
     def wait_held(self) -> None:
         """Waits until the newest state is held, or holding it has failed.
 
-        Stops holding states if the keeper has ended, or if memory is too short for the next state. In the second case,
+        Stops holding states if the keeper has ended, or if too little memory is available for the next state. In the second case,
         if this run holds no state yet, frees the states of earlier runs instead.
         """
         holding, self._holding = self._holding, None
@@ -363,9 +363,9 @@ class Survival:
             self.copies.start(self._keeper)
 
     def _check_memory(self) -> None:
-        """Checks whether memory is too short to stage another state.
+        """Checks whether enough memory is available to stage another state.
 
-        If it is, stops holding states, or frees the states of earlier runs if this run holds none yet.
+        If not, stops holding states, or frees the states of earlier runs if this run holds none yet.
         """
         if len(self._held) > 1:  # the older state is about to be forgotten
             return
@@ -615,7 +615,7 @@ def outdated(
     if head.folder not in (None, folder):
         return "the job's folder was replaced"
     if tip is None:
-        return "" if parent is None else "the last checkpoint before it is gone"
+        return "" if parent is None else "the checkpoint that preceded it no longer exists"
     if head.left == tip.save_id and (record.parent is None or record.parent in ids):
         return ""  # the job has gone back to a step before the tip, and no run has saved since
     is_newer = head.parent_step is None or tip.number > head.parent_step

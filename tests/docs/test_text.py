@@ -59,6 +59,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", texts(), ids=name_of)
+def test_admonitions_have_indented_text(page: Path) -> None:
+    """Text beside ``!!! note``, instead of indented below it, would be shown as a plain paragraph."""
+    assert re.findall(r'^!!! \w+ [^"].*$', page.read_text(encoding="utf-8"), re.MULTILINE) == []
+
+
+@pytest.mark.parametrize("page", texts(), ids=name_of)
 def test_no_merge_is_left_unfinished(page: Path) -> None:
     """No line marks a conflict between two versions of a page."""
     assert re.findall(r"^(?:<{7}|={7}|>{7})(?: .*)?$", page.read_text(encoding="utf-8"), re.MULTILINE) == []

@@ -201,7 +201,7 @@ def test_a_copy_that_is_given_up(source: KeeperProcess, partner: KeeperProcess, 
     assert status_of_copy(source) == CopyStatus("a", is_running=True)
     source.forget(["a"])
     assert (source.held, buffer.is_kept) == ({}, False)
-    assert copied(source) == CopyStatus("a", problem="its memory was needed", is_given_up=True)
+    assert copied(source) == CopyStatus("a", problem="the trainer has taken back its staging buffer", is_given_up=True)
     with closing(found("test-partner")) as keeper:
         assert keeper.found.heads == ()
 
@@ -230,7 +230,7 @@ def test_a_copy_that_is_no_longer_wanted_is_not_offered() -> None:
     with closing(address.connect()) as offering, closing(address.connect()) as joined:
         newer = ReplicaOffer(part("b").head, NBYTES, 1, "")
         copy = offering.ask(newer, ReplicaAnswer).copy
-        with pytest.raises(NotCopied, match="its memory was needed"):
+        with pytest.raises(NotCopied, match="the trainer has taken back its staging buffer"):
             copy_part(address, with_digests(part("a"), bytes(NBYTES)), 0, "", Throttle(0), lambda: False)
         assert joined.ask(msgspec.structs.replace(newer, copy=copy), ReplicaAnswer) == ReplicaAnswer()
         joined.send(Block(0, BLOCK, xxhash.xxh3_128_digest(bytes(BLOCK)), is_last=True))
@@ -249,7 +249,9 @@ def test_a_copy_counts_only_beside_its_own_part(
     assert (source.held, status_of_copy(source)) == ({"a": buffer}, CopyStatus("a"))
     source.forget(["a"])
     assert source.held == {}
-    assert status_of_copy(source) == CopyStatus("a", problem="its memory was needed", is_given_up=True)
+    assert status_of_copy(source) == CopyStatus(
+        "a", problem="the trainer has taken back its staging buffer", is_given_up=True
+    )
 
 
 def test_a_partner_that_another_run_has_claimed() -> None:

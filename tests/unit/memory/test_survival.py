@@ -59,7 +59,7 @@ def test_what_goes_on_from_the_newest_checkpoint(kept: StateHead, tip: Step | No
 @pytest.mark.parametrize(
     ("kept", "tip", "words"),
     [
-        (head(5, "four", 4), None, "the last checkpoint before it is gone"),
+        (head(5, "four", 4), None, "the checkpoint that preceded it no longer exists"),
         (head(5, "four", 4), saved(4, "other", job="another"), "another run has saved step 4 since"),
         (head(5, "four", 4), saved(9, "nine", job="another"), "another run has saved step 9 since"),
         (head(5, "four", 4), saved(3, "three"), "or checkpoints were removed"),
