@@ -175,8 +175,8 @@ class Survival:
     def wait_held(self) -> None:
         """Waits until the newest state is held, or holding it has failed.
 
-        Stops holding states if the keeper has ended, or if too little memory is available for the next state. In the second case,
-        if this run holds no state yet, frees the states of earlier runs instead.
+        Stops holding states if the keeper has ended, or if too little memory is available for the next state. In the
+        second case, if this run holds no state yet, frees the states of earlier runs instead.
         """
         holding, self._holding = self._holding, None
         error = None if holding is None else holding.exception()
