@@ -133,6 +133,14 @@ def describe(error: BaseException) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
+def is_damage(error: CheckpointError) -> bool:
+    """Returns whether an error shows that the checkpoint is damaged: not an error of a server, a key or permissions."""
+    if isinstance(error, NotCommitted | StateMismatch | UntrustedObject):
+        return False
+    gone = isinstance(error, ReadError) and isinstance(error.__cause__, EOFError | FileNotFoundError)
+    return gone or isinstance(error, ChecksumMismatch | MetadataError)
+
+
 def listed_ranks(ranks: Sequence[int]) -> str:
     """Formats the first ranks of a list for a message."""
     return ", ".join(map(str, ranks[:_RANKS_SHOWN])) + (", ..." if len(ranks) > _RANKS_SHOWN else "")

@@ -18,16 +18,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from ..errors import (
-    CheckpointError,
-    ChecksumMismatch,
-    MetadataError,
-    NotCommitted,
-    ReadError,
-    StateMismatch,
-    UnsupportedFormat,
-    UntrustedObject,
-)
+from ..errors import CheckpointError, UnsupportedFormat, is_damage
 from ..tools import FORMATS
 from .arguments import (
     Checkpoint,
@@ -81,7 +72,7 @@ def failed(error: BaseException, *, as_json: bool, damaged: int = DAMAGED) -> in
     elif isinstance(error, usage_error):
         command = error.ctx.command_path if error.ctx else "dcp-tensorizer"
         message, hint = error.format_message(), f"{command} --help shows its usage"
-    elif isinstance(error, CheckpointError) and _is_damage(error):
+    elif isinstance(error, CheckpointError) and is_damage(error):
         code = damaged
     if as_json:
         print_json({"error": type(error).__name__, "message": message, "exit_code": code})
@@ -109,14 +100,6 @@ def unwritten(error: OSError) -> int:
     with suppress(OSError, AttributeError):
         sys.stderr.write(f"error: reading a file or writing the output failed: {error}\n")
     return NOT_DONE
-
-
-def _is_damage(error: CheckpointError) -> bool:
-    """Returns whether an error shows that the checkpoint is damaged: not an error of a server, a key or permissions."""
-    if isinstance(error, NotCommitted | StateMismatch | UntrustedObject):
-        return False
-    gone = isinstance(error, ReadError) and isinstance(error.__cause__, EOFError | FileNotFoundError)
-    return gone or isinstance(error, ChecksumMismatch | MetadataError)
 
 
 _app = typer.Typer(

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 SINGLE = "model.safetensors"
 """The file of a model that fits into one file."""
@@ -39,6 +39,7 @@ _T = TypeVar("_T")
 
 class _Index(Struct):
     weight_map: dict[str, str]
+    metadata: Raw = Raw(b"{}")
 
 
 class _DeltaNotes(Struct):
@@ -47,12 +48,8 @@ class _DeltaNotes(Struct):
     delta_encoding: str
 
 
-class _DeltaIndex(Struct):
-    metadata: _DeltaNotes
-
-
 _decode_index = msgspec.json.Decoder(_Index).decode
-_decode_delta = msgspec.json.Decoder(_DeltaIndex).decode
+_decode_delta = msgspec.json.Decoder(_DeltaNotes).decode
 
 
 def encode_header(described: Mapping[str, Any]) -> bytes:
@@ -67,7 +64,7 @@ def files_named(index: bytes | None) -> set[str]:
 
     Raises `ValueError` if the content is not an index.
     """
-    names = set() if index is None else set(read_index(index).values())
+    names = set() if index is None else set(read_index(index)[0].values())
     return {name for name in names if is_plain_name(name) and name.endswith(".safetensors")}
 
 
@@ -77,16 +74,15 @@ def is_plain_name(name: str) -> bool:
     return is_short and not name.startswith(".") and not any(sign in name for sign in "/\\\0")
 
 
-def read_index(content: bytes) -> dict[str, str]:
-    """Returns the file of each tensor that an index names. Raises `ValueError` if the content is not an index."""
-    return decode_json(_decode_index, content).weight_map
+def read_index(content: bytes) -> tuple[dict[str, str], str | None]:
+    """Returns the file of each tensor that an index names, and the version whose delta it describes.
 
-
-def version_of_delta(index: bytes) -> str | None:
-    """Returns the version whose delta an index describes; None if it is the index of a model."""
+    The version is None for the index of a model. Raises `ValueError` if the content is not an index.
+    """
+    index, version = decode_json(_decode_index, content), None
     with suppress(ValueError):
-        return decode_json(_decode_delta, index).metadata.version.lstrip("0")
-    return None
+        version = decode_json(_decode_delta, bytes(index.metadata)).version.lstrip("0")
+    return index.weight_map, version
 
 
 def decode_json(decode: Callable[[bytes], _T], content: bytes) -> _T:

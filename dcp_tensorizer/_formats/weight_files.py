@@ -12,17 +12,7 @@ from msgspec.json import Decoder
 from .._runtime.threads import in_threads
 from .._tensor_file.names import MAX_DIMENSIONS, MAX_NUMBER
 from ..errors import MetadataError, NotCommitted, ReadError, UnsupportedFormat
-from .safetensors_header import (
-    ADAPTER,
-    INDEX,
-    LENGTH,
-    MAX_HEADER,
-    SINGLE,
-    decode_json,
-    is_plain_name,
-    read_index,
-    version_of_delta,
-)
+from .safetensors_header import ADAPTER, INDEX, LENGTH, MAX_HEADER, SINGLE, decode_json, is_plain_name, read_index
 
 if TYPE_CHECKING:
     from .._storage.base import FileIdentity, Storage
@@ -122,7 +112,7 @@ def read_weight_map(storage: Storage, index: bytes) -> dict[str, str]:
     """
     path = f"{storage.path}/{INDEX}"
     try:
-        weight_map, version = read_index(index), version_of_delta(index)
+        weight_map, version = read_index(index)
     except ValueError as error:
         raise MetadataError(f"{path} is not the index of a model: {error}") from None
     if version is not None:

@@ -52,14 +52,22 @@ from .protocol import (
     StatePart,
     WrittenDigests,
 )
-from .replicas import NICENESS_OF_COPIES, NotCopied, ReplicaServer, Throttle, copy_part, drop_copies, lower_priority
+from .replicas import (
+    NICENESS_OF_COPIES,
+    TAKEN_BACK,
+    NotCopied,
+    ReplicaServer,
+    Throttle,
+    copy_part,
+    drop_copies,
+    lower_priority,
+)
 from .runtime_directory import is_own_peer, listen, remove, touch
 from .wire import Address
 
 _NICENESS = 10  # of the thread for digests, and of a copying keeper's session: they yield to training and to saves
 _SLICE = 1 << 20  # small enough to be hashed while it is in the processor's cache
 _TOUCH_SECONDS = 6 * 3600.0  # systemd removes files from /tmp after 10 days; a connection does not update their times
-_NEEDED = "the trainer has taken back its staging buffer"
 _SESSION_SECONDS = 0.05  # between two attempts to set the session's priority
 _NONE: Mapping[tuple[int, int], bytes] = MappingProxyType({})
 _DIGEST_SECONDS = 600.0  # enough at the lowest priority, beside a job that needs all cores
@@ -248,7 +256,7 @@ class Keeper:
             copied = "" if self._copy.problem else self._copy.id
             over = [state_id for state_id in ids if not (but_copied and state_id == copied)]
             if copied in over and not self._copy.is_running:
-                self._copy = CopyStatus(copied, problem=_NEEDED, is_given_up=True)
+                self._copy = CopyStatus(copied, problem=TAKEN_BACK, is_given_up=True)
             keys = [key for key, held in self._held.items() if key[0] in over and not (is_trainer and held.is_replica)]
             forgotten = [self._held.pop(key) for key in keys]
         for held in forgotten:
@@ -327,7 +335,7 @@ class Keeper:
                 is_given_up=held.is_forgotten,
             )
         except BaseException as error:
-            problem = _NEEDED if held.is_forgotten else describe(error)
+            problem = TAKEN_BACK if held.is_forgotten else describe(error)
             status = CopyStatus(request.id, problem=problem, is_given_up=held.is_forgotten)
         finally:
             os.close(fd)

@@ -52,6 +52,9 @@ RESERVE = 256 << 20
 NICENESS_OF_COPIES = 19
 """The niceness of threads that copy. Each of them gets 1.5% of a core that training also needs."""
 
+TAKEN_BACK = "the trainer has taken back its staging buffer"
+"""Why a copy of a state has ended early."""
+
 _STREAMS = 4  # connections of a copy; each carries about 1 GB/s
 _ALLOCATE = 256 << 20  # bytes at a time; free memory is checked again before each step
 _MAX_RECORD = 1 << 30
@@ -469,7 +472,7 @@ def copy_part(
             throttle.wait(data.nbytes)
             read_into(fd, [data], number * BLOCK)
             if not is_wanted():
-                raise NotCopied("the trainer has taken back its staging buffer")
+                raise NotCopied(TAKEN_BACK)
             current, number = number, next_block()
             wire.send(Block(current, data.nbytes, xxhash.xxh3_128_digest(data), is_last=number is None))
             wire.send_bytes(data)
@@ -484,7 +487,7 @@ def copy_part(
     try:
         with closing(address.connect(lower_effort=True)) as wire, ThreadPoolExecutor(count) as pool:
             if not is_wanted():  # the offer would end the copy of a newer state
-                raise NotCopied("the trainer has taken back its staging buffer")
+                raise NotCopied(TAKEN_BACK)
             offer = ReplicaOffer(part.head, nbytes, len(record), confirmed)
             wire.send(offer)
             joining = msgspec.structs.replace(offer, copy=_answer(wire).copy)
@@ -496,7 +499,7 @@ def copy_part(
             if errors:
                 raise errors[0]
             if not is_wanted():  # the buffer may have been overwritten while it was read
-                raise NotCopied("the trainer has taken back its staging buffer")
+                raise NotCopied(TAKEN_BACK)
             wire.send(Record(xxhash.xxh3_128_digest(record)))
             wire.send_bytes(memoryview(record))
             _answer(wire)

@@ -31,7 +31,7 @@ from .._tensor_file.encryption import Cipher
 from .._tensor_file.layout import END, Entry, FileLayout, lay_out
 from .._tensor_file.names import StoredItem
 from .._writer_process.protocol import TensorSource
-from ..errors import CheckpointError, ChecksumMismatch, MetadataError, NotCommitted, ReadError, UnsupportedFormat
+from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, UnsupportedFormat, is_damage
 from ._find import checkpoints_in, read_parts_at
 from ._formats import tensorizer
 from ._formats.registry import open_foreign
@@ -188,9 +188,7 @@ def _verify_foreign(
                 done += len(value.read())
                 on_progress(done, total)
         except ReadError as error:
-            if not isinstance(error, ChecksumMismatch) and not isinstance(
-                error.__cause__, EOFError | FileNotFoundError
-            ):
+            if not is_damage(error):
                 raise
             chunk = value.chunks[0].item if isinstance(value, StoredTensor) and value.chunks else None
             file, offset = ("", 0) if chunk is None else (chunk.file, chunk.offset)
