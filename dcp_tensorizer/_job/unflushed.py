@@ -16,7 +16,7 @@ from .._saving.flushing import Flushing
 from .._storage.local import LocalStorage
 from .._tensor_file.names import is_data_file_name, metadata_file_name, save_id_in
 from .._tiers.flush import discard, missing_files, named_files
-from .._tiers.queue import REPORTED, FlushEntry, FlushRecord, remove_unused
+from .._tiers.queue import REPORTED, SENT, FlushEntry, FlushRecord, remove_unused
 from ..errors import CheckpointError, ReadError, listed_ranks
 from .ranks import Agreement
 
@@ -35,6 +35,7 @@ class UnflushedPart(NamedTuple):
     record: FlushRecord
     is_confirmed: bool = False  # the rank knows that the save is committed; another rank may have the commit record
     is_alive: bool = False  # the writer that saved the part is alive
+    is_sent: bool = False  # the part was once on the remote
 
     @property
     def committed(self) -> Mapping[str, int] | None:
@@ -56,7 +57,7 @@ class _Loss(NamedTuple):
     subpath: str
     files: set[str]  # the known files
     reason: str
-    is_known: bool  # the save is known to have been committed
+    is_known: bool  # the save is known to have been committed, and was not deleted since
 
 
 def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str]:
@@ -64,15 +65,18 @@ def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str
 
     If each rank has all files of a save in its local folder, the save can be loaded from there. Saves of which a lost
     node had a part are given up: their files on the remote are removed. If such a save is known to have been committed,
-    each rank logs an error, otherwise only the first rank logs a warning. Collective. Returns the ids of the given-up
-    saves, the same on all ranks. Raises `WriteError` if a rank is gone.
+    and was not deleted from the remote since, each rank logs an error, otherwise only the first rank logs a warning.
+    Collective. Returns the ids of the given-up saves, the same on all ranks. Raises `WriteError` if a rank is gone.
     """
     if flushing is None:
         return set()
     own, queue = flushing.open_records(), flushing.queue
     can_list = bool(own) or not flushing.unknown  # a disk that cannot be written to may be readable
     held = {name for _, record in own for name in _whole(flushing, record)}
-    parts = [UnflushedPart(record, queue.is_confirmed(entry), queue.is_alive(record.writer)) for entry, record in own]
+    parts = [
+        UnflushedPart(record, queue.is_confirmed(entry), queue.is_alive(record.writer), entry.state == SENT)
+        for entry, record in own
+    ]
     everybody = agreement.gathered(LocalSaves(held, parts, can_list))
     losses = list[_Loss]()
     # If a rank cannot list its folder, the flush gives up lost saves later.
@@ -163,16 +167,18 @@ def _losses(flushing: Flushing, suspects: Sequence[tuple[list[UnflushedPart], se
             files = {name for part in parts for name in part.record.files}
             if files & named_files(remote, metadata_file_name()):
                 continue  # the save is on the remote, and only the local record is outdated
+            were_there = bool(files) and all(part.is_sent for part in parts)
+            was_deleted = were_there and all(remote.head(name) is None for name in files)
         except CheckpointError as error:
             logger.warning("%s/%s cannot be read: %s", flushing.target.name, subpath, str(error))
             continue
         ranks = listed_ranks([part.record.rank for part in parts])
-        is_known = any(part.is_confirmed for part in parts)
-        unfinished = "" if is_known else "the save never finished, or "
-        reason = (
-            f"no node of this job has its metadata, only data of rank(s) {ranks}: "
-            f"{unfinished}the coordinator's node is lost"
-        )
+        reason = f"no node of this job has its metadata, only data of rank(s) {ranks}: "
+        is_known = any(part.is_confirmed for part in parts) and not was_deleted
+        if was_deleted:
+            reason += "its files were on the remote, and have been deleted there"
+        else:
+            reason += f"{'' if is_known else 'the save never finished, or '}the coordinator's node is lost"
         losses.append(_Loss(subpath, files, reason, is_known))
     return losses
 

@@ -142,8 +142,11 @@ class ChildProcess:
             code = self._kill()
         if code is None:
             how = "hangs in the kernel"
-        else:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        elif code >= 0:
+            how = f"ended with exit code {code}"
+        else:  # most real-time signals have no name
+            names = {number.value: number.name for number in signal.Signals}
+            how = f"was killed by {names.get(-code, f'signal {-code}')}"
         content = b""
         with suppress(OSError):
             nbytes = os.fstat(self._output.number).st_size

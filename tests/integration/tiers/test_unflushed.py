@@ -11,7 +11,7 @@ from dcp_tensorizer import WriteError
 from dcp_tensorizer._job.ranks import Agreement
 from dcp_tensorizer._job.unflushed import LocalSaves, finish_unflushed
 from dcp_tensorizer._saving.flushing import Flushing
-from dcp_tensorizer._tiers.queue import Commit, FlushRecord
+from dcp_tensorizer._tiers.queue import SENT, Commit, FlushRecord
 
 from .support import Run, unlistable
 
@@ -113,3 +113,20 @@ def test_a_save_that_several_ranks_list_is_one_loss(
     assert [message.startswith(f"{run.remote}/step-1 is given up") for message in caplog.messages].count(True) == 1
     with pytest.raises(WriteError, match=f"^{words}$"):
         flushing.check()
+
+
+def test_a_save_that_was_deleted_from_the_remote_is_not_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a part was sent, and its files are no longer on the remote, a run without ``local`` has deleted the step."""
+    run = Run(tmp_path)
+    flushing = _flushing(run)
+    for entry in run.queue.entries():
+        run.queue.remove(entry)
+    writing = run.queue.begin(FlushRecord(run.target.name, "step-1", 0, "a" * 32))
+    writing.written({f"__0_0_{'a' * 32}.tensors": 4}, sync=False)
+    run.queue.confirm(writing.entry)
+    run.queue.move(run.queue.entries()[0], SENT)
+    finish_unflushed(flushing, _OnOneNode())
+    flushing.check()
+    assert run.states() == []
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "its files were on the remote, and have been deleted there" in caplog.text

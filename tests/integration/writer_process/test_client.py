@@ -134,10 +134,11 @@ def test_a_buffer_that_never_arrived_is_sent_again(process, buffer, tmp_path):
     assert (tmp_path / NAME).exists()
 
 
-def test_death_is_noticed(process, buffer, tmp_path):
-    """A killed process is not alive, and a request to it raises WriterProcessDied with the signal's name."""
-    os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(WriterProcessDied, match="SIGKILL"):
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGRTMIN + 2, "signal 36")])
+def test_death_is_noticed(process, buffer, tmp_path, number, name):
+    """A killed process is not alive, and a request to it raises WriterProcessDied, which names the signal."""
+    os.kill(process.pid, number)
+    with pytest.raises(WriterProcessDied, match=name):
         process.ask(request(tmp_path, buffer), [buffer], 60)
     assert not process.alive
 

@@ -105,13 +105,16 @@ def test_memory_without_the_values_in_order_is_not_located() -> None:
 
 
 def test_a_file_that_is_gone_or_another_is_an_error(tmp_path: Path) -> None:
-    """`map_shared` raises `WriteError` with advice if the path is missing or names another file."""
+    """`map_shared` raises `WriteError` with advice if the path is missing, names another file, or is empty."""
     path = tmp_path / "f"
     path.write_bytes(b"a" * 100)
     status = os.stat(path)
     map_shared(MappedFile(str(path), status.st_dev, status.st_ino)).close()
     with pytest.raises(WriteError, match=r"the path now refers to another file.*staging='buffer'"):
         map_shared(MappedFile(str(path), status.st_dev, status.st_ino + 1))
+    path.write_bytes(b"")
+    with pytest.raises(WriteError, match="cannot mmap an empty file"):
+        map_shared(MappedFile(str(path), status.st_dev, status.st_ino))
     with pytest.raises(WriteError, match="Keep references to the tensors"):
         map_shared(MappedFile(str(tmp_path / "missing"), status.st_dev, status.st_ino))
 
