@@ -1,6 +1,8 @@
 """A checkpoint's directory on an SFTP server.
 
-Parts are written at any offset. Small files are written under temporary names, and then renamed atomically.
+Parts are written at any offset. Small files are written under temporary names, and then renamed atomically. fsspec's
+SFTP has one channel, which breaks when two threads use it. It requests one part at a time, waits without a timeout,
+never reconnects, and has no fsync.
 """
 
 from __future__ import annotations
