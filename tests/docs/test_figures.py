@@ -19,7 +19,6 @@ from .pages import ROOT, name_of, pages, without_quotes
 _MEASURED = re.compile(r"(?<![\w.])(?:\d[\d,]*\.\d+ ?(?:%|(?:s|ms|GB/s|MB/s|times)\b)|\d+%)")
 # What looks like a measurement, and is none: settings, sizes, limits and estimates.
 NOT_MEASURED = {
-    "docs/architecture.md": ["0.5 ms"],
     "docs/guides/command-line.md": ["3%"],
     "docs/guides/encryption.md": ["0.5 s"],
     "docs/guides/manager.md": ["2%", "12%"],  # of a simulation, asserted by tests/unit/job/test_interval.py
