@@ -23,9 +23,10 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from .._runtime.forks import free_in_child
 from .._runtime.process_context import ProcessContext, environment
 from .._runtime.threads import NEVER, Deadline, ProgressTimeout, in_background
+from .._storage.urls import one_spelling
 from .._tiers.queue import LOST, OPEN, REMOTE, REPORTED, UNFLUSHED, FlushEntry, FlushRecord, Queue
 from .._tiers.target import FlushTarget
-from ..errors import ReadError, WriteError
+from ..errors import ReadError, WriteError, listed
 from .report import SaveReport
 from .writer_client import WriterClient
 
@@ -89,6 +90,7 @@ class Flushing:
         self._lock = free_in_child(threading.RLock())
         self._is_watching = False
         self._has_ended = False
+        self._has_named_others = False
         self.unknown = ""
         self._unwritable = (
             f"{self.queue.folder} cannot be written to, so it is unknown which of its checkpoints {target.name} has"
@@ -103,6 +105,9 @@ class Flushing:
         states = set[str]()
         with suppress(ReadError):  # `open_records` logs it
             states = {entry.state for entry in self.queue.entries()}
+            if states & OPEN and not self._has_named_others:
+                self._has_named_others = True
+                self._name_others()
         if states & OPEN:
             self._request()
         if states & {*OPEN, LOST} or self._followed:
@@ -110,6 +115,19 @@ class Flushing:
                 if not self._is_watching:
                     self._is_watching = True
                     in_background(self._run, name="flush-watch", daemon=True)
+
+    def _name_others(self) -> None:
+        """Logs a warning that names the checkpoints that dead jobs left in the folder for other remotes."""
+        others: dict[str, set[str]] = {}
+        for _, record in self.queue.records(OPEN):
+            if one_spelling(record.remote) != self.target.name and not self.queue.is_alive(record.writer):
+                others.setdefault(record.remote, set()).add(record.subpath or ".")
+        for remote, subpaths in others.items():
+            logger.warning(
+                "%s holds checkpoints that have not reached %s: %s. This run saves to %s, so it neither loads nor "
+                "flushes them. Start a job with that path and the same local folder to flush them.",
+                *(self.target.local, remote, listed(sorted(subpaths)), self.target.name),
+            )
 
     def follow(self, entry: FlushEntry, report: SaveReport, on_arrival: Callable[[SaveReport, float], object]) -> None:
         """Calls ``on_arrival`` when the remote has a save of this rank, with the report and the time of arrival.

@@ -9,6 +9,14 @@ from .redact import redact
 
 _READ_ONLY = frozenset(("data", "git", "github", "http", "https"))  # fsspec's protocols that cannot write
 
+_SPELLINGS = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "ssh": "sftp"}  # several names of one protocol
+
+
+def one_spelling(url: str) -> str:
+    """Returns a URL with the usual name of its protocol: ``s3://`` instead of ``s3a://``. Returns a path as it is."""
+    protocol, separator, rest = url.partition("://")
+    return f"{_SPELLINGS.get(protocol, protocol)}{separator}{rest}"
+
 
 def protocols_of(url: str) -> list[str]:
     """Returns the protocols of a URL: one, or several that are chained by ``::``. A path has none.

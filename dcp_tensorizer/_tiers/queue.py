@@ -22,6 +22,7 @@ import msgspec
 from .._runtime.forks import Descriptor, Finalizer, Home
 from .._storage.base import Storage
 from .._storage.local import LocalStorage
+from .._storage.urls import one_spelling
 from ..errors import CheckpointError, MetadataError, NotCommitted, ReadError, WriteError
 
 FOLDER = ".flush"
@@ -182,8 +183,10 @@ class Queue:
         Entry and record belong together: if another process moves a record while it is read, the entry has the later
         state.
         """
-        found = [self._read(entry) for entry in self.entries() if entry.state in states]
-        return [(e, r) for e, r in found if r is not None and e.state in states and remote in (None, r.remote)]
+        read = [self._read(entry) for entry in self.entries() if entry.state in states]
+        found = [(entry, record) for entry, record in read if record is not None and entry.state in states]
+        # Release 0.1.0 recorded the remote as the user had spelled it.
+        return [(e, r) for e, r in found if remote in (None, one_spelling(r.remote))]
 
     def damage(self, entry: FlushEntry) -> str:
         """If the disk cannot read an existing record, returns the reason, otherwise an empty string."""

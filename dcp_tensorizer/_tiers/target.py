@@ -15,7 +15,7 @@ from .._runtime.threads import ProgressTimeout
 from .._storage.base import TIMEOUT, Storage
 from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
-from .._storage.urls import is_in_process
+from .._storage.urls import is_in_process, one_spelling
 from ..errors import WriteError
 
 _LONGEST_PAUSE = 20.0
@@ -40,8 +40,8 @@ class FlushTarget:
 
     @property
     def name(self) -> str:
-        """Returns the remote folder without credentials, for records and messages."""
-        return redact(self.remote).rstrip("/")
+        """Returns the remote folder in one spelling, without credentials, for records and messages."""
+        return one_spelling(redact(self.remote)).rstrip("/")
 
     def progress_timeout(self) -> ProgressTimeout:
         """Returns a new timeout for a flush that makes no progress."""
@@ -69,7 +69,7 @@ def below(root: Storage, subpath: str) -> Storage:
 
 def subpath_of(root: str | os.PathLike[str], path: str | os.PathLike[str]) -> str | None:
     """Returns a path relative to a root, which is empty for the root itself; None if it is not below the root."""
-    above, below = (os.fspath(end).rstrip("/") for end in (root, path))
+    above, below = (one_spelling(os.fspath(end)).rstrip("/") for end in (root, path))
     if above == below:
         return ""
     if not below.startswith(above + "/"):

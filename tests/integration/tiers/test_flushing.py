@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
@@ -13,7 +14,8 @@ import pytest
 from dcp_tensorizer import ReadError, WriteError
 from dcp_tensorizer._runtime.threads import Deadline, in_background
 from dcp_tensorizer._saving.flushing import Flushing
-from dcp_tensorizer._tiers.queue import LOST, REMOTE, SENT, FlushEntry, FlushRecord
+from dcp_tensorizer._tiers.queue import LOST, OPEN, REMOTE, SENT, AliveMark, FlushEntry, FlushRecord
+from dcp_tensorizer._tiers.target import FlushTarget
 from dcp_tensorizer.writer import SaveReport
 
 from ...lab.waiting import WAIT
@@ -152,3 +154,34 @@ def test_the_saves_of_a_read_only_disk(
     assert caplog.text.count(f"{words}. Until that changes, this rank does not wait for the flush") == 1
     assert told == []
     assert flushing.unflushed() == 1
+
+
+@pytest.mark.parametrize("recorded", ["s3://bucket/run", "s3a://bucket/run"])
+@pytest.mark.parametrize("spelled", ["s3://bucket/run", "s3a://bucket/run/"])
+def test_a_remote_has_one_name(tmp_path: Path, recorded: str, spelled: str) -> None:
+    """A record belongs to its remote, whichever name of the protocol the record and the job use."""
+    run, target = Run(tmp_path), FlushTarget(str(tmp_path / "local"), spelled, {})
+    run.queue.begin(FlushRecord(recorded, "step-1", 0, "a" * 32)).written({}, sync=False)
+    assert target.name == "s3://bucket/run"
+    assert [record.remote for _, record in run.queue.records(OPEN, target.name)] == [recorded]
+
+
+def test_checkpoints_of_another_remote_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A flush names, once, the checkpoints that dead jobs left for another remote, and not those of a living job."""
+    run = Run(tmp_path)
+    for number, (step, writer) in enumerate([("step-2", "dead"), ("step-3", "dead"), ("step-4", "alive")]):
+        record = FlushRecord("s3://bucket/other", step, 0, str(number) * 32, writer)
+        run.queue.begin(record).written({}, sync=False)
+    mark, flushing = AliveMark(run.queue, "alive"), _flushing(run)
+    with caplog.at_level(logging.WARNING, logger="dcp_tensorizer"):
+        for _ in range(2):
+            flushing.resume()
+    mark.end()
+    flushing.stop()
+    for entry in run.queue.entries():
+        run.queue.remove(entry)  # ends the thread that watches it
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{run.local} holds checkpoints that have not reached s3://bucket/other: 'step-2', 'step-3'. This run saves to "
+        f"{run.remote}, so it neither loads nor flushes them. Start a job with that path and the same local folder to "
+        f"flush them."
+    ]

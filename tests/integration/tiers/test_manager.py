@@ -10,12 +10,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch.distributed.checkpoint as dcp
 
-from dcp_tensorizer import CheckpointManager, ChecksumMismatch, SaveLimits, WriteError
+from dcp_tensorizer import CheckpointManager, ChecksumMismatch, SaveLimits, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._saving.engine import engine_of_process
 from dcp_tensorizer._tiers.queue import AliveMark, FlushEntry
 
 from ...lab.faults import flip
+from ...lab.servers import S3Server
 from ...lab.states import directories_in
 from .support import Run, state_of
 
@@ -190,3 +192,19 @@ def test_a_part_that_has_arrived_is_not_lost(tmp_path: Path, caplog: pytest.LogC
     assert run.states() == ["remote"]
     said = [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.WARNING]
     assert [words for words in said if str(tmp_path) in words] == []
+
+
+def test_the_next_job_may_spell_the_remote_in_another_way(tmp_path: Path, s3: S3Server, prefix: str) -> None:
+    """A job with s3a:// restores and flushes what a job with s3:// has left in the same local folder."""
+    remote, nowhere = f"://{s3.bucket}/{prefix}", s3.options("http://127.0.0.1:9")
+    writer = TensorizerStorageWriter(f"s3{remote}", local=tmp_path / "local", storage_options=nowhere)
+    dcp.async_save(state_of(1), storage_writer=writer, checkpoint_id=f"s3{remote}/step-1").result()
+    writer.close(0.5)
+    state = state_of(0)
+    options = {"local": tmp_path / "local", "storage_options": s3.options(), "stop_signals": ()}
+    with CheckpointManager(f"s3a{remote}", **options) as manager:
+        assert manager.restore(state) == 1
+        assert manager.wait_remote(60)
+        assert manager.steps() == [1]
+    assert (state["step"], state["w"].unique().tolist()) == (1, [1.0])
+    assert "step-1/.metadata" in s3.objects(prefix)

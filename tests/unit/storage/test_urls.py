@@ -6,7 +6,7 @@ import pytest
 
 from dcp_tensorizer import WriteError
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._storage.urls import check_writable, is_in_process, protocols_of
+from dcp_tensorizer._storage.urls import check_writable, is_in_process, one_spelling, protocols_of
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,22 @@ from dcp_tensorizer._storage.urls import check_writable, is_in_process, protocol
 def test_protocols(url: str, protocols: list[str]) -> None:
     """Each part of a chain has a protocol, and paths have none."""
     assert protocols_of(url) == protocols
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("s3a://bucket/run", "s3://bucket/run"),
+        ("gcs://bucket/run", "gs://bucket/run"),
+        ("abfss://container/run", "az://container/run"),
+        ("ssh://host/run", "sftp://host/run"),
+        ("s3://bucket/s3a://run", "s3://bucket/s3a://run"),
+        ("/data/s3a", "/data/s3a"),
+    ],
+)
+def test_one_spelling(url: str, expected: str) -> None:
+    """The names of one protocol have one spelling, and paths stay as they are."""
+    assert one_spelling(url) == expected
 
 
 @pytest.mark.parametrize(
