@@ -129,8 +129,14 @@ def unwrap(error: BaseException) -> BaseException:
 
 
 def describe(error: BaseException) -> str:
-    """Formats an error for the message of another error. Omits the type if the error is one of this package."""
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    """Formats an error for the message of another error, with its type.
+
+    Omits the type of a `CheckpointError`. For other types of this package, gives the base class that users know.
+    """
+    if isinstance(error, CheckpointError):
+        return str(error)
+    known = next(kind for kind in type(error).__mro__ if not kind.__module__.startswith(f"{__package__}."))
+    return f"{known.__name__}: {error}"
 
 
 def is_damage(error: CheckpointError) -> bool:

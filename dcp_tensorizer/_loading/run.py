@@ -32,7 +32,7 @@ from .._tensor_file.digests import DigestCheck, all_match, check_digests
 from .._tensor_file.dtypes import memories_of, named_dtype
 from .._tensor_file.encryption import Cipher
 from .._tensor_file.regions import part_of, regions_of_range, strides_of
-from ..errors import CheckpointError, ChecksumMismatch, ReadError
+from ..errors import CheckpointError, ChecksumMismatch, ReadError, describe
 from .gpu import POOLS, PinnedPool, PinnedPools
 from .plan import (
     MAX_SCRATCH_BYTES,
@@ -233,7 +233,7 @@ class _Reads:
             raise ReadError(
                 self._storage.scrub(
                     f"cannot read {operation.nbytes:,} bytes at {operation.offset:,} of "
-                    f"{self._storage.opened_path(operation.file)} (for {key!r}): {type(error).__name__}: {error}"
+                    f"{self._storage.opened_path(operation.file)} (for {key!r}): {describe(error)}"
                     f"{_advice(error)}"
                 )
             ) from self._storage.cause(error)

@@ -30,7 +30,7 @@ from .._storage.open import open_storage
 from .._tensor_file.names import metadata_file_name
 from .._writer_process.client import WriterProcessHung
 from .._writer_process.protocol import WriteDone
-from ..errors import CheckpointError, StagingError, WriteError, WriterProcessDied, describe
+from ..errors import CheckpointError, ReadError, StagingError, WriteError, WriterProcessDied, describe
 from .commit import (
     WrittenFiles,
     agree_on_key,
@@ -227,8 +227,8 @@ class Save:
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits the save, on the coordinator; without collectives every rank commits its own part.
 
-        Raises `WriteError` or `ReadError` if the save is not committed, and the previous checkpoint is untouched; or
-        `WriteError` if the outcome is unknown, as after a lost response.
+        Raises `WriteError` if the save is not committed, and the previous checkpoint is untouched, or if the outcome is
+        unknown, as after a lost response.
         """
         assert self._written is not None, "write comes first"
         self._lap("agree")
@@ -315,11 +315,16 @@ class Save:
 
     @contextmanager
     def or_fail(self) -> Iterator[None]:
-        """If the ``with`` block raises an error, records it as the reason for the failure, and ends the save."""
+        """If the ``with`` block raises an error, records it as the reason for the failure, and ends the save.
+
+        Raises `WriteError` for a `ReadError`: the save has failed because it could not read its directory.
+        """
         try:
             yield
         except BaseException as error:
             self._fail(error)
+            if isinstance(error, ReadError):
+                raise WriteError(f"cannot save to {self.path}: {error}") from error
             raise
 
     def _fail(self, error: BaseException) -> None:

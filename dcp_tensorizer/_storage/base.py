@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .._runtime.forks import free_in_child
-from ..errors import CheckpointError, ReadError, WriteError
+from ..errors import CheckpointError, ReadError, WriteError, describe
 from .redact import redact
 
 # --- tuning of reads --------------------------------------------------------------------------------------------------
@@ -87,6 +87,8 @@ class Sink(abc.ABC):
         """Seconds spent in `complete`."""
         self.parts: dict[int, dict[str, str]] = {}
         """The parts that this process wrote, for `Storage.complete_shared`."""
+        self.is_aborted = False
+        """Whether `abort` has begun to remove the file."""
         self._lock = free_in_child(threading.Lock())
         self._is_open = True
 
@@ -121,7 +123,7 @@ class Sink(abc.ABC):
     def abort(self) -> None:
         """Removes the file. Idempotent; does nothing after `complete`. No thread may be writing to the file."""
         if self._is_open:
-            self._is_open = False
+            self._is_open, self.is_aborted = False, True
             with suppress(Exception):  # the caller reports the error that made it abort
                 self._abort()
 
@@ -519,7 +521,7 @@ class Storage(abc.ABC):
         try:
             yield reader
         except (OSError, EOFError) as error:
-            raise ReadError(self.scrub(f"cannot read {path}: {type(error).__name__}: {error}")) from self.cause(error)
+            raise ReadError(self.scrub(f"cannot read {path}: {describe(error)}")) from self.cause(error)
         finally:
             reader.close()
 
@@ -531,7 +533,7 @@ class Storage(abc.ABC):
         except CheckpointError:
             raise
         except OSError as error:
-            raise WriteError(self.scrub(f"cannot {doing}: {type(error).__name__}: {error}")) from self.cause(error)
+            raise WriteError(self.scrub(f"cannot {doing}: {describe(error)}")) from self.cause(error)
 
     def open_uncached(self, name: str) -> RangeReader:
         """Opens a file for reads that bypass caches; raises `OSError`."""

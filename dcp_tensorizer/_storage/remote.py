@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..errors import CheckpointError, NotCommitted, ReadError, WriteError
+from ..errors import CheckpointError, NotCommitted, ReadError, WriteError, describe
 from .base import TAKEN, FileInfo, RangeReader, ReadTuning, Refused, Storage
 from .redact import redact
 
@@ -152,7 +152,7 @@ class RemoteStorage(Storage):
         return kind(self.scrub(f"{what}: {self._described(error)}"))
 
     def _described(self, error: Exception) -> str:
-        return f"{type(error).__name__}: {error}"
+        return describe(error)
 
 
 class Ranges(RangeReader):
@@ -258,9 +258,10 @@ class Retries:
     def waits(self) -> Iterator[float]:
         """Yields the seconds to wait before each retry, with jitter, so that ranks do not retry at the same moment.
 
-        Ends after ``attempts`` attempts, or when another attempt at a silent server could exceed the timeout.
+        Ends after ``attempts`` attempts, or when another attempt at a silent server could end in the last tenth of the
+        timeout. In that tenth the caller reports the failure.
         """
-        end = self.clock() + self.timeout - silence_timeout(self.timeout)
+        end = self.clock() + self.timeout - 2 * silence_timeout(self.timeout)
         longest, made = self.first_wait, 1
         while made < self.attempts:
             wait = min(_LONGEST_WAIT, longest) * random.uniform(0.5, 1.0)

@@ -319,6 +319,7 @@ class S3Storage(RemoteStorage):
         super().__init__(url, prefix, scrub, timeout)
         self._client = self.connection = shared_client(filesystem, timeout)
         self.retries = Retries(timeout, self._client.attempts or Retries.attempts, first_wait=1.0)
+        self._clean_up_timeout = silence_timeout(timeout)
 
     def _list(self) -> tuple[list[FileInfo], list[str]]:
         files: list[FileInfo] = []
@@ -477,6 +478,9 @@ class S3Storage(RemoteStorage):
         With only six attempts, one of eight parts in progress, and the save with it, would fail in half of all outages
         of 8 s. If the server has never responded, six attempts are enough, because its address is most likely wrong. If
         the user sets ``retries``, that is the limit, except for bodies that break off.
+
+        If the request fails nevertheless, its save or load has failed, and only the clean-up follows. All further
+        requests of this storage are then retried for a tenth of the timeout only.
         """
         chosen, failures = self._client.attempts, 0
 
@@ -489,7 +493,12 @@ class S3Storage(RemoteStorage):
             return (is_patient or failures < self.retries.attempts) and is_transient(error)
 
         most = math.inf if chosen is None else max(chosen, Retries.attempts)
-        return dataclasses.replace(self.retries, attempts=most).call(request, may_succeed)
+        try:
+            return dataclasses.replace(self.retries, attempts=most).call(request, may_succeed)
+        except OSError as error:
+            if is_transient(error):
+                self.retries = dataclasses.replace(self.retries, timeout=self._clean_up_timeout)
+            raise
 
     def send(self, operation: str, name: str, data: memoryview, **arguments: Any) -> Any:
         """Like `once`, with a body."""
@@ -658,7 +667,7 @@ class _S3Sink(Sink):
             self._upload = in_background(functools.partial(storage.call_until_timeout, self._begin))
 
     def _begin(self) -> dict[str, Any]:
-        if not self._is_open:  # `_abort` has been called, and waits for this thread
+        if self.is_aborted:  # `_abort` waits for this thread
             raise OSError("the upload was aborted before it started")
         self._beginnings += 1
         return self._storage.create_upload(self._name, self._owner)

@@ -53,7 +53,7 @@ class FileJob:
         self._adopt_timeout = silence_timeout(options.limits.timeout)
         self._adopts_until = clock() + self._adopt_timeout
         self._adopted_bytes = 0
-        self._refusals = 0
+        self._events = 0  # progress that is no bytes
         self._sinks: list[Sink] = []
         self._memory = memory or PartMemory()
         self.is_abandoned = False
@@ -65,7 +65,9 @@ class FileJob:
     @property
     def bytes_written(self) -> int:
         """A number that grows while the job makes progress. May be read from another thread."""
-        return self._adopted_bytes + self._refusals + sum(sink.bytes_written for sink in self._sinks)
+        # A failure is also progress: the clean-up after it has a timeout of its own.
+        written = sum(sink.bytes_written + sink.is_aborted for sink in self._sinks)
+        return self._adopted_bytes + self._events + written
 
     def run(self) -> WriteDone:
         """Adopts or writes all files. On failure, removes them and raises `WriteError`, naming file and cause."""
@@ -117,6 +119,7 @@ class FileJob:
     def remove(self) -> None:
         """Removes this job's files."""
         for file in self._files:
+            self._events += 1
             with suppress(Exception):
                 self._storage.discard(file.name)
 
@@ -140,7 +143,7 @@ class FileJob:
                     self._adopted_bytes += file.nbytes
                     self._adopts_until = self._clock() + self._adopt_timeout
                     return FileResult(file.name, file.nbytes, (), identity, adopted=True)
-            self._refusals += 1  # a refusal is also progress
+            self._events += 1  # a refusal is also progress
         return None
 
     def abandon(self) -> None:

@@ -196,6 +196,18 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(s3, proxy, prefix, operatio
     assert_same(_load(url, s3.options()), _state(3))
 
 
+def test_a_save_to_a_server_that_refuses_connections(s3, prefix):
+    """Also with a short timeout, the error names the address that could not be reached."""
+    nowhere = "http://127.0.0.1:9"
+    limits = SaveLimits(timeout=10.0)
+    with TensorizerStorageWriter(
+        f"s3://{s3.bucket}/{prefix}", storage_options=s3.options(nowhere), limits=limits
+    ) as writer:
+        failure = attempt(dcp.async_save(_state(1, SMALL), storage_writer=writer).result)
+    assert type(failure.causes[0]) is WriteError
+    assert f'Could not connect to the endpoint URL: "{nowhere}' in str(failure.causes[0])
+
+
 @pytest.mark.promise("destination-overloaded")
 @pytest.mark.parametrize(
     "fault", [Fault(503, "SlowDown"), Fault(cut=0), Fault(hang=True)], ids=["overloaded", "reset", "no answer"]

@@ -490,6 +490,25 @@ def prefix(s3: S3Server) -> Iterator[str]:
         s3.client().delete_object(Bucket=s3.bucket, Key=f"{name}/{key}")
 
 
+@pytest.mark.parametrize(
+    ("bucket", "changes", "cause"),
+    [
+        ("no-such-bucket-x", {}, "the bucket 'no-such-bucket-x' does not exist"),
+        ("tests-bucket", {"secret": "wrong-secret-x"}, "403: Forbidden"),
+    ],
+)
+def test_a_model_that_cannot_be_read_before_its_save(
+    s3: S3Server, bucket: str, changes: dict[str, str], cause: str
+) -> None:
+    """If the bucket is missing, or access is denied, the save raises `WriteError`, with path and cause."""
+    url = f"s3://{bucket}/model"
+    with pytest.raises(CheckpointException) as raised:
+        save(url, {"w": torch.ones(2)}, storage_options=s3.options() | changes)
+    error = unwrap(raised.value)
+    assert type(error) is WriteError
+    assert re.match(f"cannot save to {url}: cannot (read|list) {url}.*{cause}", str(error)), str(error)
+
+
 def in_shards(storage_options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Returns the options of a writer that replaces a model, and a state of two files."""
     options = {"max_shard_bytes": 1_000_000, "storage_options": storage_options, "overwrite": True}

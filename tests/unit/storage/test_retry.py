@@ -82,8 +82,8 @@ def test_attempts_that_only_the_timeout_ends() -> None:
     operation, attempts = failing(10_000, ConnectionResetError("reset by peer"))
     with pytest.raises(ConnectionResetError, match="reset by peer"):
         Retries(20_000.0, attempts=math.inf, clock=clock, sleep=clock.sleep).call(operation)
-    assert 17_990 <= clock.now <= 18_000
-    assert 1_800 <= len(attempts) <= 3_610
+    assert 15_990 <= clock.now <= 16_000
+    assert 1_600 <= len(attempts) <= 3_210
 
 
 def test_waits_grow_and_are_bounded() -> None:
@@ -96,7 +96,7 @@ def test_waits_grow_and_are_bounded() -> None:
 
 
 def test_attempts_end_in_time() -> None:
-    """No attempt begins that could end after the timeout at a silent server."""
+    """No attempt begins that could end in the last tenth of the timeout at a silent server."""
     clock = Clock()
     begun: list[float] = []
 
@@ -108,5 +108,5 @@ def test_attempts_end_in_time() -> None:
     with pytest.raises(TimeoutError):
         Retries(1.0, clock=clock, sleep=clock.sleep).call(silent)
     assert 2 <= len(begun) <= 4
-    assert begun[-1] <= 0.9
+    assert begun[-1] <= 0.8
     assert list(Retries(0.1).waits()) == []

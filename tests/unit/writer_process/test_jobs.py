@@ -294,6 +294,25 @@ def test_nothing_is_written_behind_a_file_that_has_failed(tmp_path: Path, monkey
     assert begun == NAMES[:1]
 
 
+def test_a_failure_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job reports progress before each step of the clean-up, so that a slow one is not taken for a hang."""
+    content = filled(torch.float32, (5,))
+    failing = job(open_storage(tmp_path), {name: {name: content} for name in NAMES[:2]})
+    done: list[int] = []
+
+    def fail(sink: LocalSink) -> None:
+        done.append(failing.bytes_written)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(LocalSink, "_complete", fail)
+    monkeypatch.setattr(LocalSink, "_abort", lambda sink: done.append(failing.bytes_written))
+    monkeypatch.setattr(LocalStorage, "discard", lambda storage, *names: done.append(failing.bytes_written))
+    monkeypatch.setattr(jobs, "Workers", lambda *_, **__: nullcontext(SimpleNamespace(submit=at_once)))
+    with pytest.raises(WriteError, match="Input/output error"):
+        failing.run()
+    assert done == [done[0] + steps for steps in range(4)]  # the failure, `abort`, and the removal of two files
+
+
 def test_no_file_is_completed_once_the_job_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`abandon` waits for the file that is being completed and removes it. Later completions are refused."""
     work = job(open_storage(tmp_path), {name: {name: filled(torch.float32, (5,))} for name in NAMES[:2]})
