@@ -310,7 +310,7 @@ class CheckpointManager:
             force: Save even if no save is due. If any rank passes True, all save. A step that is saved already is not
                 replaced: the result is a finished future of the existing checkpoint.
             metrics: Numbers to record with the checkpoint. Only those of rank 0 count.
-            wait: Return only after the commit and the deletion of old checkpoints: see `wait`.
+            wait: Return only after the commit and, on rank 0, the deletion of old checkpoints: see `wait`.
             exclude: Patterns of keys to leave out. The manager warns about a pattern that matches no key of the first
                 rank's state.
             trainable_only: Leave out the frozen parameters. The state must contain a module or parameter.
@@ -417,10 +417,11 @@ class CheckpointManager:
         return restored
 
     def wait(self) -> None:
-        """Waits for the save in progress and the deletion of old checkpoints. Raises `CheckpointError` as `close` does.
+        """Waits for the save in progress. Raises `CheckpointError` as `close` does.
 
-        Collective. If a save of a step was due, and the step is only in memory, the step is saved first. The call also
-        waits until the last export is published. In a forked child it does nothing.
+        Collective. Rank 0, which deletes old checkpoints, also waits for the deletions. If a save of a step was due,
+        and the step is only in memory, the step is saved first. The call also waits until the last export is published.
+        In a forked child it does nothing.
         """
         self._wait(until_published=True)
 
@@ -456,8 +457,9 @@ class CheckpointManager:
         return self._writer.hold_optimizer(optimizer)
 
     def close(self, timeout: float | None = None) -> None:
-        """Waits for the save in progress and the deletions after it, ends the writer process, and destroys the process
-        groups of this manager. Idempotent.
+        """Waits for the save in progress, ends the writer process, and destroys the process groups of this manager.
+
+        Idempotent. Rank 0, which deletes old checkpoints, also waits for the deletions.
 
         Without a timeout, the call is collective: it first saves the step in memory, if a save was due, and with
         ``save_at_end`` the last step. It warns, on the first rank, if the step of the last `save` call is not committed

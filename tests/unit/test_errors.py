@@ -6,7 +6,6 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import errors
-from dcp_tensorizer._storage.s3 import NoSuchObject
 
 
 @pytest.mark.parametrize("name", [name for name in errors.__all__ if name != "unwrap"])
@@ -23,11 +22,6 @@ def test_errors_of_ours_speak_for_themselves_and_others_need_their_type():
     assert errors.describe(errors.WriteError("no space on /data")) == "no space on /data"
     assert errors.describe(KeyError("w")) == "KeyError: 'w'"
     assert errors.describe(OSError(28, "No space left on device")) == "OSError: [Errno 28] No space left on device"
-
-
-def test_a_type_of_this_package_is_not_named():
-    """A message names the base class that users know."""
-    assert errors.describe(NoSuchObject("it does not exist")) == "FileNotFoundError: it does not exist"
 
 
 def test_what_is_in_an_error_of_dcp():

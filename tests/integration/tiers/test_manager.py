@@ -12,7 +12,14 @@ import msgspec
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from dcp_tensorizer import CheckpointManager, ChecksumMismatch, SaveLimits, TensorizerStorageWriter, WriteError
+from dcp_tensorizer import (
+    CheckpointManager,
+    ChecksumMismatch,
+    ReadError,
+    SaveLimits,
+    TensorizerStorageWriter,
+    WriteError,
+)
 from dcp_tensorizer._saving.engine import engine_of_process
 from dcp_tensorizer._tiers.queue import AliveMark, FlushEntry
 
@@ -208,3 +215,14 @@ def test_the_next_job_may_spell_the_remote_in_another_way(tmp_path: Path, s3: S3
         assert manager.steps() == [1]
     assert (state["step"], state["w"].unique().tolist()) == (1, [1.0])
     assert "step-1/.metadata" in s3.objects(prefix)
+
+
+def test_a_manager_needs_the_remote_to_begin(tmp_path: Path, s3: S3Server) -> None:
+    """Before its first save, a manager must list the remote. If that fails, it saves nothing."""
+    nowhere = s3.options("http://127.0.0.1:9", config_kwargs={"retries": {"total_max_attempts": 1}})
+    run, remote = Run(tmp_path), f"s3://{s3.bucket}/run"
+    with CheckpointManager(remote, local=run.local, storage_options=nowhere, stop_signals=()) as manager:
+        for begin in (lambda: manager.save(1, state_of(1)), lambda: manager.restore(state_of(0))):
+            with pytest.raises(ReadError, match=f"cannot list {remote}: EndpointConnectionError"):
+                begin()
+        assert run.states() == []

@@ -9,6 +9,7 @@ import pytest
 
 from dcp_tensorizer._storage.remote import Retries, is_transient
 from dcp_tensorizer._storage.s3 import PastEnd, S3Reader, translated
+from dcp_tensorizer.errors import describe
 
 
 class Body:
@@ -62,3 +63,11 @@ def test_connections_that_may_come_back(error: Exception, transient: bool) -> No
 def test_the_end_of_a_file_is_final() -> None:
     """A range beyond the end is not requested again, which would take as long as the timeout."""
     assert not is_transient(PastEnd("the file ends before the requested range"))
+
+
+def test_a_message_names_no_type_of_this_package() -> None:
+    """A message names the server's code, and the base class that users know."""
+    refused = {"Error": {"Code": "InvalidBucketName", "Message": "The specified bucket is not valid."}}
+    error = translated(botocore.exceptions.ClientError(refused, "PutObject"))
+    assert describe(error) == "OSError: InvalidBucketName: The specified bucket is not valid. (PutObject)"
+    assert describe(PastEnd("the file ends")) == "OSError: the file ends"
