@@ -73,7 +73,7 @@ class ModelOptions:
 
     @property
     def is_adapter(self) -> bool:
-        """Returns whether the model is a PEFT adapter: whether ``files`` contains an adapter's configuration."""
+        """Returns whether ``files`` contains a PEFT adapter's configuration."""
         names = (os.path.join(file, _ADAPTER_CONFIG) if os.path.isdir(file) else file for file in self.files)
         return any(os.path.basename(name) == _ADAPTER_CONFIG and os.path.exists(name) for name in names)
 
@@ -82,7 +82,6 @@ class ModelOptions:
         return {field.name: getattr(self, field.name) for field in fields(ModelOptions)}
 
     def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype in which tensors of ``dtype`` are written."""
         return self.dtype if self.dtype is not None and dtype.is_floating_point and dtype != PAIRS else dtype
 
 
@@ -195,10 +194,8 @@ def _dropped(ties: Sequence[Mapping[str, str]], tensors: Mapping[str, object]) -
 
 
 def _placed(shapes: Mapping[str, tuple[int, ...]], rules: Rules, path: str) -> dict[str, Placed]:
-    """Returns the tensors of the files.
-
-    Raises `WriteError` if two tensors would have one name, a rule matches no tensor, a tensor that it matches has an
-    unsuitable shape, or a load could not reverse the rule.
+    """Raises `WriteError` if two tensors would have one name, a rule matches no tensor or one of unsuitable shape, or a
+    load could not reverse the rules.
     """
     renaming = Renaming(rules)
     try:
@@ -246,7 +243,6 @@ class RankLayout:
 
     @property
     def nbytes(self) -> int:
-        """Returns the total size of the files in bytes."""
         return sum(part.file.nbytes for part in self.files)
 
     @property

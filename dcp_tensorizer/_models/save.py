@@ -89,12 +89,6 @@ class _OtherFile(NamedTuple):
 
 
 class ModelSave(Save):
-    """One rank's part in the save of a model.
-
-    Attributes:
-        model: The options of the model.
-    """
-
     _saver: ModelSaver
 
     def __init__(self, saver: ModelSaver, save_id: str, where: str | Path, staged: StagedSave | None) -> None:
@@ -177,7 +171,6 @@ class ModelSave(Save):
         super().end()
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Writes this rank's part of the files: see `Save.write`."""
         self._lap("plan")
         with self.whole_or_nothing(), ExitStack() as shown:
             layout = plan.storage_data
@@ -509,8 +502,6 @@ class ModelSave(Save):
 
 
 class ModelSaver(Saver):
-    """The saver of a writer of models."""
-
     source: StagedSave | None = None
 
     def __init__(
@@ -531,7 +522,6 @@ class ModelSaver(Saver):
     def stage(
         self, state_dict: dict[str, Any], save: SaveDescription, path: str | os.PathLike[str] | None
     ) -> StagedStateDict:
-        """Copies a state dict into the staging buffer, and records its tied tensors; see `Saver.stage`."""
         ties: Mapping[str, str] = {}
         with suppress(Exception):  # for a value that cannot be saved, staging or the planner raises a better error
             ties = ties_of(state_dict)
@@ -546,11 +536,9 @@ class ModelSaver(Saver):
         context: ProcessContext | None = None,
         error: StagingError | None = None,
     ) -> Save:
-        """Begins a save of ``staged_save``, or, if that is None, of `source`: see `Saver.begin`."""
         return super().begin(path, staged_save or self.source, context, error)
 
     def close(self, deadline: Deadline) -> None:
-        """Waits for the saves of this writer and for publishing: see `Saver.close`."""
         super().close(deadline)
         if self.versions is not None:
             self.versions.end(deadline)
@@ -626,7 +614,6 @@ class _RankJob:
         self._dtypes.append(torch.uint8)
 
     def _write(self, pieces: Pieces) -> None:
-        """Writes pieces, and passes on only the sources that the pieces use."""
         if not len(pieces):
             return
         used, number = np.unique(pieces.source, return_inverse=True)

@@ -86,7 +86,6 @@ class Chain:
         return next((delta.changes[key].digest for delta in reversed(self._deltas) if key in delta.changes), None)
 
     def keys(self) -> set[str]:
-        """Returns the names of all changed tensors."""
         return {key for delta in self._deltas for key in delta.changes}
 
     def pieces(

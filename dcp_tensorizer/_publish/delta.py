@@ -126,12 +126,10 @@ class DeltaDecoder:
 
 
 def largest_delta(nbytes: int) -> int:
-    """Returns the largest size of a delta of a tensor of ``nbytes`` bytes."""
     return nbytes + nbytes // _EXPANSION + _FRAME_OVERHEAD
 
 
 def pieces_of(data: memoryview) -> Iterator[np.ndarray]:
-    """Cuts bytes into pieces that fit into the processor's cache."""
     array = np.frombuffer(data, dtype=np.uint8)
     for start in range(0, array.size, PIECE):
         yield array[start : start + PIECE]

@@ -31,8 +31,6 @@ OtherFile = bytes | tuple[int, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The files of a model's directory."""
-
     storage: Storage
     index: bytes | None  # the contents of the index; None for a model of one file without an index
     weights: dict[str, WeightFile]  # the safetensors files, by name
@@ -58,7 +56,6 @@ def read_model(storage: Storage, index: bytes | None = None, others: Mapping[str
 
 
 def other_files(storage: Storage) -> dict[str, OtherFile]:
-    """Lists the files beside the weights in a model's directory."""
     files = sorted(storage.listing()[0], key=attrgetter("name"))
     return {file.name: (file.nbytes, file.modified) for file in files if is_other_file(file.name)}
 

@@ -1,18 +1,6 @@
 """Published versions of a model: their manifests, their directories, and which of them are still needed.
 
-    published/
-      .publish.claim                    the lease of the publisher
-      weight_v000001/                   a base: a whole model
-        model-00001-of-00002-5f0c1e2a.safetensors, ...
-        .other-<SHA-256>-5f0c1e2a, ...  the configuration, the tokenizer and other files
-        model.safetensors.index.json    the manifest: the commit
-        config.json, tokenizer.json, ...
-      weight_v000002/                   a delta: the changes since version 1
-        delta-00001-81d4fa3b.safetensors, ...
-        model.safetensors.index.json
-
-A version's manifest is its index, so that programs that read models can read a base, and SGLang's receiver can read the
-indices. The fields that only this package reads are in one object, ``metadata.dcp_tensorizer``.
+``docs/guides/publish.md`` has the layout of the files. In this module, a base is a whole version.
 
 Two publications may write the same version at the same time. Their files have different names. Local disks, and object
 stores with conditional puts, accept only one of their manifests. From then on the other publication cannot commit, and
@@ -95,7 +83,6 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def is_delta(self) -> bool:
-        """Returns whether the version has only the changes since the previous one."""
         return self.base_version is not None
 
     def stored(self, name: str) -> str:
@@ -104,7 +91,6 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def other_file_name(record: FileRecord, publication: str) -> str:
-    """Returns the name under which a publication stores a file beside the weights."""
     return f".other-{record.sha256}-{publication}"
 
 
@@ -222,8 +208,6 @@ class VersionInfo:
 
 
 class Published:
-    """A directory of published versions."""
-
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self.path = storage.path
@@ -239,7 +223,6 @@ class Published:
         return sorted(int(match[1]) for match in matches if match and match[0] == name_of(int(match[1])))
 
     def folder(self, version: int) -> Storage:
-        """Returns the storage of a version."""
         return self.storage.child(name_of(version))
 
     def find(self, version: int) -> Manifest | None:
@@ -294,7 +277,6 @@ class Published:
         return [manifest for manifest in found if manifest is not None]
 
     def info(self, manifest: Manifest) -> VersionInfo:
-        """Describes a version for users."""
         return VersionInfo(
             path=self.folder(manifest.version).path,
             version=manifest.version,
@@ -308,7 +290,6 @@ class Published:
         )
 
     def newest(self) -> Manifest | None:
-        """Returns the manifest of the highest version, if any."""
         found = (self.find(number) for number in reversed(self.numbers()))
         return next((manifest for manifest in found if manifest is not None), None)
 
@@ -399,7 +380,6 @@ def _files_in(folder: Storage) -> dict[str, int]:
 
 
 def name_of(version: int) -> str:
-    """Returns the name of a version's directory."""
     return f"weight_v{_digits(version)}"
 
 
@@ -410,7 +390,6 @@ def check_version(version: object) -> int | None:
 
 
 def version_of(name: str) -> int | None:
-    """Returns the version whose directory has this name, if any."""
     match = _DIRECTORY.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -450,7 +429,7 @@ def collect_versions(
 
     Args:
         path: The directory of versions.
-        keep_latest: The number of newest versions to keep, with all versions on which they build.
+        keep_latest: The number of newest versions to retain, with all versions on which they build.
         dry_run: Remove nothing.
         storage_options: Options of a URL's storage, such as credentials.
 

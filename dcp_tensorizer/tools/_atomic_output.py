@@ -42,7 +42,7 @@ def shown_path(path: str) -> str:
 
 @contextmanager
 def new_directory(target: str, options: Mapping[str, Any], files: str) -> Iterator[Storage]:
-    """Creates a directory. A local directory has a temporary name until it is complete.
+    """Creates a directory.
 
     On other storages, a failure removes the new files whose names match the pattern ``files``. Raises `ConversionError`
     if ``target`` is a file, a directory with anything in it, the working directory or a mount point, `ReadError` if it
@@ -92,7 +92,7 @@ def new_directory(target: str, options: Mapping[str, Any], files: str) -> Iterat
 
 @contextmanager
 def new_file(path: str, options: Mapping[str, Any]) -> Iterator[tuple[Storage, str]]:
-    """Creates a file. A local file has a temporary name until it is complete.
+    """Creates a file.
 
     Raises `ConversionError` if the path exists, `ReadError` if that cannot be determined, and `WriteError` if the file
     cannot be written.

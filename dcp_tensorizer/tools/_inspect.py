@@ -269,7 +269,6 @@ def _object(stored: StoredObject) -> ObjectInfo:
 
 
 def _location(item: StoredItem | None) -> tuple[int | None, str | None, int | None]:
-    """Returns an item's rank, its file, and the offset of its first byte there. Without a file, all are None."""
     return (_rank(item.file), item.file, item.offset) if item is not None and item.file else (None, None, None)
 
 

@@ -1,7 +1,4 @@
-"""Reads torch's own DCP format by ranges, without running code, and writes it tensor by tensor.
-
-Data files hold the concatenated ``torch.save`` bytes of write items. ``.metadata`` is a pickle with their locations.
-"""
+"""Reads torch's own DCP format by ranges, without running code, and writes it tensor by tensor."""
 
 from __future__ import annotations
 
@@ -67,11 +64,6 @@ def read(storage: Storage, pickled: bytes) -> CheckpointView:
 
 
 def check(view: CheckpointView, options: ConvertOptions) -> None:
-    """Checks that a checkpoint can be converted.
-
-    Raises `ConversionError` for unsupported dtypes, for keys that would change, and for keys that cannot form a state
-    dict.
-    """
     check_paths(view)
     check_names(view)
     check_lists(view)
@@ -96,7 +88,6 @@ def _is_planned(dtype: torch.dtype) -> bool:
 
 
 def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: ConvertOptions) -> None:
-    """Writes a checkpoint with ``dcp.save`` in this process. Each tensor is read right before it is written."""
     values = dict.fromkeys(view.values) | {
         key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in view.tensors.items()
     }

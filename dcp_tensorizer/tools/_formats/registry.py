@@ -244,7 +244,6 @@ def _stripped(path: Path, prefix: str) -> Path:
 
 
 def _renamed(paths: Mapping[str, Path], rules: Mapping[str, str], source: str) -> dict[str, Path]:
-    """Renames keys. Raises `ConversionError` for an invalid rule, or one that matches no key."""
     try:
         renaming = Renaming(rules)
     except ValueError as error:

@@ -1,7 +1,6 @@
 """Reads and writes safetensors files by ranges, so that no tensor is in memory as a whole.
 
-The safetensors library reads only local files, and writes only tensors that are in memory. The layout of the files
-is in `_formats.safetensors`.
+The safetensors library reads only local files, and writes only tensors that are in memory.
 """
 
 from __future__ import annotations
@@ -56,7 +55,6 @@ def read(storage: Storage, name: str) -> CheckpointView:
 
 
 def check(view: CheckpointView, options: ConvertOptions) -> None:
-    """Raises `ConversionError` for objects, and for dtypes and keys that the format cannot hold."""
     check_no_objects(view, "safetensors")
     for tensor in view.tensors.values():
         if (fault := fault_of(tensor.key, tensor.dtype, tensor.shape)) is not None:
@@ -70,7 +68,6 @@ def write(
     options: ConvertOptions,
     block_bytes: int = BLOCK,
 ) -> None:
-    """Writes a file (for a path that ends in ``.safetensors``), or a directory in Hugging Face's layout."""
     tensors = list(view.tensors.values())
     if path.endswith(".safetensors"):
         with new_file(path, storage_options) as (storage, name):

@@ -147,7 +147,6 @@ class _VerifiedReads:
 
 
 def check(view: CheckpointView, options: ConvertOptions) -> None:
-    """Raises `ConversionError` for values that tensorizer cannot hold or read, and for rules that cannot be applied."""
     check_no_objects(view, "a tensorizer file")
     keys = list(view.tensors)
     for key, name in zip(keys, stored_names(keys), strict=True):
@@ -174,7 +173,6 @@ def check(view: CheckpointView, options: ConvertOptions) -> None:
 
 
 def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: ConvertOptions) -> None:
-    """Writes a file or, with ``tensor_parallel``, a directory with a file for each rank."""
     tensors = list(view.tensors.values())
     if options.tensor_parallel == 1:
         with new_file(path, storage_options) as (storage, name):
@@ -202,7 +200,6 @@ def _write_file(storage: Storage, name: str, tensors: Sequence[StoredTensor], op
 
 
 def _split_dimension(key: str, options: ConvertOptions) -> int | None:
-    """Returns the dimension along which a tensor is split. For a tensor that is whole in each file, returns None."""
     return next((dim for pattern, dim in options.split.items() if fnmatch.fnmatchcase(key, pattern)), None)
 
 

@@ -168,7 +168,6 @@ def _read_whole(storage: Storage, piece: Piece, strides: Sequence[int]) -> torch
 
 
 def check(view: CheckpointView, options: ConvertOptions) -> None:
-    """Raises `ConversionError` if the keys do not form one nested state dict."""
     check_paths(view)
     check_lists(view)
 
@@ -180,10 +179,7 @@ def write(
     options: ConvertOptions,
     block_bytes: int = BLOCK,
 ) -> None:
-    """Writes the nested state dict, reading tensors in blocks.
-
-    Raises `UntrustedObject` if loading an object would run code, and `ConversionError` if an object holds tensors.
-    """
+    """Raises `UntrustedObject` if loading an object would run code, `ConversionError` if an object holds tensors."""
     with new_file(path, storage_options) as (storage, name):
         records = _records(view)
         with written_file(storage, name, archive_size(records)) as write_piece:
@@ -345,8 +341,6 @@ def is_located(value: Any) -> bool:
 
 
 class _TensorFinder(pickle.Pickler):
-    """A pickler that collects all tensors that a pickle would contain."""
-
     def __init__(self) -> None:
         super().__init__(io.BytesIO())
         self.tensors: list[Any] = []

@@ -33,7 +33,6 @@ class _Series(NamedTuple):
 
     @property
     def blocks(self) -> list[Region]:
-        """The blocks in which the tensor is read."""
         return list(blocks_of(self.tensors[0], max(1, _BLOCK // len(self.tensors))))
 
 
