@@ -26,8 +26,6 @@ _UNRECORDED = {"date": "the date", "commit": "the commit", "file_system": "the k
 
 @dataclass(frozen=True)
 class Comparison:
-    """A figure of this package and that of a peer, each as median, lowest and highest."""
-
     case: str
     figure: str
     peer: str
@@ -39,7 +37,6 @@ class Comparison:
 
 
 def round_count(results: Iterable[dict[str, Any]]) -> int:
-    """Returns the number of rounds."""
     return len({result["round"] for result in results})
 
 
@@ -79,7 +76,7 @@ def page(
         how_often: In how many rounds.
         again: The name of a module of `benchmarks`, or a whole name with dots, and the options of its command line.
         sections: Tables and texts; empty ones are left out.
-        spreads: Whether the page has spreads. If so, it explains them.
+        spreads: Whether the page explains spreads.
     """
     name, *given = again.split()
     name = name if "." in name else f"benchmarks.{name}"
@@ -90,7 +87,6 @@ def page(
 
 
 def facts(machine: dict[str, Any], what: str, how_often: str, again: str) -> str:
-    """Returns the subject, the machine, the code, the rounds and the command of a measurement."""
     packages = machine["packages"].items()
     versions = ", ".join(f"{package} {version}" for package, version in packages if version != "not installed")
     lines = (
@@ -141,7 +137,6 @@ def goals(rows: Iterable[Goal], note: str = "", form: Callable[[float], str] = "
 
 
 def goal_table(rows: Iterable[Goal], form: Callable[[float], str]) -> str:
-    """Returns the table of `goals` alone."""
     found = [(name, wanted, _spread_of(value)) for name, wanted, value in rows]
     if any(wanted for _, wanted, _ in found):
         wants = [(name, _in_words(goal), _one(value, form), _reached(goal, value, form)) for name, goal, value in found]
