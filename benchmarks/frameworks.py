@@ -33,8 +33,6 @@ _WIDTH = 2048
 
 
 class Accelerate:
-    """Accelerate's `save_state` and `load_state` with FSDP2."""
-
     def __init__(self, ours: bool, layers: int) -> None:
         from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 
@@ -58,8 +56,6 @@ class Accelerate:
 
 
 class Fabric:
-    """Lightning's `Fabric.save` and `load`, with its ModelParallelStrategy or this package's."""
-
     def __init__(self, ours: bool, layers: int) -> None:
         import lightning.fabric
         from lightning.fabric.strategies import ModelParallelStrategy

@@ -32,8 +32,6 @@ _BYTES_EACH = 2 + 4 * _FLOATS  # for a parameter
 
 
 class _Dcp:
-    """A contender with `dcp.save`, `dcp.load`, and a storage writer and reader."""
-
     def __init__(self, writer: Callable[..., Any], reader: Callable[..., Any]) -> None:
         self._writer, self._reader = writer, reader
 

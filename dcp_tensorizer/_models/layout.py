@@ -167,7 +167,7 @@ def plan_model(
 def _carried(box: Box, source: ModelTensor, layouts: dict[str, ChunkLayout]) -> Sequence[_Chunk]:
     """Returns the parts of a source tensor's chunks that are in a box, as regions of the file's tensor.
 
-    ``layouts`` caches the layouts of source tensors by key, because every box needs the layout of its source tensor.
+    ``layouts`` caches the layouts by key: several boxes may have the same source tensor.
     """
     if box.is_same:
         return source.chunks

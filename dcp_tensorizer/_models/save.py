@@ -165,7 +165,6 @@ class ModelSave(Save):
             versions.add(SavedModel(self.storage, self._index, self._beside, context, self.hold(), step))
 
     def end(self) -> None:
-        """Removes the files of an uncommitted save, and releases the directory. Idempotent."""
         if self._plan is not None:
             self._drop_files()
         super().end()
@@ -342,7 +341,6 @@ class ModelSave(Save):
         self._others = (*self._others[:-1], _OtherFile(file, sink.parts, replaces))
 
     def _drop_files(self) -> None:
-        """Removes the files that this save has created but not committed. Idempotent."""
         if self._begun or self._completed or self._others:
             self._clean_up(self._drop)
 

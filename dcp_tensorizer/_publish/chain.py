@@ -35,8 +35,6 @@ class _Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Delta:
-    """A version that builds on the previous one, with its changes by tensor name."""
-
     manifest: Manifest
     storage: Storage
     changes: Mapping[str, _Change]

@@ -197,7 +197,7 @@ def checkpoints_in(storage: Storage) -> list[str]:
 
 
 def where_below(storage: Storage) -> str:
-    """Returns a hint that names checkpoints below a directory. If none is found, returns an empty string."""
+    """Returns a hint that names checkpoints below a directory; without any, an empty string."""
     try:
         found = list(itertools.islice(_checkpoints_below(storage, _MAX_DEPTH), _MAX_NAMED + 1))
     except CheckpointError:
@@ -433,10 +433,7 @@ def lines_of_steps(folder: Folder, *, in_step: bool = False) -> Iterator[tuple[F
 
 
 def _counted(folders: Sequence[Folder]) -> list[Folder]:
-    """Returns the committed checkpoints with a step.
-
-    If each rank saves for itself, a checkpoint of fewer ranks than another may be incomplete, and does not count.
-    """
+    """If each rank saves for itself, a checkpoint of fewer ranks than another may be incomplete, and does not count."""
     committed = [one for one in folders if one.info is not None and one.info.state == "committed"]
     most = max((one.parts for one in committed), default=0)
     return [one for one in committed if one.step is not None and one.parts in (0, most)]

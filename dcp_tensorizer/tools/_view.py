@@ -355,8 +355,8 @@ def view_checkpoint(
 class _Value:
     """A value as stored by one rank, or merged from several."""
 
-    planner_data: Any  # DCP's, with the key's path
-    entry: Any  # the value's entry in DCP's metadata
+    planner_data: Any
+    entry: Any  # in DCP's metadata
     pieces: dict[torch.Size | None, Piece]  # its chunks, by offset in the value
     conflict: str = ""  # why it cannot be read
 

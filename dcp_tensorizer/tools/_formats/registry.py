@@ -112,10 +112,7 @@ def open_all(
 
 @dataclass(frozen=True, slots=True)
 class _Location:
-    """A checkpoint's location.
-
-    ``name`` is empty for a directory. ``parts`` is empty for a format that is not this package's.
-    """
+    """``name`` is empty for a directory, and ``parts`` for a format that is not this package's."""
 
     path: str
     format: str

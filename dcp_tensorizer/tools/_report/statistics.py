@@ -65,8 +65,6 @@ def _wide(elements: torch.Tensor) -> _Floats:
 
 
 class Running:
-    """Running statistics of the elements added so far, which can be merged."""
-
     def __init__(self) -> None:
         self._elements = self._zeros = self._nans = self._infinities = self._finite = 0
         self._mean = self._squares = self._distance = 0.0  # squares: the sum of squared differences from the mean
