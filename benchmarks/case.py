@@ -65,7 +65,7 @@ def _file(work: Work, folder: Path) -> Path:
 
 
 def leave(measured: Any) -> NoReturn:
-    """Prints the measurements and ends this process, whatever threads it has; the case must name a ``folder``."""
+    """Prints the measurements and ends this process without waiting for threads. The case must name a ``folder``."""
     print(json.dumps(measured), flush=True)
     os._exit(0)
 

@@ -67,8 +67,6 @@ def run(
     Args:
         name: The name of the benchmark's module, and of the files of its results.
         measure: Measures below a folder, with the options of the command line; returns the results to store.
-        render: Makes the page.
-        about: The description in the command line's help.
         options: The benchmark's own options by name, as keyword arguments of ``ArgumentParser.add_argument``.
         where: The folder to save in, unless the command line names one; None: the working directory.
         plot: Draws the picture, by `charts.store`.
@@ -267,7 +265,6 @@ def store(name: str, content: dict[str, Any]) -> None:
 
 
 def _remember(name: str, content: dict[str, Any]) -> None:
-    """Adds a run's ratios to ``results/history.jsonl``, as one line."""
     if "ratios" in content:
         ratios = {figure: value for figure, _, value in content["ratios"]}
         line = {"benchmark": name, **{key: content["machine"][key] for key in ("commit", "date", "cores")}}

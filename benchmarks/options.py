@@ -187,7 +187,6 @@ def _with_writers(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def _held() -> dict[str, int]:
-    """Counts the children, descriptors and bytes of shared memory of this process."""
     process = psutil.Process()
     mapped = sum(m.size for m in process.memory_maps() if "memfd:dcp_tensorizer" in m.path)
     return {
@@ -418,8 +417,7 @@ def _following(state: dict[str, Any], saves: int, folder: Path) -> dict[str, dic
 
     The other process has the publisher's priority. As the publisher does, it reads and hashes files, but without end.
 
-    ``stall``: how long training waits; ``durable``: how long the save takes. A save begins when the previous one is
-    over.
+    ``stall``: how long training waits; ``durable``: how long the save takes. The saves do not overlap.
     """
     figures: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in _FOLLOWERS} for name in _OF_FOLLOWERS}
     for kind in _FOLLOWERS:

@@ -41,7 +41,6 @@ def round_count(results: Iterable[dict[str, Any]]) -> int:
 
 
 def machine_line(machine: dict[str, Any]) -> str:
-    """Describes the machine in one line, and what is not known about it."""
     parts = [f"{machine['cores']} CPU cores", f"{machine['memory_gib']} GiB of memory"]
     if machine.get("file_system"):
         parts.append(f"file system {machine['file_system']}")
@@ -70,9 +69,6 @@ def page(
     """Returns a page: its subject, machine, code, rounds and command, and then its sections.
 
     Args:
-        content: The results, with the ``machine``.
-        title: The title of the page.
-        what: What was measured.
         how_often: In how many rounds.
         again: The name of a module of `benchmarks`, or a whole name with dots, and the options of its command line.
         sections: Tables and texts; empty ones are left out.
@@ -151,7 +147,6 @@ def _one(value: Spread | None, form: Callable[[float], str]) -> str:
 
 
 def medians(rows: Iterable[Goal], form: Callable[[float], str] = "{:.3f}".format) -> list[tuple[str, str, str]]:
-    """Returns the medians of the figures as texts, for the file of results."""
     values = ((name, wanted, _spread_of(value)) for name, wanted, value in rows)
     return [(name, wanted, form(found["median"]) if found else "nan") for name, wanted, found in values]
 

@@ -56,8 +56,6 @@ class DcpSaver:
 
 
 class Ours(DcpSaver):
-    """This package, prewarmed or not, with options of the writer."""
-
     def __init__(
         self,
         group: dist.ProcessGroup | None,
