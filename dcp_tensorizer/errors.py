@@ -81,8 +81,7 @@ class DecryptionError(ReadError):
 class MetadataError(CheckpointError):
     """The contents of a checkpoint, of a model or of a folder of checkpoints cannot be used.
 
-    For example, ``.metadata`` is damaged, or two directories of a folder are of the same step. Subclasses name other
-    reasons.
+    For example, ``.metadata`` is damaged, or two directories of a folder are of the same step.
     """
 
 
@@ -142,7 +141,6 @@ def is_damage(error: CheckpointError) -> bool:
 
 
 def listed_ranks(ranks: Sequence[int]) -> str:
-    """Formats the first ranks of a list for a message."""
     return ", ".join(map(str, ranks[:_RANKS_SHOWN])) + (", ..." if len(ranks) > _RANKS_SHOWN else "")
 
 

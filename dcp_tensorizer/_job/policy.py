@@ -24,8 +24,6 @@ SaveInterval = float | Literal["auto"] | tuple[float, float]
 
 
 class Action(enum.Enum):
-    """Action for a step."""
-
     NOTHING = enum.auto()
     SAVE = enum.auto()
     JOIN = enum.auto()
@@ -72,7 +70,6 @@ class Vote:
 
     @property
     def asks_for_save(self) -> bool:
-        """Returns whether a save is due, a rank's caller wants one, or a rank has received a stop signal."""
         return self.stop or self.force or self.is_due
 
     def numbers(self, *, is_first: bool) -> list[int]:
@@ -121,7 +118,7 @@ class SavePolicy:
     due in memory.
 
     ``interval`` is in seconds. With ``"auto"``, or a pair of bounds, it is computed from the cost of saves and the
-    frequency of failures. Raises `TypeError` or `ValueError` for invalid values.
+    frequency of failures.
     """
 
     def __init__(
@@ -151,14 +148,12 @@ class SavePolicy:
         return min(max(self._clock.report().young_interval(), shortest), longest)
 
     def is_due(self, step: int) -> bool:
-        """Returns whether a save of this step is due."""
         if self._every is None and self._bounds is None:
             return True
         by_steps = self._every is not None and step // self._every > self._saved // self._every
         return by_steps or self._clock.now() - self._saved_at >= self.interval
 
     def is_due_in_memory(self, step: int) -> bool:
-        """Returns whether this step is to be held in memory, even if it is not to be saved."""
         every = self._every_in_memory
         return every is not None and step // every > self._held // every
 
@@ -170,7 +165,6 @@ class SavePolicy:
 
 
 def _bounds(interval: SaveInterval) -> tuple[float, float]:
-    """Returns the bounds of an interval. Raises `TypeError` or `ValueError` if it is invalid."""
     if isinstance(interval, str):
         if interval != "auto":
             raise TypeError(f"save_interval must be a number of seconds, a pair of them, or 'auto', got {interval!r}")
@@ -200,9 +194,7 @@ class StopSignals:
     """Handlers of stop signals. The first signal sets ``seen``; a second one acts as it would without these handlers.
 
     The first signal also calls the handler that was set before, except Python's own for SIGINT. Signals within 5
-    seconds count as one: a scheduler may signal a job and its launcher, which signals the job again. Raises `TypeError`
-    unless ``signals`` are signals, and `ValueError` if one of them cannot be handled, or if this is not the main
-    thread: Python sets handlers only there.
+    seconds count as one: a scheduler may signal a job and its launcher, which signals the job again.
     """
 
     def __init__(self, signals: Sequence[int]) -> None:
