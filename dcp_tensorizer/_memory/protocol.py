@@ -27,8 +27,6 @@ class StateHead(NamedTuple):
         id: 32 hexadecimal digits; the same on all ranks.
         number: A later state of a run has a larger number.
         job: The run of the job that made the state. Each restart begins another run.
-        rank: The rank whose part it is.
-        world_size: The number of ranks of the job.
         record: The `SaveRecord` of the manager, which an index stores; None without a manager.
         parent_step: The step of the last checkpoint before the state; None without a checkpoint.
         left: If the job has gone back to an earlier step and has not saved since, the id of the checkpoint that was the
@@ -54,7 +52,6 @@ class StateHead(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Returns the step of a manager's state."""
         assert self.record is not None, "a manager's states have records"
         return self.record.step
 

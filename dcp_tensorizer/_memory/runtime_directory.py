@@ -57,7 +57,6 @@ def identity(folder: str | os.PathLike[str]) -> tuple[int, int] | None:
 
 
 def socket_path(directory: Path, job: str) -> Path:
-    """Makes a path for a new socket of a job."""
     return directory / f"{job}-{secrets.token_hex(8)}"
 
 
@@ -89,7 +88,6 @@ def listen(path: Path) -> socket.socket:
 
 
 def remove(path: Path) -> None:
-    """Removes a socket, and the directory if it is then empty."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
         path.parent.rmdir()
@@ -154,7 +152,6 @@ def _short_name(directory: Path) -> Iterator[str]:
 
 
 def _make(directory: Path) -> None:
-    """Makes the directory if it is missing. Raises `WriteError`."""
     try:
         with suppress(FileExistsError):
             directory.mkdir(mode=0o700)

@@ -129,7 +129,6 @@ class Wire:
             raise WireError(f"malformed message: {error}") from None
 
     def ask(self, message: msgspec.Struct, kind: Any) -> Any:
-        """Sends a message, and receives the answer."""
         self.send(message)
         return self.receive(kind)
 

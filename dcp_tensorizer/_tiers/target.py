@@ -44,7 +44,6 @@ class FlushTarget:
         return redact(self.remote).rstrip("/")
 
     def progress_timeout(self) -> ProgressTimeout:
-        """Returns a new timeout for a flush that makes no progress."""
         return ProgressTimeout(self.timeout, _LONGEST_PAUSE)
 
     def open(self, subpath: str = "") -> Storage:
@@ -56,12 +55,10 @@ class FlushTarget:
         return below(storage, subpath)
 
     def folder(self, subpath: str = "") -> Path:
-        """Returns the local folder, or the directory of a checkpoint in it."""
         return Path(self.local, subpath)
 
 
 def below(root: Storage, subpath: str) -> Storage:
-    """Returns the storage of a path below a root."""
     for name in filter(None, subpath.split("/")):
         root = root.child(name)
     return root

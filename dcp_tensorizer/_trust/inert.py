@@ -5,9 +5,7 @@ results of its calls. None of these names is looked up or imported.
 the same tuple twice takes two bytes, and doubles the time of hashing. With Python's unpickler a pickle can also change
 every class that it may look up (with the opcode BUILD).
 
-Subclasses decide what a pickle may do. `objects` checks the pickles of saved objects before they are loaded.
-`_formats.torch_archive` checks pickles before torch loads them with its weights-only rules. `_formats.torch_metadata`
-accepts only the parts of DCP's records.
+Subclasses decide what a pickle may do.
 """
 
 from __future__ import annotations
@@ -63,11 +61,9 @@ class Value:
         raise Unexpected
 
     def extend(self, items: Sequence[Any]) -> None:
-        """Adds members."""
         raise Unexpected
 
     def update(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        """Sets keys and values."""
         raise Unexpected
 
 
@@ -153,7 +149,6 @@ class Inert:
         return Named(f"{module}.{name}")
 
     def call(self, what: Named, arguments: tuple[Any, ...]) -> Any:
-        """Makes the placeholder for the result of a call."""
         return Made(what.name, arguments)
 
     def new(self, what: Named, arguments: tuple[Any, ...]) -> Any:
@@ -165,7 +160,6 @@ class Inert:
         return self.call(Named("persistent.id"), (reference,))
 
     def build(self, target: Any, state: Any) -> None:
-        """Sets the state of the result of a call."""
         self._change(target, "build", state)
 
     def update(self, target: Any, members: list[Any]) -> None:

@@ -182,7 +182,6 @@ def _torch_path(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 
 def _replace() -> None:
-    """Replaces functions and classes in DCP's modules, and makes torch's classes create this package's objects."""
     process_executor = getattr(saver, PROCESS_EXECUTOR)
 
     class ProcessExecutor(process_executor):  # type: ignore[misc,valid-type]
@@ -199,7 +198,7 @@ def _replace() -> None:
             return set_up(storage, checkpoint_id, reader)
         return (InstalledReader if reader else InstalledWriter)(checkpoint_id)
 
-    def stager(*args: object) -> DescribedStager:  # for a save without a stager, and without a writer that stages
+    def stager(*args: object) -> DescribedStager:
         assert _installation is not None
         return DescribedStager(_installation.stager)
 
@@ -285,7 +284,6 @@ def run(namespace: dict[str, Any]) -> None:
 
 
 def _take_arguments() -> None:
-    """Sets ``sys.argv`` and ``sys.path`` for the script or module, and names it in the environment."""
     arguments = sys.argv[1:]
     is_module = arguments[:1] == ["-m"]
     arguments = arguments[1:] if is_module else arguments

@@ -92,7 +92,6 @@ class TensorizerCheckpointManager(CheckpointManager):
         reader_options: ReaderOptions = field(default_factory=ReaderOptions)
 
         def build(self) -> TensorizerCheckpointManager:
-            """Makes the manager."""
             return TensorizerCheckpointManager(self)
 
     def __init__(self, config: Config | None = None) -> None:
@@ -167,14 +166,12 @@ class _Saver(CheckpointSaver):
         return staged, _then(response, lambda: self._finalize(path))
 
     def close(self) -> None:
-        """Waits for the save in progress, ends the writer process, and destroys the group of the saves."""
         self.writer.close()
         if self._group is not None:
             self._group.destroy()
 
     @property
     def stager(self) -> AsyncStager:
-        """Returns the writer, which stages."""
         return self.writer
 
 
@@ -299,7 +296,6 @@ def _found(key: str, item: CheckpointItem, rank: int, there: set[str]) -> str:
 
 
 def _check(key: str, item: CheckpointItem) -> None:
-    """Raises `ValueError` if an item needs an unsupported feature."""
     if item.layout is not None:
         raise ValueError(
             f"item {key!r} has a layout, but files of this package have their own. Remove the item's layout."

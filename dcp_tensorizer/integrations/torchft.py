@@ -1,10 +1,4 @@
-"""Checkpoint transport for torchft, which sends a healthy replica's state to joining ones: `TensorizerTransport`.
-
-healthy replica                                        joining replica
-send_checkpoint(): state ──▶ shared memory
-                   its keeper process serves it   ──▶  recv_checkpoint(): byte ranges, in parallel, each verified
-training continues                                     into its own tensors, or new ones
-"""
+"""Checkpoint transport for torchft, which sends a healthy replica's state to joining ones: `TensorizerTransport`."""
 
 from __future__ import annotations
 
@@ -234,7 +228,6 @@ class _Sharding(NamedTuple):
         return cls(names, shape, tuple(tensor.placements), tuple(tensor.size()), tuple(tensor.stride()))
 
     def around(self, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-        """Makes a DTensor with this sharding from its local part, which is moved to the mesh's device if necessary."""
         local = local.to(mesh.device_type)
         return DTensor.from_local(
             local, mesh, self.placements, run_check=False, shape=torch.Size(self.size), stride=self.stride
@@ -248,7 +241,6 @@ def _name_of(mesh: DeviceMesh) -> tuple[tuple[str, ...] | None, tuple[int, ...]]
 
 
 def _leaves(state: Any) -> list[tuple[str, Any]]:
-    """Lists the values in nested containers, each with its key."""
     return [(pytree.keystr(path), value) for path, value in pytree.tree_flatten_with_path(state)[0]]
 
 
@@ -326,10 +318,6 @@ def _state_id(step: int) -> str:
 
 
 def _own_address() -> str:
-    """Returns this host's address towards torchft's lighthouse; or else that of the host's name or default route.
-
-    If all of these are missing or local, returns a loopback address.
-    """
     lighthouse = urlsplit(os.environ.get("TORCHFT_LIGHTHOUSE", "")).hostname
     for name in (lighthouse, socket.gethostname(), _ELSEWHERE):
         with suppress(OSError):
