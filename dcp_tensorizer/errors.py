@@ -1,18 +1,18 @@
 """The exceptions of this package's public interface.
 
     CheckpointError
-    ├── StagingError              a state dict could not be collected, or copied into the staging buffer
-    ├── WriteError                data or metadata could not be made durable
-    │   └── WriterProcessDied     the writer process ended, or could not be started
-    ├── ReadError                 stored bytes could not be read
-    │   ├── ChecksumMismatch      stored bytes differ from those that were saved
-    │   └── DecryptionError       the key is missing, wrong or superfluous
-    ├── MetadataError             a checkpoint, a model or a folder of checkpoints has unusable contents
-    │   ├── NotCommitted          the path has no committed checkpoint (also a ``FileNotFoundError``)
-    │   ├── StateMismatch         keys, shapes or values do not match the state that they are loaded into
-    │   ├── UnsupportedFormat     this release does not read the checkpoint's format or version
-    │   └── UntrustedObject       loading would run code that is not allowed
-    └── ConversionError           a checkpoint cannot be converted as requested
+    ├── StagingError
+    ├── WriteError
+    │   └── WriterProcessDied
+    ├── ReadError
+    │   ├── ChecksumMismatch
+    │   └── DecryptionError
+    ├── MetadataError
+    │   ├── NotCommitted (also a FileNotFoundError)
+    │   ├── StateMismatch
+    │   ├── UnsupportedFormat
+    │   └── UntrustedObject
+    └── ConversionError
 
 Each exception takes a message as its only argument, so that it can be pickled: DCP sends errors from rank to rank,
 wrapped in ``torch.distributed.checkpoint.api.CheckpointException``.

@@ -88,9 +88,8 @@ class CheckpointManager:
                     break
 
     Every rank makes a manager, and makes the same calls of `save`, `restore`, `wait` and `close` in the same order. The
-    other methods are not collective. The manager makes two gloo groups, because saves run their collectives on a
-    background thread. The groups have the timeout of the ranks' process group: no rank waits longer for an unresponsive
-    rank. Close the manager before ``destroy_process_group()``. Errors of the manager are never wrapped in DCP's
+    other methods are not collective. The manager makes two gloo groups, with the timeout of the ranks' process group:
+    no rank waits longer for an unresponsive rank. Close the manager before ``destroy_process_group()``. Errors of the manager are never wrapped in DCP's
     ``CheckpointException``.
 
     Args:
@@ -627,8 +626,7 @@ class CheckpointManager:
         if vote.is_lost or vote.memory.is_superseded:
             superseded = (
                 f"{self._folder.path}: a later run of this job has taken over the memory of another host, to which "
-                f"this run copies its states. This run can no longer save. Stop this run, or stop the other run and "
-                f"restart this one."
+                f"this run copies its states. Stop this run, or stop the other run and restart this one."
             )
             raise WriteError(self._agreement.decided(lambda: self._lease.lost or superseded))
         if step < self._position.step:  # true on all ranks or none: they have just compared their steps

@@ -111,7 +111,7 @@ class Exports:
             )
         except (Exception, CheckpointException) as error:  # CheckpointException does not derive from Exception
             cause = unwrap(error)
-            is_exported = isinstance(cause, NotPublished)  # an earlier export was not published
+            is_exported = isinstance(cause, NotPublished)
             what = "exported, but an earlier export was not published" if is_exported else "saved, but not exported"
             failure = WriteError(f"step {saved.number} was {what}: {describe(cause)}")
             failure.__cause__ = cause

@@ -41,7 +41,7 @@ class OptimizerTarget:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             state = collected["state"]
         except (LookupError, TypeError, AttributeError):
-            return  # the state dict of this optimizer has another structure
+            return
         if not isinstance(state, dict) or len(numbers) != len(params):
             return
         self.counts = {number: len(group["params"]) for number, group in enumerate(collected["param_groups"])}
@@ -58,7 +58,7 @@ class OptimizerTarget:
     ) -> dict[int, int]:
         """Returns the number of parameters in each of the optimizer's groups that the checkpoint has.
 
-        ``keys`` are those of the checkpoint's objects. ``read_objects`` reads some of them.
+        ``keys`` are those of the checkpoint's objects.
         """
         older = f"{self.key}.param_groups"  # torch before 2.4 stored all groups as one object
         keys_of = {number: f"{older}.{number}.params" for number in self.counts}

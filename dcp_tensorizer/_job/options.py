@@ -134,7 +134,7 @@ def check_export(export: object, writer_options: Mapping[str, Any]) -> None:
 def options_of_reader(
     folder: str | os.PathLike[str], writer_options: Mapping[str, Any], limits: SaveLimits, given: object
 ) -> dict[str, Any]:
-    """Returns the options of readers. ``given`` takes precedence over defaults, most of which are the writer's options."""
+    """Returns the options of readers: those of ``given``, and defaults, most of which are the writer's options."""
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"reader_options must be a mapping, or None, got {type(given).__name__}.")
     # A job reads its checkpoint once. Bypassing the page cache is faster, and leaves the cache to training data.

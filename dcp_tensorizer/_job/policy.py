@@ -38,21 +38,17 @@ class Action(enum.Enum):
 class Vote:
     """Facts that a rank knows. After the all-reduce, a flag is set if any rank set it.
 
-    Facts marked "first" count only on the first rank.
+    Facts in `_RANK0_FLAGS` count only on the first rank.
 
     Attributes:
-        step: The rank's step.
         stop: The rank has received a stop signal.
         force: The rank's caller wants to save, even if no save is due.
-        is_due: First: a save is due.
-        is_last: First: the last save is of this step, and has not failed.
-        is_there: First: a checkpoint of the step exists on the job's branch.
-        failures: First: the number of saves that have failed in a row.
+        is_last: The last save is of this step, and has not failed.
+        is_there: A checkpoint of the step exists on the job's branch.
+        failures: The number of saves that have failed in a row.
         must_write: If a save is due, the rank's caller wants the step on storage, not only in memory.
         is_busy: The previous save still runs, and the rank can hold this step in memory instead of saving it.
-        is_due_in_memory: The step is to be held in memory, even if no save is due.
-        is_lost: First: another run has taken the lease of the folder.
-        memory: Facts about states in memory, and their copies on other hosts.
+        is_lost: Another run has taken the lease of the folder.
     """
 
     step: int

@@ -60,20 +60,9 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Selection:
-    """Selection of keys of a flattened state dict.
+    """Selection of keys of a flattened state dict. The attributes are the arguments of `CheckpointManager.restore`.
 
-    Patterns are those of `fnmatch`. They match a key, or the name of a list that contains the key: for ``exclude`` of a
-    save, a list is one key. Without ``include`` all keys are selected. ``exclude`` always takes precedence.
-
-    Attributes:
-        include: Patterns of the selected keys.
-        exclude: Patterns of keys that are left out.
-        strict: Raise an error for a key that the checkpoint lacks, and for a stored value that an optimizer or an empty
-            dict cannot take. If False, the value stays unchanged.
-        allow_shape_mismatch: Leave a tensor and its optimizer state unchanged if the tensor is stored in another shape.
-            If False, raise an error.
-        grow: Patterns of tensors that may be larger than the stored ones, each with the value of the tensors' new
-            elements; None leaves new elements unchanged.
+    Patterns match a key, or the name of a list that contains the key: for ``exclude`` of a save, a list is one key.
     """
 
     include: tuple[str, ...] = ()
@@ -378,8 +367,7 @@ class SelectivePlanner(LoadPlanner):
     def _growing(self, value_of: Callable[[str], tuple[float | None] | None]) -> dict[str, tuple[float | None]]:
         """Finds the tensors that are larger than the stored ones in some dimension, and smaller in none.
 
-        ``value_of`` returns the value of a tensor's new elements, in a tuple of one. If it returns None, the tensor is
-        not among the results.
+        ``value_of`` is like `Selection.value_beyond`.
         """
         assert self.metadata is not None
         stored, growing = self.metadata.state_dict_metadata, {}

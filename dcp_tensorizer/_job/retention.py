@@ -33,13 +33,7 @@ class Retention:
 
     If no checkpoint has a value of the metric, the best one is unknown, and all checkpoints stay.
 
-    Attributes:
-        latest: Retain this many of the newest checkpoints. The newest always stays.
-        every: Retain the steps that are multiples of this.
-        metric: Retain the best checkpoint by this metric.
-        delete_after: Minimum age in seconds of a checkpoint to delete, on storage where jobs do not see each other's
-            locks.
-        delete_other_files: Delete a checkpoint that contains files which no save wrote, with these files.
+    The newest always stays. The attributes are options of `CheckpointManager`.
     """
 
     latest: int | None = None

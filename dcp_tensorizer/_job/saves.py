@@ -52,7 +52,7 @@ class StepSave:
 
     storage: Storage  # the checkpoint's directory
     name: str  # the name of that directory
-    record: SaveRecord  # the record for the index
+    record: SaveRecord
     is_due: bool = True  # a save of the step was due
     staged: StagedStateDict | None = None  # the state, while it is only in memory
     refusal: StagingError | None = None  # why the state could not be collected

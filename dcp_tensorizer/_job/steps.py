@@ -220,7 +220,7 @@ class StepNames:
 
 
 def clean_up(folder: Storage, names: StepNames) -> list[str]:
-    """Removes files in steps' directories that are proven to be of dead saves; see `commit.dead_files`.
+    """Removes files of dead saves (`commit.dead_files`) from those directories of steps that have no metadata.
 
     Returns the names of the directories that had such files.
     """
@@ -396,8 +396,7 @@ def _check_others(folder: Storage, names: StepNames) -> None:
     """Checks the other contents of a folder in which `read_steps` found no checkpoint.
 
     Raises `MetadataError` for directories and files that look like checkpoints, and warns about steps' directories that
-    have data without metadata. Makes one request for the folder and one for each directory. Raises `ReadError` if a
-    request fails.
+    have data without metadata. Makes one request for the folder and one for each directory.
     """
     try:
         files, folders = folder.listing()

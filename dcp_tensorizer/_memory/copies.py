@@ -95,7 +95,7 @@ def check_copies(copies: object, options: object, seconds: object) -> None:
         raise ValueError(f"copies must be 1 or 2, the number of hosts that hold a state, got {copies!r}.")
     if copies == 2:
         if not seconds:
-            raise ValueError("copies=2 needs survive=, the seconds for which states are held. Pass both.")
+            raise ValueError("copies=2 needs survive=. Pass both.")
         require_libsodium()
 
 

@@ -111,8 +111,6 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class CopyStatus:
-    """Status of the last copy."""
-
     id: str = ""  # the id of the state; empty before the first copy
     is_running: bool = False
     problem: str = ""  # why the copy has failed; empty otherwise
@@ -143,15 +141,11 @@ class ClaimRequest:
 
 @dataclass(frozen=True, slots=True)
 class GetPart:
-    """Request of a successor for a rank's part of a state."""
-
     id: str
     rank: int
 
 
 class Plain(Enum):
-    """Requests without arguments."""
-
     LIST = auto()  # list the states: from any process
     COPY_STATUS = auto()  # return the status of the last copy: from the trainer
     DROP_COPIES = auto()  # make the partner's keeper forget its copies of this rank's states: from the trainer

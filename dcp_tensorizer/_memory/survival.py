@@ -278,7 +278,7 @@ class Survival:
             if memory.parts:
                 logger.warning(
                     "%s: no state in memory can be loaded by all ranks, perhaps because a machine was replaced%s. This "
-                    "run resumes from the newest checkpoint on storage, if there is one, and may repeat some steps",
+                    "run resumes from the newest checkpoint on storage, if there is one",
                     self._folder.path,
                     memory.parts_of_newest(),
                 )
@@ -422,8 +422,7 @@ class Predecessors:
                 if time.monotonic() > deadline:
                     return (
                         f"another run of this job is alive (its trainer is process {keeper.found.trainer} on "
-                        f"{socket.gethostname()}), or is starting: the two would replace each other's checkpoints. End "
-                        f"the other run first."
+                        f"{socket.gethostname()}), or is starting. End the other run first."
                     )
                 time.sleep(_CLAIM_SECONDS)
         return ""

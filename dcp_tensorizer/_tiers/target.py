@@ -84,10 +84,8 @@ def target_of(
 ) -> FlushTarget:
     """Returns the target of a writer or reader with a local folder.
 
-    Raises:
-        TypeError: ``local`` is not a path.
-        ValueError: ``local`` is a URL, ``path`` is None or in memory, or one of the two contains the other.
-        WriteError: one of the two is relative, and there is no working directory.
+    Raises `TypeError` or `ValueError` if a path is invalid, and `WriteError` if it is relative and the working
+    directory no longer exists.
     """
     if not isinstance(local, str | os.PathLike) or not isinstance(os.fspath(local), str):
         raise TypeError(f"local must be a str or an os.PathLike, got {type(local).__name__}")

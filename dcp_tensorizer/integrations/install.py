@@ -1,7 +1,7 @@
 """Replaces torch's storage and planners with this package's, for a whole process: `install`.
 
 Most frameworks do not let the user pass a storage: they make a ``FileSystemWriter(path)`` for every save. So `install`
-changes torch's own functions and classes. This also works for modules that have already imported them.
+changes torch's own functions and classes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def install(
       ``isinstance``, and also loads torch's own checkpoints;
     - ``dcp.async_save`` without a stager, and without a storage writer that stages, stages into this package's buffer;
     - ``DefaultSavePlanner(...)`` and ``DefaultLoadPlanner(...)``, which DCP makes by default, make a `SavePlanner` and
-      a `LoadPlanner`. For many tensors, these take a fraction of the time of torch's planners.
+      a `LoadPlanner`.
 
     This also applies to functions and classes that were imported before. Subclasses, such as torch's ``FsspecWriter``
     and ``HuggingFaceStorageWriter``, and stagers that are passed to ``async_save`` are not changed. A later call of

@@ -111,7 +111,7 @@ class TensorizerCheckpointManager(CheckpointManager):
         unused.close()
         callback, storage = config.finalize_callback, self._storage_config
 
-        def finalize(path: str) -> None:  # calls the user's callback for a committed checkpoint
+        def finalize(path: str) -> None:
             if callback is not None:
                 callback(CallbackArgs(path, storage.create_storage(), EventLogger()))
 
