@@ -89,8 +89,8 @@ class CheckpointManager:
 
     Every rank makes a manager, and makes the same calls of `save`, `restore`, `wait` and `close` in the same order. The
     other methods are not collective. The manager makes two gloo groups, with the timeout of the ranks' process group:
-    no rank waits longer for an unresponsive rank. Close the manager before ``destroy_process_group()``. Errors of the manager are never wrapped in DCP's
-    ``CheckpointException``.
+    no rank waits longer for an unresponsive rank. Close the manager before ``destroy_process_group()``. Errors of the
+    manager are never wrapped in DCP's ``CheckpointException``.
 
     Args:
         folder: The folder of the checkpoints: a local directory that all ranks share, or any URL that fsspec opens.
@@ -299,8 +299,8 @@ class CheckpointManager:
         Args:
             step: The step of training, the same on every rank.
             state: A state dict, as for ``dcp.async_save``.
-            force: Save even if no save is due. If any rank passes True, all save. A step that is being saved, or is
-                saved already, is not saved again.
+            force: Save even if no save is due, unless the step is being saved, or is saved already. If any rank passes
+                True, all save.
             metrics: Numbers to record with the checkpoint. Only those of rank 0 count.
             wait: Return only after the commit and the deletion of old checkpoints: see `wait`.
             exclude: Patterns of keys to leave out. The manager warns about a pattern that matches no key of the first
