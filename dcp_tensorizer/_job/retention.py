@@ -29,11 +29,10 @@ from .steps import LATEST, Position, Step, StepNames, members, read_steps, sound
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Rules that retain checkpoints. A checkpoint stays if any rule retains it, or if there are no rules.
+    """Rules that retain checkpoints: options of `CheckpointManager`.
 
-    If no checkpoint has a value of the metric, the best one is unknown, and all checkpoints stay.
-
-    The newest always stays. The attributes are options of `CheckpointManager`.
+    A checkpoint stays if any rule retains it, or if there are no rules. The newest always stays. If no checkpoint has a
+    value of the metric, the best one is unknown, and all checkpoints stay.
     """
 
     latest: int | None = None

@@ -60,8 +60,7 @@ class TensorizerCheckpointManager(CheckpointManager):
     - An item with a ``DefaultResharder`` is saved once for all ranks: its DTensors as shards. Its other values must be
       the same on all ranks. An item without a resharder is separate for each rank, and only the rank with the same
       number loads it.
-    - A save waits for the previous one. torch_checkpointing's own manager raises an error if that takes longer than a
-      timeout.
+    - A save waits for the previous one without a timeout.
     - The configuration needs no barrier, because the ranks agree over a gloo group that the manager makes. So all ranks
       must make the manager, and close it before ``destroy_process_group``.
     - torch_checkpointing itself loads its own checkpoints, from local disks.

@@ -58,8 +58,7 @@ class TensorizerTransport:
       copy: encrypted, and only to clients that know the secret in ``metadata``, which torchft distributes.
     - ``recv_checkpoint`` by default compares all bytes with their digests, and loads objects without running code from
       the sender.
-    - ``disallow_checkpoint`` frees the copy. A replica that is still reading the copy gets a `ReadError`. Under
-      torchft's manager this does not happen: a step ends when the joining replicas have their state.
+    - ``disallow_checkpoint`` frees the copy. A replica that is still reading the copy gets a `ReadError`.
 
     On a joining replica, torchft logs the metadata of the transport that it reads from. With that log and access to the
     network of the job, anyone can read the state while it is offered. So the next state has another secret.
