@@ -189,8 +189,8 @@ _SAME_SIGNAL_SECONDS = 5.0
 class StopSignals:
     """Handlers of stop signals. The first signal sets ``seen``; a second one acts as it would without these handlers.
 
-    The first signal also calls the handler that was set before, except Python's own for SIGINT. Signals within 5
-    seconds count as one: a scheduler may signal a job and its launcher, which signals the job again.
+    Signals also call the handler that was set before, except Python's own for SIGINT. Signals within 5 seconds count as
+    one: a scheduler may signal a job and its launcher, which signals the job again.
     """
 
     def __init__(self, signals: Sequence[int]) -> None:
