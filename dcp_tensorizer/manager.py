@@ -110,8 +110,8 @@ class CheckpointManager:
             mounts, where a job that loads a checkpoint cannot lock it.
         delete_other_files: If a checkpoint to be deleted contains files that no save wrote, delete it with these files.
             If False, such a checkpoint stays, with a warning.
-        must_change: Patterns of keys. The manager warns if none of the matching floating-point or complex tensors differs
-            from the previous save: the saved state may not be the one in training.
+        must_change: Patterns of keys. The manager warns if none of the matching floating-point or complex tensors
+            differs from the previous save: the saved state may not be the one in training.
         stop_signals: Signals that ask the job to stop. The next `save` on every rank then saves even if no save is due,
             and waits for the commit, and `stopping` is true. Earlier handlers are called as well. A second signal, more
             than 5 seconds later, acts as it would without the manager.

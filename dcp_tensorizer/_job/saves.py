@@ -60,7 +60,7 @@ class StepSave:
     future: Future[str] = field(default_factory=Future)  # the path; done when the save is committed or has failed
     over: Future[None] = field(default_factory=Future)  # done when the save and the work after it are over
     saved: Step | None = None  # the checkpoint, once it is committed
-    files: WrittenFiles = field(default_factory=WrittenFiles)  # the files that this rank has written
+    files: WrittenFiles = field(default_factory=WrittenFiles)
 
     def __post_init__(self) -> None:
         # The future cannot be cancelled, because the other ranks save regardless.

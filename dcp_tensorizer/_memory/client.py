@@ -237,9 +237,8 @@ class KeeperConnection:
 def connect_to_keepers(job: str, timeout: float) -> tuple[list[KeeperConnection], list[Path]]:
     """Connects to all keepers of a job on this machine, including those of this run.
 
-    ``timeout`` is the number of seconds for the answers of all keepers together.
-
-    Returns the connections, and the sockets of the keepers that do not answer, for example because they are stopped.
+    ``timeout`` is the number of seconds for the answers of all keepers together. Returns the connections, and the
+    sockets of the keepers that do not answer.
     """
     asked, found, silent = dict[Path, KeeperConnection](), list[KeeperConnection](), list[Path]()
     paths = list[Path]()

@@ -189,7 +189,6 @@ class PeerCopies:
         return bool(why) and self.is_on
 
     def advance(self, vote: MemoryVote) -> None:
-        """Records the joint vote of all ranks."""
         if not self.is_on:
             return
         if vote.copies_end:
@@ -404,5 +403,4 @@ def address_of(interface: str) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Returns whether an address is empty or a loopback address, which other hosts cannot use."""
     return not address or ipaddress.ip_address(address).is_loopback

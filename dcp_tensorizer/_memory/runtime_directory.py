@@ -134,7 +134,6 @@ def connect(path: Path) -> socket.socket | None:
 
 
 def is_own_peer(connection: socket.socket) -> bool:
-    """Returns whether the process at the other end belongs to this user, according to the kernel."""
     with suppress(OSError):
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         return bool(_CREDENTIALS.unpack(credentials)[1] == os.getuid())

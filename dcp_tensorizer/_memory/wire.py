@@ -43,7 +43,7 @@ _LOWER_EFFORT = 0x20  # DSCP CS1: other traffic goes first, where routers suppor
 
 
 class WireError(OSError):
-    """Violation of the protocol. For example, the other end does not know the secret, or sends invalid data."""
+    """Violation of the protocol, such as a wrong secret or invalid data."""
 
 
 class Wire:

@@ -539,10 +539,7 @@ def _is_later(there: Head, own: Head, earlier: Container[str]) -> bool:
 
 
 def _committed(remote: Storage, name: str) -> IndexFile | None:
-    """Reads an index as `committed` does, but returns None if it is damaged, or of another package.
-
-    Raises `ReadError`.
-    """
+    """Reads an index as `committed` does, but returns None if it is damaged, or of another package."""
     try:
         return committed(remote, name)
     except MetadataError:

@@ -179,8 +179,7 @@ class Queue:
     ) -> list[tuple[FlushEntry, FlushRecord]]:
         """Reads the records in some states, in the order of their saves; raises `ReadError`.
 
-        Entry and record belong together: if another process moves a record while it is read, the entry has the later
-        state.
+        If another process moves a record while it is read, the entry has the later state.
         """
         found = [self._read(entry) for entry in self.entries() if entry.state in states]
         return [(e, r) for e, r in found if r is not None and e.state in states and remote in (None, r.remote)]

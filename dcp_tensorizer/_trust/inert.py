@@ -95,9 +95,8 @@ class Made(Value):
 def hash_cost(key: Any, most: int) -> int:
     """Returns the cost of hashing a key: 1 for each value in it, and 1 for each 64 bits of an integer.
 
-    A value that the key contains several times counts each time.
-
-    Raises `Malformed` if the cost exceeds ``most``, if values are nested too deeply, or if one is not hashable.
+    A value that the key contains several times counts each time. Raises `Malformed` if the cost exceeds ``most``, if
+    values are nested too deeply, or if one is not hashable.
     """
     cost = 0
     left: list[tuple[Any, int]] = [(key, 0)]
