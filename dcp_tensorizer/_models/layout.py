@@ -34,10 +34,7 @@ _ADAPTER_CONFIG = "adapter_config.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """The options of a model: see `SafetensorsStorageWriter`.
-
-    Raises `TypeError` or `ValueError` if one is invalid, and `CheckpointError` if ``publish`` needs a missing zstd.
-    """
+    """The options of a model: see `SafetensorsStorageWriter`."""
 
     dtype: torch.dtype | None = None
     rename: Rules = field(default_factory=dict)
@@ -120,8 +117,7 @@ def plan_model(
     """Lays out the files of the model that the ranks' plans make up.
 
     ``order`` maps the names in the coordinator's state dict to their positions there. ``ties`` has a mapping for each
-    rank, from the name of each tied tensor to the name of the tensor that it is tied to. Raises `WriteError`, naming
-    keys, if the format cannot hold the model, or the rules of ``rename`` do not fit its tensors.
+    rank, from the name of each tied tensor to the name of the tensor that it is tied to.
     """
     tensors: dict[str, ModelTensor] = {}
     chunks: dict[str, list[_Chunk]] = defaultdict(list)

@@ -117,8 +117,7 @@ class ModelSave(Save):
     def prepare(self, plan: SavePlan) -> SavePlan:
         """Creates the directory. The coordinator checks whether the model may be saved there.
 
-        Returns the plan, with the tied tensors of this rank. Raises `WriteError` if the directory cannot be created, or
-        the model must not be saved there.
+        Returns the plan, with the tied tensors of this rank.
         """
         with self.or_fail():
             self.open()
@@ -133,10 +132,7 @@ class ModelSave(Save):
             return plan_with(plan, dict(self._ties))
 
     def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Lays out and creates the files; returns the plans with the layout. Called on the coordinator.
-
-        Raises `WriteError` if the format cannot hold the model, or if the files cannot be created.
-        """
+        """Lays out and creates the files; returns the plans with the layout. Called on the coordinator."""
         with self.or_fail():
             ties = [plan.storage_data if isinstance(plan.storage_data, dict) else {} for plan in plans]
             model = self._plan = plan_model(plans, self.model, path=self.path, order=self._order, ties=ties)
@@ -238,7 +234,7 @@ class ModelSave(Save):
         dtypes: Sequence[torch.dtype],
         progress: Callable[[int], object],
     ) -> WriteDone:
-        """Writes pieces, whose sources are ``items``. Raises `WriteError`."""
+        """Writes pieces, whose sources are ``items``."""
         saver = self._saver
         files = SharedFiles(self.storage, self.rank, saver.options, layout.files, pieces, dtypes)
         return saver.engine.client.write(files, items, self._staged, lambda: saver.closed, progress)

@@ -41,10 +41,7 @@ class Delta:
 
 
 def read_delta(published: Published, manifest: Manifest) -> Delta:
-    """Reads the headers of a delta's files.
-
-    Raises `MetadataError` if they are damaged, or differ from the manifest.
-    """
+    """Reads the headers of a delta's files, and compares them with the manifest."""
     storage = published.folder(manifest.version)
     names: dict[str, set[str]] = {}
     for key, name in manifest.weight_map.items():

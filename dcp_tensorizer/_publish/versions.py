@@ -126,11 +126,6 @@ def decode_notes(content: bytes) -> dict[str, Any]:
 
 
 def decode_manifest(content: bytes, path: str) -> Manifest:
-    """Decodes a manifest.
-
-    Raises `UnsupportedFormat` if another program or a newer release wrote it, and `MetadataError` if it is damaged or
-    names files outside of its directory.
-    """
     try:
         index = decode_json(_decode, content)
         notes = index.metadata or {}
@@ -226,7 +221,6 @@ class Published:
         return self.storage.child(name_of(version))
 
     def find(self, version: int) -> Manifest | None:
-        """Returns a version's manifest, or None if it does not exist. Raises `MetadataError` if it is damaged."""
         if version not in self._manifests:
             folder = self.folder(version)
             content = read_small(folder, INDEX)
@@ -240,7 +234,7 @@ class Published:
         return self._manifests[version]
 
     def manifest(self, version: int | None) -> Manifest:
-        """Returns the manifest of a version, or with None the newest one. If there is none, raises `NotCommitted`."""
+        """Returns the manifest of a version, or with None the newest one."""
         manifest = self.newest() if version is None else self.find(version)
         if manifest is None:
             if version is None or not self.manifests():
@@ -251,7 +245,7 @@ class Published:
         return manifest
 
     def needed(self, version: int, by: Manifest) -> Manifest:
-        """Returns the manifest of a version that another one builds on. If it does not exist, raises `NotCommitted`."""
+        """Returns the manifest of a version that another one builds on."""
         manifest = self.find(version)
         if manifest is None:
             raise NotCommitted(
@@ -296,8 +290,7 @@ class Published:
     def chain(self, version: int, after: int | None = None) -> list[Manifest]:
         """Returns the manifests that a version builds on, and its own, the lowest first.
 
-        Starts with the base, or with the delta that follows ``after``. Raises `NotCommitted` if a manifest is missing,
-        and `MetadataError` if they do not build on each other.
+        Starts with the base, or with the delta that follows ``after``.
         """
         manifest = self.manifest(version)
         chain, first = [manifest], manifest.chain
@@ -384,7 +377,6 @@ def name_of(version: int) -> str:
 
 
 def check_version(version: object) -> int | None:
-    """Returns a version as an int, or None. Raises `TypeError` or `ValueError` unless it is an int of at least 1."""
     check_count("version", version, optional=True)
     return None if version is None else int(version)  # type: ignore[call-overload]
 

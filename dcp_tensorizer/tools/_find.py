@@ -218,10 +218,6 @@ def _checkpoints_below(storage: Storage, depth: int) -> Iterator[str]:
 
 
 def walk(storage: Storage) -> Folder:
-    """Lists a directory and all directories below it.
-
-    Raises `NotCommitted` if there is no such directory, and `ReadError` if it cannot be listed.
-    """
     around: dict[str, str] = {}
     if isinstance(storage, LocalStorage):
         for folder in Path(storage.real_path).parents:

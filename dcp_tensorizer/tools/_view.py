@@ -174,11 +174,7 @@ def record_of(parts: Mapping[int | None, Metadata]) -> SaveRecord | None:
 def unlock_parts(
     storage: Storage, parts: Mapping[int | None, Metadata], key: DecryptionParams | None
 ) -> dict[str, Cipher | None]:
-    """Derives the cipher of each data file from the user's key.
-
-    Raises `DecryptionError` if the key is missing, wrong, or given for an unencrypted checkpoint, and `TypeError` if
-    ``key`` is of another type.
-    """
+    """Derives the cipher of each data file from the user's key."""
     if key is not None:
         check_decryption(key)
     ciphers: dict[str, Cipher | None] = {}
@@ -281,11 +277,7 @@ def read_region(
     verify: bool,
     ciphers: Mapping[str, Cipher | None] = MappingProxyType({}),
 ) -> torch.Tensor:
-    """Assembles a region of a tensor from the pieces of the whole tensor. ``ciphers`` maps files to ciphers.
-
-    Raises `ReadError` if bytes cannot be read, or with ``verify`` do not match their digests, and `DecryptionError` if
-    they are encrypted and their file has no cipher.
-    """
+    """Assembles a region of a tensor from the pieces of the whole tensor. ``ciphers`` maps files to ciphers."""
     target = empty(region.size, dtype)
     targets: dict[Cipher | None, list[ReadTarget]] = defaultdict(list)
     for item, shape, stored, own in pieces:

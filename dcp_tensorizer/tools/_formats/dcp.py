@@ -37,11 +37,7 @@ from .torch_file import check_lists, check_names, check_paths, load_fake, locate
 
 
 def read(storage: Storage, pickled: bytes) -> CheckpointView:
-    """Opens a checkpoint of torch's own writer, whose ``.metadata`` is ``pickled``.
-
-    Raises `MetadataError` if the metadata is damaged, unsupported, or does not match the files, `UntrustedObject` if
-    unpickling it would run code, and `ConversionError` if a value is stored in a transformed form.
-    """
+    """Opens a checkpoint of torch's own writer, whose ``.metadata`` is ``pickled``."""
     catalog = TorchCatalog(storage, metadata_file_name(), pickled)
     stored = catalog.metadata()
     size_of = functools.cache(storage.head)

@@ -28,20 +28,11 @@ _PARTS = "shard-*.safetensors"  # the files of torch's HuggingFaceStorageWriter(
 
 
 def read_directory(storage: Storage) -> CheckpointView:
-    """Opens the tensors of a model (see `ModelCatalog`). Joins tensors that several files hold in parts.
-
-    Raises `MetadataError` if a file is of another kind, damaged, or lacks a tensor of the index, or if the parts of a
-    tensor do not cover it exactly, and `ReadError` if a file cannot be read.
-    """
+    """Opens the tensors of a model (see `ModelCatalog`). Joins tensors that several files hold in parts."""
     return view_of(storage, storage.path, "safetensors", ModelCatalog(storage))
 
 
 def read(storage: Storage, name: str) -> CheckpointView:
-    """Opens the tensors of a file.
-
-    Raises `ConversionError` if the file has only parts of tensors, `MetadataError` if it is of another kind or damaged,
-    and `ReadError` if it cannot be read.
-    """
     path, file = f"{storage.path}/{name}", read_weight_file(storage, name)
     with naming(storage, path):
         offsets = saved_offsets(file.notes)

@@ -40,11 +40,7 @@ _MAX_HEADER = 1 << 20  # bytes of a tensor's header; the name in it has at most 
 
 
 def read(storage: Storage, name: str) -> CheckpointView:
-    """Opens the tensors of a file. Reading a tensor compares it with the CRC-32 in its header.
-
-    Raises `ConversionError` if the file is of another kind, encrypted, or damaged, and `ReadError` if it cannot be
-    read.
-    """
+    """Opens the tensors of a file. Reading a tensor compares it with the CRC-32 in its header."""
     from tensorizer import TensorDeserializer  # a slow import
 
     path = f"{storage.path}/{name}"

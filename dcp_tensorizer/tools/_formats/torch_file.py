@@ -65,11 +65,6 @@ _PADDING_TAG = 0x4246
 
 
 def read(storage: Storage, name: str) -> CheckpointView:
-    """Opens a file with a state dict.
-
-    Raises `UntrustedObject` if loading would run code, `ConversionError` if the file is damaged or holds no state dict,
-    and `ReadError` if it is truncated or cannot be read.
-    """
     path = f"{storage.path}/{name}"
     nbytes = storage.head(name) or 0
     with naming(storage, path), storage.reading(name) as reader:
@@ -97,10 +92,7 @@ def read(storage: Storage, name: str) -> CheckpointView:
 
 
 def locate(storage: Storage, path: Path, tensor: torch.Tensor, file: str, start: int = 0) -> StoredTensor:
-    """Makes a stored tensor from one that `load_fake` has loaded. The loaded bytes begin at ``start`` in the file.
-
-    Raises `ConversionError` if the elements are not stored as plain bytes.
-    """
+    """Makes a stored tensor from one that `load_fake` has loaded. The loaded bytes begin at ``start`` in the file."""
     if not is_located(tensor):
         message = f"{key_of(path)!r} in {storage.path}/{file} is {_NOT_LOCATED}, and cannot be converted. Leave it out."
         raise ConversionError(message)
@@ -179,7 +171,6 @@ def write(
     options: ConvertOptions,
     block_bytes: int = BLOCK,
 ) -> None:
-    """Raises `UntrustedObject` if loading an object would run code, `ConversionError` if an object holds tensors."""
     with new_file(path, storage_options) as (storage, name):
         records = _records(view)
         with written_file(storage, name, archive_size(records)) as write_piece:
