@@ -67,8 +67,6 @@ class PlannedChunk(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A write item."""
-
     key: str
     chunk: PlannedChunk
     hint: int  # ``MetadataIndex.index``; -1: none
@@ -90,14 +88,11 @@ class Table:
 
     @functools.cached_property
     def planner_data(self) -> Any:
-        """The planner's data."""
         return unpack_paths(self.data) if isinstance(self.data, (PackedPaths, Pickled)) else self.data
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Columns:
-    """The write items of a rank."""
-
     table: Table
     dims: Integers  # the number of dimensions of each item's chunk; -1 for an object
     starts: Integers  # a row per item, with zeros after its dimensions
@@ -107,7 +102,6 @@ class Columns:
         return len(self.dims)
 
     def rows(self, hints: Integers) -> Iterator[Row]:
-        """Yields the items as rows, with their ``hints``."""
         table, width = self.table, self.starts.shape[1]
         numbers = np.column_stack([table.kinds, table.spec_numbers, self.dims, self.starts, self.sizes]).tolist()
         chunks: dict[tuple[int, ...], PlannedChunk] = {}
@@ -122,11 +116,9 @@ class Columns:
             yield Row(table.keys[key], chunk, hint)
 
     def with_data(self, planner_data: Any) -> Columns:
-        """Returns the same items with other planner data."""
         return dataclasses.replace(self, table=dataclasses.replace(self.table, data=planner_data))
 
     def select(self, rows: Integers) -> Columns:
-        """Selects some of the items."""
         table = self.table
         chosen = dataclasses.replace(
             table,
@@ -192,7 +184,6 @@ def row_of(item: WriteItem) -> Row:
 
 
 def item_of(row: Row) -> WriteItem:
-    """Returns the item of a row."""
     (kind, spec, start, size), hint = row.chunk, row.hint
     if spec is None:
         return WriteItem(MetadataIndex(row.key), KINDS[kind])
@@ -242,7 +233,6 @@ def with_keys(packed: PackedPaths | Pickled, keys: list[str]) -> PackedPaths | P
 
 
 def unpack_paths(packed: PackedPaths | Pickled) -> Any:
-    """Unpacks what `pack_paths` packed."""
     if isinstance(packed, Pickled):
         return pickle.loads(packed.data)
     assert packed.keys is not None
@@ -311,8 +301,6 @@ _DTYPES = ("<i1", "<i2", "<i4", "<i8")
 
 @dataclasses.dataclass(frozen=True)
 class EncodedColumns:
-    """A rank's columns as bytes."""
-
     digest: bytes  # of the contents
     table: bytes  # the `Table`; equal bytes on ranks with equal tables
     chunks: bytes  # the other columns
@@ -351,7 +339,6 @@ def encode(columns: Columns, *, may_refer: bool = False) -> EncodedColumns:
 
 
 def pack(content: object) -> bytes:
-    """Pickles an object, and compresses the pickle."""
     return zlib.compress(pickle.dumps(content, pickle.HIGHEST_PROTOCOL), _LEVEL)
 
 
@@ -368,5 +355,4 @@ def pack_integers(numbers: Integers) -> tuple[str, bytes]:
 
 
 def unpack_integers(packed: tuple[str, bytes]) -> Integers:
-    """Unpacks what `pack_integers` packed."""
     return np.frombuffer(packed[1], packed[0]).astype(np.int64)

@@ -236,8 +236,7 @@ def kill(popen: subprocess.Popen[bytes]) -> int | None:
 # --- starting the interpreter, with the trainer's modules -------------------------------------------------------------
 #
 # The process must find the modules that the trainer finds, because its messages are pickles, and a storage may need a
-# plugin. But a ``queue.py`` among the trainer's scripts must not shadow the standard library's. So the standard library
-# comes before all of the trainer's ``sys.path``, and PYTHONPATH and the working directory are ignored.
+# plugin. PYTHONPATH and the working directory are ignored.
 
 _PATH = "DCP_TENSORIZER_PATH"
 _GPUS = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")  # no context, no GPU memory

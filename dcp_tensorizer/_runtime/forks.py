@@ -101,7 +101,6 @@ class Home:
 
     @property
     def is_here(self) -> bool:
-        """Returns whether this process made the object. False in a forked child."""
         return self._pid == os.getpid()
 
     def _leave(self) -> None:
@@ -136,7 +135,6 @@ _ADVICE = {
 
 
 def identity(fd: int) -> tuple[int, int] | None:
-    """Returns the device and inode of an open file, or None if the descriptor is closed."""
     try:
         status = os.fstat(fd)
     except OSError:

@@ -52,12 +52,10 @@ class FailuresInARow:
         self.last_committed = "none"
 
     def failed(self, error: str) -> None:
-        """Counts a save that was not committed."""
         self.count += 1
         self.last_error = error
 
     def committed(self, path: str) -> None:
-        """Resets the count after a save that was committed."""
         self.count, self.last_committed = 0, path
 
     def check(self, limit: int | None, count: int | None = None) -> None:
@@ -104,14 +102,12 @@ class FailureCounter:
             save.is_coordinator = self._is_coordinator[save.group] = is_coordinator
 
     def failed(self, error: BaseException) -> None:
-        """Records and logs why the calling thread's save fails on this rank."""
         save = self._saves.get(threading.current_thread())
         if save is not None:
             save.error = describe(error)
             logger.error("%s failed: %s", save.name, save.error)
 
     def committed(self) -> None:
-        """Ends the calling thread's save as committed."""
         save = self._saves.pop(threading.current_thread(), None)
         if save is not None:
             self._last_committed = save.path

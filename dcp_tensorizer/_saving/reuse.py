@@ -42,10 +42,7 @@ _MIN_STEADY_BYTES = INDEX_CAPACITY  # the header of a smaller file takes more sp
 
 
 TensorContent = tuple[TensorSource, bytes]
-"""A tensor's description in a file (`_described`), and the digest of its elements.
-
-The bytes of a file follow from the `TensorContent` of each of its tensors, in order.
-"""
+"""A tensor's description in a file (`_described`), and the digest of its elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +89,7 @@ class KnownFiles:
     def begin(
         self, contents: Mapping[TensorSource, bytes]
     ) -> tuple[int, list[_KnownFile], dict[TensorSource, _History]]:
-        """Begins a save of tensors with the given digests.
-
-        Returns the save's number, the files that it may adopt, and the histories of its tensors.
-        """
+        """Returns the number of a new save, the files that it may adopt, and the histories of its tensors."""
         with self._changing:
             self._saves += 1
             number, files, before = self._saves, self._files, self._histories
@@ -204,7 +198,7 @@ class FilesOfSave:
         changed = self._changed(done, digest)
         results, known = [], []
         for request, result in zip(self._requests, done.files, strict=True):
-            file = self._adopted.get(request.name)  # an earlier file of the same bytes
+            file = self._adopted.get(request.name)
             if not result.adopted:
                 # In a job that saves to two storages in turn, an earlier file on the other storage cannot be adopted.
                 # The file that is written instead inherits the number of adoptions, so that neither file is adopted

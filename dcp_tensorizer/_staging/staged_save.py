@@ -114,7 +114,6 @@ class StagedSave:
     # --- copying ------------------------------------------------------------------------------------------------
 
     def reach(self, progress: StagingState) -> None:
-        """Records the progress of copying, which never goes back."""
         with self._changed:
             self._progress = max(self._progress, progress)
             self._changed.notify_all()
@@ -291,11 +290,6 @@ def _no_future() -> StagingFuture | None:
 
 
 # --- the staged state dict of a save, or its error --------------------------------------------------------------------
-#
-# DCP may pass a staged state dict to any storage writer. A writer of this package knows the `StagedSave`, and raises
-# its error in DCP's first hook. Writers of other packages get the state only when everything is copied. If copying
-# failed, they get a value that raises the error when it is planned or pickled. In both cases DCP sends the error to
-# every rank.
 
 
 class StagedStateDict(dict[str, Any]):

@@ -55,7 +55,6 @@ class TensorList(list[torch.Tensor]):
     have one key, both are staged: one of them is part of an object, which this rank may write.
 
     Attributes:
-        omitted_keys: The ``omitted`` keys.
         structure: The state dict, copied except for its tensors.
         memory: The tensors to copy. If training may assign to their ``data`` meanwhile, aliases that still refer to the
             same memory.
@@ -208,14 +207,12 @@ class _Described:
         return staged
 
     def write_items(self, key: str, value: object) -> list[WriteItem]:
-        """Returns the write items of the live tensor, with another key."""
         return [replace(item, index=replace(item.index, fqn=key)) for item in self.items]
 
     def chunks(self) -> list[ChunkStorageMetadata]:
         return [item.tensor_data.chunk for item in self.items if item.tensor_data is not None]
 
     def shard(self, index: MetadataIndex) -> torch.Tensor:
-        """Returns the staged shard at the offset of an index."""
         for item, shard in zip(self.items, self.shards, strict=True):
             if item.index.offset == index.offset:
                 return shard
