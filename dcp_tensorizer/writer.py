@@ -511,7 +511,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
 
 class DescribedStager(AsyncStager):
-    """A stager for the one save that ``save`` describes. It stages with its writer; `close` does nothing."""
+    """A stager for the one save that ``save`` describes. It stages with its writer."""
 
     def __init__(self, writer: TensorizerStorageWriter, save: SaveDescription = SaveDescription()) -> None:  # noqa: B008 - a tuple
         self._writer, self._save = writer, save

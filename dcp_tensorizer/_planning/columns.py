@@ -228,7 +228,6 @@ def pack_paths(planner_data: Any, keys: list[str]) -> PackedPaths | Pickled:
 
 
 def with_keys(packed: PackedPaths | Pickled, keys: list[str]) -> PackedPaths | Pickled:
-    """Returns received paths with their keys."""
     return packed._replace(keys=keys) if isinstance(packed, PackedPaths) and packed.keys is None else packed
 
 
@@ -301,7 +300,7 @@ _DTYPES = ("<i1", "<i2", "<i4", "<i8")
 
 @dataclasses.dataclass(frozen=True)
 class EncodedColumns:
-    digest: bytes  # of the contents
+    digest: bytes
     table: bytes  # the `Table`; equal bytes on ranks with equal tables
     chunks: bytes  # the other columns
     may_refer: bool = False  # the rank retains the columns, and understands a response that refers to them
@@ -317,7 +316,6 @@ class EncodedColumns:
         return table
 
     def decode(self, tables: dict[bytes, Table]) -> Columns:
-        """Returns the columns. ``tables`` is as in `decode_table`."""
         table = self.decode_table(tables)
         width, *packed = unpack(self.chunks)
         dims, starts, sizes = map(unpack_integers, packed)
@@ -348,7 +346,6 @@ def unpack(data: bytes) -> Any:
 
 
 def pack_integers(numbers: Integers) -> tuple[str, bytes]:
-    """Packs integers, all in the narrowest sufficient type."""
     low, high = (int(numbers.min()), int(numbers.max())) if numbers.size else (0, 0)
     dtype = next(name for name in _DTYPES if np.iinfo(name).min <= low and high <= np.iinfo(name).max)
     return dtype, numbers.astype(dtype).tobytes()

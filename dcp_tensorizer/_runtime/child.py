@@ -1,7 +1,6 @@
 """Starts the child processes of this package. `ChildProcess` runs in the trainer, `begin` in the child.
 
-The writer process and the keeper are such processes. They are not forked. `multiprocessing` is no alternative: it
-imports the user's ``__main__`` again, and is forbidden in daemonic processes.
+`multiprocessing` is no alternative: it imports the user's ``__main__`` again, and is forbidden in daemonic processes.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ _most = _FEW  # when there are this many entries, dead owners are removed
 def in_child(owner: _T, release: Callable[[_T], object]) -> None:
     """Registers ``release(owner)`` to be called in each child that this process forks while the owner lives.
 
-    ``release`` must not wait for a lock. An owner registers at most one function.
+    ``release`` must not wait for a lock.
     """
     global _most
     if len(_owners) >= _most:

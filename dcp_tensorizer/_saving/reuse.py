@@ -71,7 +71,7 @@ class _KnownFile:
     items: tuple[StoredItem, ...]  # their locations in it
     nbytes: int
     earlier: tuple[EarlierFile, ...]  # newest first
-    sha256: bool  # whether the file has SHA-256 hashes
+    sha256: bool
     uses: int = 0  # number of adoptions
     seen: int = 0  # the number of the last save that wrote or adopted the file
 

@@ -58,7 +58,7 @@ logger = logging.getLogger("dcp_tensorizer")
 
 
 class SaveDescription(NamedTuple):
-    record: SaveRecord | None = None  # the manager's record, for the index
+    record: SaveRecord | None = None
     error: StagingError | None = None  # if this rank has no state: the error with which the save fails on all ranks
     omitted: frozenset[str] = frozenset()  # keys of tensors that other ranks write and this rank does not stage
     # Called with the staged copy, whose tensors may not have their values yet. The caller holds the copy's buffer

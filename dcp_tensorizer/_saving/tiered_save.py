@@ -51,7 +51,7 @@ class TieredSave(Save):
         name = self._flushing.target.name
         self.path = f"{name}/{self._subpath}" if self._subpath else name
         self._writing: Writing | None = None  # set while this rank's files are in the local folder
-        self._local_files: dict[str, int] = {}  # the files in the local folder, with their sizes
+        self._local_files: dict[str, int] = {}
         self._is_published = False
 
     def _storage_of(self, where: str | Path) -> Storage:

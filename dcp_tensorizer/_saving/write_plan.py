@@ -127,7 +127,7 @@ def resolve(
     return items
 
 
-@functools.cache  # once in a process
+@functools.cache
 def _recommend_planner() -> None:
     logger.info(
         "this rank saves thousands of items with torch's planner, which holds the GIL for 55 to 88 us per item while "

@@ -160,7 +160,7 @@ class SideStreams(dict[int, SideStream]):
     def synchronize(self, tensors: Iterable[torch.Tensor]) -> None:
         """Waits for everything on the calling thread's current streams of these tensors' devices.
 
-        Afterwards other threads may read the tensors: their current streams do not wait for the calling thread's.
+        Call it before other threads read the tensors: their current streams do not wait for the calling thread's.
         """
         for stream in self.follow(tensors):
             stream.mark().synchronize()
@@ -361,7 +361,6 @@ class Device:
         return undo
 
     def _record(self, *, new: int | None = None, gone: int | None = None) -> None:
-        """Adds or removes the start address of a registration."""
         with self._registering:
             known = {*self._borders, *(() if new is None else (new,))} - {gone}
             self._borders = tuple(sorted(number for number in known if number is not None))
@@ -421,6 +420,6 @@ def _has_other_accelerator() -> bool:
     return accelerator is not None and accelerator.type != "cuda"
 
 
-@functools.cache  # logs once per kind of device
+@functools.cache
 def _log_plain_copies(kind: str) -> None:
     logger.info("tensors on %s are staged by blocking copies: side streams need CUDA or ROCm", kind)

@@ -197,7 +197,7 @@ class _Described:
             whole = torch.empty(local.shape, dtype=local.dtype, device="meta")
         staged = rebuild_dtensor(tensor, whole) if isinstance(tensor, DTensor) else whole
         self.shards = list(shards)
-        del self.tensor  # the live one
+        del self.tensor
         staged.__dict__.update(
             self.fields,
             __create_write_items__=self.write_items,

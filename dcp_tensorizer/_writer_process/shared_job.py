@@ -68,8 +68,6 @@ class Pieces:
 
 
 class SharedFilePart(NamedTuple):
-    """A shared file, and the size of the blocks in which processes write it."""
-
     file: SharedFile
     granule: int
     """See `Storage.granule_of`."""

@@ -1,4 +1,4 @@
-"""The writer process: answers its trainer's requests, such as to write files, to flush a folder, or to publish a model."""
+"""The writer process: answers its trainer's requests, such as to write files or to publish a model."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Worker:
         self._shared: dict[MappedFile, mmap.mmap] = {}
         self._mapping = free_in_child(threading.Lock())
         self._part_memory = PartMemory(_CACHED_BYTES)
-        self._progress: Callable[[], int] | None = None  # of the request in progress
+        self._progress: Callable[[], int] | None = None
         self._job: FileJob | None = None
         self._connection: object = None
         self._flushes: FlushThread | None = None
