@@ -123,8 +123,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             first byte, about once a second, and at the end; by one thread at a time. `ProgressLine` shows them on a
             terminal. An error of ``on_progress`` is logged, and ends the calls. It does not fail the save.
         sha256: Store a SHA-256 of each tensor in the files, besides the CRC-32. This takes 0.6 s of CPU time per GB in
-            the writer process. Both hashes detect damage. Neither protects against an attacker, who can change the hash
-            together with the data.
+            the writer process. Neither hash protects against an attacker, who can change it together with the data.
         reuse_unchanged: Do not write tensors again that have not changed since they were last saved. Their files get
             an additional name by a hard link, or are copied by the object store. Every checkpoint is still complete.
             This option cannot be combined with encryption or ``local``.

@@ -288,7 +288,7 @@ def whole_size(tensor: torch.Tensor) -> torch.Size:
 
 
 def plain_local(value: object) -> torch.Tensor | None:
-    """Returns the local tensor of a DTensor if ``to_local`` would return the same object, otherwise None.
+    """Returns the local tensor of a DTensor if it is a plain tensor that needs no gradient, otherwise None.
 
     ``to_local`` records an operation for autograd, which takes ten times as long as everything else here. Also returns
     None if the DTensor describes its part, because DCP may then take a tensor that is not the local one.

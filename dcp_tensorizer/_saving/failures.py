@@ -133,10 +133,7 @@ class FailureCounter:
                 logger.error("%s was not committed: %s", save.name, save.cause)
 
     def check(self, limit: int | None, path: str, group: str | None = None) -> None:
-        """Raises `WriteError` when ``limit`` saves in a row of a process group to paths like ``path`` have failed.
-
-        If ``limit`` is None, never raises.
-        """
+        """Raises `WriteError` when ``limit`` saves in a row of a process group to paths like ``path`` have failed."""
         if (in_a_row := self._in_a_row.get(_counted_as(path, group))) is not None:
             in_a_row.last_committed = self._last_committed or "none"
             in_a_row.check(limit)

@@ -2,8 +2,7 @@
 
 The bytes of a file follow from the names, dtypes, shapes, kinds and elements of its tensors. So two files with equal
 `TensorContent` in the same order are equal, even if their tensors' keys, chunks or ranks differ. Elements are compared
-by XXH3-128. A save adopts a file of an earlier save: the storage links or copies it under a new name
-(`Storage.adopt`), because each save has its own file names.
+by XXH3-128. A save adopts a file of an earlier save: the storage links or copies it under a new name (`Storage.adopt`).
 
 Only whole files can be adopted. So tensors that have not changed in the last saves, according to their digests, are
 written to separate files. If a tensor that counts as unchanging changes, it must stay the same for twice as many saves

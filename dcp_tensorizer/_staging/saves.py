@@ -1,7 +1,4 @@
-"""The staged saves of all writers of an engine, in the order of staging, and the buffers that these writers share.
-
-When a save is over, a later save of any of these writers may reuse its buffer.
-"""
+"""The staged saves of all writers of an engine, in the order of staging, and the buffers that these writers share."""
 
 from __future__ import annotations
 

@@ -169,8 +169,8 @@ class StagedSave:
     def _wait_for(self, progress: StagingState, timeout: float | None = None) -> bool:
         if self.is_interrupted:
             raise StagingError(
-                "a signal handler has interrupted the staging of a save, which continues only after the handler has "
-                "returned. Set a flag in the handler, and save after the handler has returned."
+                "a signal handler has interrupted the staging of a save. Set a flag in the handler, and save after the "
+                "handler has returned."
             )
         with self._changed:
             self._is_awaited = True

@@ -98,7 +98,7 @@ class TensorList(list[torch.Tensor]):
     def inner(self) -> set[int]:
         """The numbers of the tensors that are not cast, because they are parts of a tensor that may need their dtypes.
 
-        A DTensor of one plain tensor does not, unless it describes its part.
+        The plain tensor of a DTensor that has only one is cast, unless the DTensor describes its part.
         """
         return {number for numbers in self._inner for number in numbers}
 
