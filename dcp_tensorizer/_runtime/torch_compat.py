@@ -200,7 +200,6 @@ def negated_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cpu_placement(metadata: ShardMetadata) -> _remote_device:
-    """Returns the placement of a shard in host memory of the same rank."""
     assert metadata.placement is not None
     return _remote_device(f"rank:{metadata.placement.rank()}/cpu")
 

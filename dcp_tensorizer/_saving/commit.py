@@ -288,7 +288,6 @@ def recorded_uploads(storage: Storage, names: Iterable[str]) -> dict[str, dict[s
 
 
 def marks_of_uploads(recorded: Mapping[str, Iterable[str]]) -> list[str]:
-    """Returns the temporary names that mark files as those of `recorded_uploads`."""
     return [temporary_file_name(name, save_id) for save_id, names in recorded.items() for name in names]
 
 

@@ -44,8 +44,6 @@ class _Outcome:
 
 
 class FailuresInARow:
-    """The saves that have failed since the last committed save."""
-
     def __init__(self) -> None:
         self.count = 0
         self.last_error = ""
@@ -88,7 +86,6 @@ class FailureCounter:
         self._last_committed: str | None = None
 
     def begin(self, path: str, group: str | None = None) -> None:
-        """Begins a save of a process group on the calling thread. Ends the thread's previous save."""
         self.end()
         self._saves[threading.current_thread()] = _Outcome(path, group)
 

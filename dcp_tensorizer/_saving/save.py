@@ -294,7 +294,6 @@ class Save:
         """Runs after the commit, before the replaced files are removed."""
 
     def _lap(self, name: str, nbytes: int = 0) -> None:
-        """Records a span that began when the previous span ended."""
         began, self._lapped = self._lapped, time.perf_counter()
         self._spans.append(Span(name, began, self._lapped, nbytes=nbytes))
 

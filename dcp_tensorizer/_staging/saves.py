@@ -154,7 +154,6 @@ class StagedSaves:
         return SharedBuffer(nbytes, pin_for)
 
     def has_buffer(self, nbytes: int) -> bool:
-        """Returns whether an idle buffer has at least ``nbytes`` bytes, or `prewarm` is making a buffer."""
         return self._prewarming is not None or any(buffer.fits(nbytes) for buffer in list(self._idle))
 
     def reclaim(self) -> None:

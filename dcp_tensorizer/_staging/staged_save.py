@@ -196,7 +196,6 @@ class StagedSave:
             future.complete()
 
     def watch(self, future: StagingFuture) -> None:
-        """Completes a future on release."""
         with self._changed:
             self._future = weakref.ref(future)
             released = self._progress == StagingState.RELEASED
@@ -225,7 +224,6 @@ class StagedSave:
     # --- the save -----------------------------------------------------------------------------------------------
 
     def take(self) -> None:
-        """Marks the calling thread as the save's thread."""
         with self._changed:
             if self.thread is not None:
                 return

@@ -91,7 +91,6 @@ class TensorList(list[torch.Tensor]):
 
     @property
     def omitted(self) -> set[int]:
-        """The numbers of the plain tensors that are not staged."""
         return {number for numbers in self._omitted.values() for number in numbers}
 
     @property

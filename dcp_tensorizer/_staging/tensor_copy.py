@@ -151,7 +151,6 @@ class Copies:
 
     @collector_paused()
     def begin(self, buffer: SharedBuffer) -> Sequence[torch.Tensor]:
-        """Allocates the staged tensors in a buffer, and begins the copies of host memory."""
         shapes = list(map(attrgetter("shape"), self.sources))
         if not self.devices:
             staged = buffer.allocate_all(self.dtypes, shapes)
