@@ -81,10 +81,12 @@ class SavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
+        """Sets the state to save. DCP calls this method."""
         _set_up(self, lambda: super(SavePlanner, self).set_up_planner(state_dict, storage_meta, is_coordinator))
 
     @collector_paused()
     def create_local_plan(self) -> SavePlan:
+        """Plans all items that this rank can write."""
         history = self._history
         if history is not None:
             history.begin()
@@ -130,6 +132,7 @@ class SavePlanner(DefaultSavePlanner):
         return self.global_plan, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Returns the plan of the items that this rank writes."""
         history = self._history
         if history is not None:
             if isinstance(choice := new_plan.items, WrittenItems):
@@ -140,6 +143,7 @@ class SavePlanner(DefaultSavePlanner):
         return super().finish_plan(new_plan)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
+        """Returns the state dict's value for an item."""
         tensor = plain_tensor_at(index, self.state_dict)
         return super().lookup_object(index) if tensor is None else tensor
 
@@ -222,10 +226,12 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
+        """Sets the state to load into. DCP calls this method."""
         _set_up(self, lambda: super(LoadPlanner, self).set_up_planner(state_dict, metadata, is_coordinator))
 
     @collector_paused()
     def create_local_plan(self) -> LoadPlan:
+        """Plans what this rank reads."""
         assert self.metadata is not None
         nested = self.original_state_dict
         if self.flatten_state_dict and has_older_keys(self.metadata, self.state_dict, nested):
