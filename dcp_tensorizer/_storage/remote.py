@@ -1,8 +1,4 @@
-"""The base class of storages behind a URL. It translates errors, and removes credentials from them.
-
-A storage defines `create`, `open` and `remove`, and the methods `_read`, `_head`, `_list` and `_put_file`, which may
-raise any exception. All other methods have defaults.
-"""
+"""The base class of storages behind a URL. It translates errors, and removes credentials from them."""
 
 from __future__ import annotations
 
@@ -242,7 +238,7 @@ class Retries:
     ) -> _T:
         """Calls ``operation`` until it succeeds, and returns its result; raises the error of the last attempt.
 
-        Retries if ``transient`` returns True for the error. Calls ``recover`` before each retry.
+        Calls ``recover`` before each retry.
         """
         waits = self.waits()
         while True:
