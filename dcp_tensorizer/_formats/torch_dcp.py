@@ -1,10 +1,4 @@
-"""Checkpoints of torch's own ``FileSystemWriter`` and ``FsspecWriter``. Without ``allow_pickle``, a load runs no code
-from them.
-
-torch's readers unpickle ``.metadata`` and every object without checks. This module builds only objects of DCP's own
-dataclasses from ``.metadata``, and loads tensors under torch's weights-only rules. The load checks objects as it checks
-those of this package's checkpoints.
-"""
+"""Checkpoints of torch's own ``FileSystemWriter`` and ``FsspecWriter``."""
 
 from __future__ import annotations
 
@@ -103,9 +97,7 @@ class TorchCatalog(Catalog):
         return getattr(self.info(item.storage_index), "transform_descriptors", None) or ()
 
     def info(self, index: MetadataIndex) -> StorageInfo:
-        """Returns the file, offset and length of a stored item. Raises `MetadataError`, naming the key, if it is not
-        stored.
-        """
+        """Returns an item's file, offset and length. Raises `MetadataError`, naming the key, if it is not stored."""
         info: StorageInfo | None = (self._metadata.storage_data or {}).get(index)
         if info is None:
             raise MetadataError(f"{self.path} has no data for {index.fqn!r}")

@@ -133,7 +133,6 @@ class _Encoding(Generic[T]):
         self._helpers: Workers | None = None
 
     def run(self) -> list[StoredItem]:
-        """Hashes or encrypts the tensors and fills the parts in several threads, in any order."""
         entries = self._layout.entries
         self._parts.fill(0, np.frombuffer(self._layout.head, dtype=np.uint8))
         numbers = iter(range(len(entries)))
@@ -227,7 +226,6 @@ class _Encoding(Generic[T]):
             self._encrypt_blocks(_Encryption.of(self._layout.cipher, entry, data, nonce, fill=True))
 
     def _hash(self, number: int, data: memoryview, *, fill: bool) -> bytes:
-        """Hashes a tensor, stores its item, and returns its header. With ``fill``, also copies the data to parts."""
         entry = self._layout.entries[number]
         digester = Digester(block_size(data.nbytes))
         hashes = TensorHashes(entry.header, digester, sha256=entry.has_sha256)
@@ -338,7 +336,6 @@ class PartMemory:
         return buffer
 
     def release(self, buffer: np.ndarray) -> None:
-        """Releases the memory of a part to the pool."""
         with self.changed:
             self._keep(buffer)
             self.changed.notify_all()
@@ -445,7 +442,6 @@ class FileParts:
             self._changed.notify_all()
 
     def _part(self, number: int) -> np.ndarray:
-        """Returns the memory of an incomplete part. Allocates it for the first thread that fills the part."""
         part = self._filling.get(number)
         if part is not None and self._error is None:
             return part
