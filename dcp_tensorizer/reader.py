@@ -190,8 +190,8 @@ class TensorizerStorageReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads the checkpoint's metadata; with ``rank=``, that rank's own.
 
-        Each tensor is one whole chunk in this metadata. For a tensor that its stored chunks do not cover, for example
-        because each rank saved for itself, the metadata has these chunks, as in `stored_metadata`.
+        Describes a tensor as one chunk if its stored chunks cover it. Otherwise, for example because each rank saved
+        for itself, describes the stored chunks, as `stored_metadata` does.
 
         DCP swallows errors of this method. So without ``rank=`` the method raises only `NotCommitted`, and with
         ``rank=`` it raises nothing. `set_up_storage_reader` raises the recorded error, or the returned metadata raises

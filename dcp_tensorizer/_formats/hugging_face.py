@@ -43,7 +43,6 @@ class ModelCatalog(Catalog):
     """The model in a directory's safetensors files, which `read_weight_files` chooses.
 
     Args:
-        storage: The model's directory.
         rename: The rules by which the model was saved, applied in reverse.
         files: The headers of the files to read, instead of those that `read_weight_files` would choose. No index is
             read.

@@ -137,9 +137,8 @@ class Index(Catalog):
     def metadata(self, *, whole: bool = True) -> Metadata:
         """Returns DCP's metadata for a load.
 
-        With ``whole``, describes a tensor as one chunk if its stored chunks cover it, because DCP's planners visit each
-        chunk of each tensor on each rank. Tensors with equal descriptions then share one object. Without ``whole``,
-        describes all chunks as they are stored.
+        With ``whole``, describes a tensor as one chunk if its stored chunks cover it. Tensors with equal descriptions
+        then share one object. Without ``whole``, describes all chunks as they are stored.
         """
         head = self._file.head
         with _valid(self.path), collector_paused():

@@ -59,8 +59,6 @@ _NOTES = {"format": "pt"}
 
 
 class Described(Protocol):
-    """The name, dtype and shape of a tensor to be stored in a file."""
-
     @property
     def key(self) -> str: ...
     @property
@@ -75,7 +73,7 @@ T = TypeVar("T", bound=Described)
 @dataclass(frozen=True, slots=True)
 class SafetensorsLayout(Generic[T]):
     tensors: tuple[T, ...]  # in file order
-    starts: tuple[int, ...]  # the offset of each
+    starts: tuple[int, ...]
     header: bytes  # the file up to the first tensor
     nbytes: int
 

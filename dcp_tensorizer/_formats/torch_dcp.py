@@ -29,7 +29,6 @@ class TorchCatalog(Catalog):
     """A checkpoint in torch's own format: the ``torch.save`` bytes of each item, and a pickle with their locations.
 
     Args:
-        storage: The checkpoint's directory.
         name: The name of its metadata file.
         pickled: The contents of the metadata file.
         allow_pickle: Unpickle the metadata without checks.
@@ -92,7 +91,6 @@ class TorchCatalog(Catalog):
             raise self.not_loaded(item, error) from error
 
     def transforms(self, item: ReadItem) -> Sequence[str]:
-        """Returns the names of the transforms that torch's writer has applied to an item."""
         # torch before 2.7 does not have this field.
         return getattr(self.info(item.storage_index), "transform_descriptors", None) or ()
 

@@ -171,7 +171,6 @@ def _hints(kind: type) -> dict[str, tuple[Any, tuple[type, ...]]]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Returns whether a value, including the members of a list or dict, has the type of an annotation."""
     if type(value) is hint or hint is Any:
         return True
     origin, arguments = get_origin(hint), get_args(hint)

@@ -23,8 +23,6 @@ _Count = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 
 
 class TensorRecord(Struct):
-    """A tensor's entry in a header."""
-
     dtype: str
     shape: Annotated[tuple[_Count, ...], Meta(max_length=MAX_DIMENSIONS)]
     data_offsets: tuple[_Count, _Count]

@@ -93,7 +93,7 @@ class IndexFile(NamedTuple):
 
 
 def pack(head: Head, parts: Iterable[Part], sign: Callable[[bytes], bytes] | None = None) -> bytes:
-    """Packs the index, and sets the sections of ``head``. ``sign`` returns the MAC of a fingerprint; None: no encryption."""
+    """Packs the index, and sets the sections of ``head``. ``sign`` returns a fingerprint's MAC; None: no encryption."""
     contents = []
     offset = 0
     for part in parts:

@@ -19,7 +19,6 @@ allocate more."""
 
 
 def runs_of(numbers: np.ndarray) -> list[Run]:
-    """Encodes numbers as runs, which are arithmetic progressions."""
     steps = np.diff(numbers)
     turns = [*(np.flatnonzero(steps[1:] != steps[:-1]) + 1).tolist(), len(steps)]
     runs: list[Run] = []
@@ -136,7 +135,6 @@ class ChunkLayout:
 
     @functools.cached_property
     def is_covered(self) -> bool:
-        """Whether the chunks hold each element exactly once."""
         return self.is_one or covers(self.shape, self.regions)
 
     def touched_by(self, region: Region) -> list[int]:

@@ -147,7 +147,7 @@ class Load:
 
 
 def check_one_save(path: str, carried: Sequence[object]) -> None:
-    """Raises `MetadataError` if the plans of the ranks name different saves, or if the planner has dropped a name."""
+    """Raises `MetadataError` if the ranks' plans name different saves, or if a plan has lost its ``storage_data``."""
     if len(carried) < 2:
         return
     lost = [rank for rank, data in enumerate(carried) if not isinstance(data, ReadFrom)]
@@ -310,10 +310,8 @@ def read_tensors(
 ) -> int:
     """Reads tensors into the planner's targets. Returns the number of bytes read.
 
-    If the planner looks up its targets as torch's own does, reads tensors in batches. Other planners may return the
-    same scratch buffer for each tensor, and reuse it after the commit: they get one tensor at a time, as from torch's
-    own reader. ``targets_of`` checks that an item fits a tensor, and returns what to read. ``read`` takes the same
-    arguments as `Exchange.read`.
+    ``targets_of`` checks that an item fits a tensor, and returns what to read. ``read`` takes the same arguments as
+    `Exchange.read`.
     """
     total = sum(_wanted_bytes(piece) for _, pieces, _ in items for piece in pieces)  # reads may exceed it
     done = 0
@@ -357,7 +355,6 @@ def resolved(items: _Items, planner: LoadPlanner) -> Iterator[torch.Tensor]:
 
 
 def _is_object(pieces: Sequence[Piece]) -> bool:
-    """Returns whether the value was stored by ``torch.save``."""
     return bool(pieces) and pieces[0].item.kind != "tensor"
 
 

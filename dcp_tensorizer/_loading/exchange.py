@@ -368,8 +368,6 @@ def reads_alone(path: str, group: dist.ProcessGroup | None, carried: Sequence[ob
 
 @dataclass(frozen=True)
 class ExchangeVote:
-    """A rank's message to the others in a vote."""
-
     error: CheckpointError | None = None  # the reason why the rank cannot continue
     reason: str = ""  # the reason why the rank exchanges no tensors, although it can load
     setting: tuple[Any, ...] = ()  # must be the same on all ranks

@@ -157,7 +157,7 @@ def non_overlapping_groups(targets: Sequence[ReadTarget]) -> Iterator[Sequence[R
     """Yields the groups of targets that may be read concurrently, in order.
 
     Targets that share memory, such as tied weights, are read one by one, in the order of the plan, because concurrent
-    reads would mix their data. So the memory holds all of the last target, as with torch's reader.
+    reads would mix their data. So the memory holds the whole last target, as with torch's reader.
     """
     shared = overlapping(targets)
     alone = [target for target in targets if target not in shared] if shared else targets
@@ -209,8 +209,6 @@ also takes a buffer."""
 
 
 class ReadLimits(NamedTuple):
-    """The limits for coalescing and splitting reads."""
-
     max_gap_bytes: int  # reading this many unneeded bytes is faster than a second request
     max_coalesced_bytes: int = MAX_SCRATCH_BYTES  # of one operation, unless it is a single segment in scratch memory
     max_scratch_bytes: int = MAX_SCRATCH_BYTES  # of one operation's segments in scratch memory

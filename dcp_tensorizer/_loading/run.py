@@ -78,12 +78,9 @@ def fetch(
     """Reads everything that the targets need. Returns the number of bytes. Targets on a GPU are ready on return.
 
     Args:
-        storage: The checkpoint's directory.
-        targets: The regions to read, and the tensors that receive them.
         threads: The maximum number of parallel reads; None: the storage's default.
         verify: Compare the data with its digests.
         progress: Called with the number of bytes done and the total number, by one reading thread at a time.
-        cipher: Decrypts encrypted items.
         limits: The limits for coalescing and splitting reads; None: the storage's.
         page_cache: Leave data of local disks in the page cache; None: only if memory is sufficient.
         in_memory: The contents of files that need not be read, by name.

@@ -203,7 +203,6 @@ class StreamStorage(RemoteStorage):
 
 
 def _modified(entry: Mapping[str, Any]) -> float | None:
-    """Returns the time of a file's last write, for which each filesystem has its own key and type."""
     for key in ("LastModified", "last_modified", "mtime", "updated", "modified", "created"):
         value = entry.get(key)
         with suppress(ValueError):

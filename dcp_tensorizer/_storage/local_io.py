@@ -179,7 +179,6 @@ class LocalSink(Sink):
     that two processes write, threads then wait 726 times instead of 984.
 
     Args:
-        path: The file.
         nbytes: The size of a new file, which must not exist. None opens a file that `make_shared` has created, for
             the parts of this process.
         sync: Make the data durable.

@@ -146,7 +146,6 @@ class S3Client:
         return {"ChecksumCRC32": base64.b64encode(crc32(data).to_bytes(4, "big")).decode()}
 
     def names_of_part(self) -> list[str]:
-        """Returns the names of a part's fields that are needed to complete an upload."""
         chosen = self._filesystem.s3_additional_kwargs.get("ChecksumAlgorithm")
         return ["ETag"] if chosen is None else ["ETag", f"Checksum{chosen}"]
 
@@ -379,7 +378,6 @@ class S3Storage(RemoteStorage):
         return answer
 
     def complete_upload(self, name: str, upload: str, parts: Mapping[int, Mapping[str, str]], owner: str) -> None:
-        """Completes an upload that `create_upload` started for ``owner``; raises `OSError`."""
         listed = [{"PartNumber": number, **part} for number, part in sorted(parts.items())]
         whole = {"MultipartUpload": {"Parts": listed}, "UploadId": upload}
         try:
@@ -582,7 +580,6 @@ class S3Reader(RangeReader):
         return answer
 
     def _receive(self, buffers: Sequence[memoryview], offset: int, stop: int) -> int:
-        """Requests a range once; returns the number of bytes that arrived."""
         wanted = f"bytes={offset}-{stop - 1}"
         answer = self._get(Range=wanted)
         if offset and not str(answer.get("ContentRange", "")).startswith(f"bytes {offset}-"):

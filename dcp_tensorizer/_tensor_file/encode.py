@@ -4,9 +4,6 @@ Hashing limits the speed of a save to a fast disk. It is up to twice as fast on 
 thread takes a tensor, and processes it in pieces that fit in that cache. For each piece it computes the digests,
 CRC-32, and SHA-256 if requested, and copies the piece into its part of the file. Other threads write complete parts to
 the sink at the same time.
-
-With encryption, each block of a tensor is encrypted into a buffer of one block, digested there, and copied into its
-part. The tensor's own memory is only read.
 """
 
 from __future__ import annotations
