@@ -459,9 +459,9 @@ class CheckpointManager:
         """Waits for the save in progress and the deletions after it, ends the writer process, and destroys the process
         groups of this manager. Idempotent.
 
-        Without a timeout, the call is collective: it first saves a step that was due and is only in memory, and with
+        Without a timeout, the call is collective: it first saves the step in memory, if a save was due, and with
         ``save_at_end`` the last step. It warns, on the first rank, if the step of the last `save` call is not committed
-        in the end. It frees the states in memory, unless the newest state is not committed, or an error has ended
+        in the end. It frees the states in memory, unless the last due step is not committed, or an error has ended
         the ``with`` block. A job that is `stopping` waits for a publication for at most ``limits.timeout`` seconds, and
         then logs the unpublished model. In a forked child the call does nothing.
 

@@ -43,7 +43,8 @@ class Export(ModelOptions):
         at_end: Export the last save of the job when the manager is closed, unless an error or a signal ends the job.
         include: Patterns of the keys to export, in the flattened state dict.
         dtype, rename, max_shard_bytes, files, overwrite, publish, storage_options: As for
-            `SafetensorsStorageWriter`. By default the prefix ``model.`` is removed from the keys.
+            `SafetensorsStorageWriter`. By default the prefix ``model.`` is removed from the keys; with another
+            ``include``, pass other rules, or ``{}``.
 
     Raises:
         TypeError: an option is of a wrong type.

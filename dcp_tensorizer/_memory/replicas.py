@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 BLOCK = 1 << 20
 """Bytes of a block, the unit of copies and checks."""
 RESERVE = 256 << 20
-"""Bytes of memory that a replica leaves to other programs."""
+"""Bytes of memory that states in memory leave to other programs."""
 
 NICENESS_OF_COPIES = 19
 """The niceness of threads that copy. Each of them gets 1.5% of a core that training also needs."""

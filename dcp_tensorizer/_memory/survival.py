@@ -33,7 +33,7 @@ from .checkpoint import StateCheckpoint, state_part
 from .client import KeeperConnection, KeeperProcess, connect_to_keepers
 from .copies import CopyOptions, MemoryVote, PeerCopies, this_host
 from .protocol import Found, StateHead, StatePart
-from .replicas import RemotePart
+from .replicas import RESERVE, RemotePart
 from .runtime_directory import identity, job_name
 from .wire import Address
 
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_MARGIN = 1.05  # free memory needed for a buffer and the allocations around it, as a multiple of the buffer's size
 _DEATH_SECONDS = 5.0  # a keeper notices within this time that its trainer is gone
 _CLAIM_SECONDS = 0.05  # the pause between two claims
 _ANSWER_SECONDS = 30.0  # then the run of a keeper that does not answer counts as alive, and this run is refused
@@ -384,11 +383,11 @@ class Survival:
         saves = self._saver.engine.saves
         saves.reclaim()  # a buffer of a finished save may fit
         available = None if saves.has_buffer(nbytes) else available_memory()
-        if available is None or available > _MARGIN * nbytes:
+        if available is None or available >= nbytes + RESERVE:
             return ""
         return (
-            f"another staging buffer takes {nbytes:,} bytes, {int(_MARGIN * nbytes):,} with the allocations around it, "
-            f"and {available:,} bytes of memory are available"
+            f"another staging buffer takes {nbytes:,} bytes, {available:,} bytes of memory are available, and "
+            f"{RESERVE:,} must remain"
         )
 
     def _stop_holding(self, why: str) -> None:

@@ -208,7 +208,7 @@ def _placed(shapes: Mapping[str, tuple[int, ...]], rules: Rules, path: str) -> d
         raise WriteError(f"{path}: {error}") from None
     if renaming.unused:
         unused = listed(list(map(str, renaming.unused)))
-        raise WriteError(f"{path}: no tensor matches these rules of rename=: {unused}. Remove them.")
+        raise WriteError(f"{path}: no tensor matches these rules of rename=: {unused}. Pass rename= without them.")
     if wrong is not None:
         raise WriteError(
             f"{path}: {wrong[0]!r} would become {wrong[1]!r}, which a load with the same rename= would map back to "

@@ -115,10 +115,11 @@ class DeltaDecoder:
         """Returns between 1 and ``most`` bytes, or no bytes at the end."""
         try:
             while not self._decompressor.eof:
-                data = next(self._input, b"") if self._decompressor.needs_input else b""
+                is_read = self._decompressor.needs_input  # `decompress` may use its input up, and return no bytes
+                data = next(self._input, b"") if is_read else b""
                 if piece := self._decompressor.decompress(data, max_length=most):
                     return bytes(piece)
-                if not data and self._decompressor.needs_input:
+                if is_read and not data:
                     break
         except self._module.ZstdError as error:
             raise ValueError(f"its delta is not zstd data, or is damaged: {error}") from None
