@@ -153,8 +153,8 @@ def check_one_save(path: str, carried: Sequence[object]) -> None:
     lost = [rank for rank, data in enumerate(carried) if not isinstance(data, ReadFrom)]
     if lost:
         raise MetadataError(
-            f"{path}: the planner's create_global_plan dropped the storage_data of the plan of rank {lost[0]}, which "
-            f"is needed to verify that all ranks read the same save. Make new plans with dataclasses.replace."
+            f"{path}: the planner's create_global_plan dropped the storage_data of the plan of rank {lost[0]}. "
+            f"Make new plans with dataclasses.replace."
         )
     ids = [data.save_id for data in carried if isinstance(data, ReadFrom)]
     others = [rank for rank, save_id in enumerate(ids) if save_id != ids[0]]

@@ -199,8 +199,7 @@ def unlock(
 def _check_seal(cipher: Cipher, seal: Seal, path: str) -> None:
     if not hmac.compare_digest(cipher.sign(seal.fingerprint), seal.mac):
         raise DecryptionError(
-            f"{path}: its metadata was changed without its key after the save. Nothing in it can be "
-            f"trusted: load another checkpoint."
+            f"{path}: its metadata was changed without its key after the save. Load another checkpoint."
         )
 
 
