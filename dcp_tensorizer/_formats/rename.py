@@ -101,8 +101,6 @@ class PartNumber(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The match of a rule with a key: the texts that its ``*`` stand for, and the number of the part."""
-
     rule: Rule
     stars: tuple[str, ...]
     number: PartNumber
@@ -215,7 +213,7 @@ class Box(NamedTuple):
     The regions hold the same elements in the same order. One of them may have an additional first dimension, of size 1.
     """
 
-    source: str  # the name of the source tensor
+    source: str
     there: Region  # in the source tensor
     here: Region  # in the renamed, cut or joined tensor
     is_same: bool = False  # only the names of the two tensors differ
@@ -234,8 +232,6 @@ class Box(NamedTuple):
 
 @dataclass(slots=True)
 class Placed:
-    """A tensor's shape, and the boxes of other tensors that make it up."""
-
     shape: Shape
     boxes: list[Box] = field(default_factory=list)
 
