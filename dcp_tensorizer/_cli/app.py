@@ -1,10 +1,7 @@
-"""``dcp-tensorizer``: lists, inspects, verifies, compares, converts, reports on and removes checkpoints.
+"""``dcp-tensorizer``: each command parses its arguments, calls one public function, and shows the result.
 
-It also merges traces, and publishes versions of models.
-
-Each command parses its arguments, calls one public function, and shows the result. Modules that need torch are imported
-when a command runs, so help, the version and completion take a tenth of the time that importing torch takes. No command
-runs code from a checkpoint.
+Modules that need torch are imported when a command runs, so help, the version and completion take a tenth of the time
+that importing torch takes.
 """
 
 from __future__ import annotations
@@ -58,10 +55,7 @@ usage_error = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
 
 
 def failed(error: BaseException, *, as_json: bool, damaged: int = DAMAGED) -> int:
-    """Reports why a command failed; returns its exit code. For a damaged checkpoint, the code is ``damaged``.
-
-    With ``as_json``, prints a JSON document to stdout; otherwise a line to stderr.
-    """
+    """Reports why a command failed; returns its exit code. For a damaged checkpoint, the code is ``damaged``."""
     from .terminal import print_error, print_json
 
     code, message, hint = NOT_DONE, str(error), ""
@@ -112,7 +106,6 @@ _app = typer.Typer(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs a command; returns the exit code. Without arguments, shows the help."""
     as_json = "--json" in arguments
     try:
         code = _app(list(arguments) or ["--help"], prog_name="dcp-tensorizer", standalone_mode=False) or OK
@@ -133,8 +126,8 @@ _app.add_typer(_publish, name="publish")
 def _command(damaged: int = DAMAGED, *, of: typer.Typer = _app) -> Callable[[Callable[..., int]], None]:
     """Registers a command whose function returns the exit code.
 
-    Expected errors are shown without a traceback. ``damaged`` is the exit code for a damaged checkpoint. ``of`` is the
-    group of the command; the function's name begins with the group's name.
+    ``damaged`` is the exit code for a damaged checkpoint. ``of`` is the group of the command; the function's name
+    begins with the group's name.
     """
 
     def add(function: Callable[..., int]) -> None:
@@ -154,7 +147,6 @@ def _command(damaged: int = DAMAGED, *, of: typer.Typer = _app) -> Callable[[Cal
 
 
 def emit(result: object, show: Callable[[], None], *, as_json: bool) -> int:
-    """Prints the result of a command as a JSON document, or calls ``show``; returns `OK`."""
     from .terminal import print_json
 
     if as_json:
@@ -181,7 +173,7 @@ def ls(
     from .. import tools
     from .views import show_listing
 
-    found = tools.list_checkpoints(path, storage_options=read_options(storage_option))
+    found = tools.list_checkpoints(path, storage_options=read_options(storage_option, path))
     return emit(found, lambda: show_listing(found, path), as_json=as_json)
 
 
@@ -201,7 +193,7 @@ def inspect(
     from .. import tools
     from .views import show_checkpoint
 
-    options, key = read_options(storage_option), read_key(key_file, passphrase_file)
+    options, key = read_options(storage_option, checkpoint), read_key(key_file, passphrase_file)
     inspected = tools.inspect(checkpoint, pattern, storage_options=options, encryption=key)
     return emit(inspected, lambda: show_checkpoint(inspected, chunks), as_json=as_json)
 
@@ -222,7 +214,7 @@ def verify(
     from .terminal import fields, progress
     from .views import show_verified
 
-    options = read_options(storage_option)
+    options = read_options(storage_option, checkpoint)
     with progress("verifying", hidden=as_json) as on_progress:
         verified = tools.verify(checkpoint, full=full, storage_options=options, on_progress=on_progress)
     result = {"path": shown_path(checkpoint), "ok": not verified.damages, "full": full} | fields(verified)
@@ -244,7 +236,7 @@ def diff(
     from .terminal import progress
     from .views import show_difference
 
-    options, key = read_options(storage_option), read_key(key_file, passphrase_file)
+    options, key = read_options(storage_option, before, after), read_key(key_file, passphrase_file)
     with progress("comparing", hidden=as_json) as on_progress:
         difference = tools.diff(before, after, storage_options=options, encryption=key, on_progress=on_progress)
     emit(difference, lambda: show_difference(difference), as_json=as_json)
@@ -328,7 +320,7 @@ def convert(
             target,
             to,
             options=conversion,
-            storage_options=read_options(storage_option),
+            storage_options=read_options(storage_option, source, target),
             encryption=read_key(key_file, passphrase_file),
             on_progress=on_progress,
         )
@@ -356,7 +348,7 @@ def report(
         reported = tools.report(
             checkpoints,
             output,
-            storage_options=read_options(storage_option),
+            storage_options=read_options(storage_option, *checkpoints, output),
             encryption=read_key(key_file, passphrase_file),
             on_progress=on_progress,
         )
@@ -411,7 +403,7 @@ def gc(
         older_than=None if older_than is None else read_seconds(older_than),
         only_data=only_data,
         dry_run=dry_run,
-        storage_options=read_options(storage_option),
+        storage_options=read_options(storage_option, path),
     )
     removed, kept = [one for one in removals if not one.kept], [one for one in removals if one.kept]
     total = sum(one.nbytes for one in removed)
@@ -459,7 +451,7 @@ def publish_add(
             step=step,
             max_deltas=max_deltas,
             keep_latest=keep_latest,
-            storage_options=read_options(storage_option),
+            storage_options=read_options(storage_option, model, published, previous),
             on_progress=on_progress,
         )
     return emit(version, lambda: show_published(version), as_json=as_json)
@@ -471,7 +463,7 @@ def publish_ls(published: Published, storage_option: StorageOptions = None, as_j
     from .._publish.versions import list_versions
     from .views import show_versions
 
-    versions = list_versions(published, storage_options=read_options(storage_option))
+    versions = list_versions(published, storage_options=read_options(storage_option, published))
     return emit(versions, lambda: show_versions(versions), as_json=as_json)
 
 
@@ -493,7 +485,7 @@ def publish_apply(
     from .terminal import fields, progress
     from .views import show_applied
 
-    options = read_options(storage_option)
+    options = read_options(storage_option, published)
     with progress("applying", hidden=as_json) as on_progress:
         applied = apply_delta(copy, published, version=version, storage_options=options, on_progress=on_progress)
     result = {"path": shown_path(copy)} | fields(applied)
@@ -522,7 +514,7 @@ def publish_verify(
     from .terminal import fields, progress
     from .views import show_versions_verified
 
-    options = read_options(storage_option)
+    options = read_options(storage_option, path)
     with progress("verifying", hidden=as_json) as on_progress:
         verified = verify_versions(path, version=version, storage_options=options, on_progress=on_progress)
     result = {"ok": not verified.damages} | fields(verified)
@@ -544,7 +536,7 @@ def publish_gc(
     from .._publish.versions import collect_versions
     from .views import show_versions_removed
 
-    options = read_options(storage_option)
+    options = read_options(storage_option, published)
     removed = collect_versions(published, keep_latest=keep_latest, dry_run=dry_run, storage_options=options)
     result = {"dry_run": dry_run, "bytes": sum(info.nbytes for info in removed), "removals": removed}
     return emit(result, lambda: show_versions_removed(removed, dry_run), as_json=as_json)

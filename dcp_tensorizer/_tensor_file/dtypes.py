@@ -36,6 +36,12 @@ def check_supported(key: str, tensor: torch.Tensor) -> None:
         raise StagingError(f"{key!r} is a tensor {fault}, or leave it out of the state dict.")
 
 
+def check_plannable(key: str, tensor: torch.Tensor) -> None:
+    """Raises `StagingError`, naming the key, for a tensor on which DCP's planner fails without naming the key."""
+    if tensor.is_nested or tensor.dtype in _SUB_BYTE:
+        check_supported(key, tensor)
+
+
 def _fault(tensor: torch.Tensor) -> str | None:
     """Returns why a tensor cannot be saved, and advice, as words that follow "is a tensor"; None if it can be saved."""
     if tensor.is_nested:
@@ -68,7 +74,6 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def is_plain_class(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is a `torch.Tensor` or a `Parameter`, not of a subclass."""
     return type(tensor) in _PLAIN
 
 
@@ -99,7 +104,6 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a uint8 view of a dtype that torch does not copy in every layout, otherwise the tensor."""
     return tensor.view(torch.uint8) if tensor.dtype in UNCOPYABLE else tensor
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,14 @@ from .._storage.base import Storage
 from .._storage.local import LocalStorage
 from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
+from .._tiers.target import subpath_of
 from ..errors import ConversionError, NotCommitted, WriteError
 
 _SHOWN = 50  # characters of the final name in a temporary name, so that error messages show which file it is
 
 
 def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
-    """Returns the storage of a file's directory, and the file's name in it.
-
-    Raises `ConversionError` if a URL has no file name or no directory, and `WriteError` if a local path is invalid, or
-    the storage of a URL cannot be opened.
-    """
+    """Returns the storage of a file's directory, and the file's name in it."""
     if "://" in path or "::" in path:
         folder, _, name = path.rpartition("/")
         if not name or folder.endswith(":/"):
@@ -35,6 +33,24 @@ def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
     return LocalStorage(absolute.parent), absolute.name
 
 
+def check_apart(output: str | os.PathLike[str], sources: Iterable[str | os.PathLike[str]]) -> None:
+    """Raises `ConversionError` if an output is one of the paths that a command reads, or is inside one of them."""
+    for source in sources:
+        if (inside := subpath_of(_real(source), _real(output))) is not None:
+            relation = "is inside" if inside else "is"
+            raise ConversionError(
+                f"the output {shown_path(os.fspath(output))} {relation} {shown_path(os.fspath(source))}, which is "
+                f"read. Choose another output."
+            )
+
+
+def _real(path: str | os.PathLike[str]) -> str:
+    """Returns a local path, or that of a ``file:`` URL, without links; other URLs as they are."""
+    absolute = absolute_path(path)
+    text = re.sub("^(file|local)://", "", os.fspath(absolute))
+    return os.path.realpath(text) if isinstance(absolute, Path) or text != absolute else text
+
+
 def shown_path(path: str) -> str:
     """Returns an absolute path, or a URL without credentials, for metadata and messages."""
     return redact(str(absolute_path(path)))
@@ -42,12 +58,7 @@ def shown_path(path: str) -> str:
 
 @contextmanager
 def new_directory(target: str, options: Mapping[str, Any], files: str) -> Iterator[Storage]:
-    """Creates a directory. A local directory has a temporary name until it is complete.
-
-    On other storages, a failure removes the new files whose names match the pattern ``files``. Raises `ConversionError`
-    if ``target`` is a file, a directory with anything in it, the working directory or a mount point, `ReadError` if it
-    cannot be listed, and `WriteError` if it cannot be written.
-    """
+    """Creates a directory. If the storage is not local, a failure removes the new files whose names match ``files``."""
     storage = open_storage(target, options)
     with suppress(NotCommitted):
         if any(storage.listing()):
@@ -92,11 +103,6 @@ def new_directory(target: str, options: Mapping[str, Any], files: str) -> Iterat
 
 @contextmanager
 def new_file(path: str, options: Mapping[str, Any]) -> Iterator[tuple[Storage, str]]:
-    """Creates a file. A local file has a temporary name until it is complete.
-
-    Raises `ConversionError` if the path exists, `ReadError` if that cannot be determined, and `WriteError` if the file
-    cannot be written.
-    """
     storage, name = beside(path, options)
     if storage.head(name) is not None:
         raise ConversionError(f"{storage.path}/{name} exists. Choose another destination.")

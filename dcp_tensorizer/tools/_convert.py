@@ -1,8 +1,4 @@
-"""Converts checkpoints to other formats and back.
-
-Shards are assembled into whole tensors. Each tensor is read right before it is written, so a conversion may need memory
-for the largest tensor, but not for the whole checkpoint.
-"""
+"""Converts checkpoints to other formats and back."""
 
 from __future__ import annotations
 
@@ -64,7 +60,8 @@ def convert(
 
     Args:
         source: A checkpoint of this package or of torch's DCP, a tensorizer file, a safetensors file, a directory of
-            safetensors files, or a ``torch.save`` file; a local path, or any URL that fsspec opens.
+            safetensors files, or a ``torch.save`` file of torch 1.6 or newer; a local path, or any URL that fsspec
+            opens.
         target: A local path or URL. Nothing may exist there, except an empty directory if the format writes a
             directory. Links are followed. ``dcp_tensorizer``, ``dcp``, and ``tensorizer`` with ``tensor_parallel``
             write a directory; ``torch``, and ``tensorizer`` otherwise, a file. ``safetensors`` writes a file if the
@@ -107,8 +104,6 @@ def convert(
 
 
 def _select(view: CheckpointView, options: ConvertOptions) -> CheckpointView:
-    """Selects the values to convert, and gives them their new keys and dtypes."""
-
     def is_in(key: str, patterns: Sequence[str]) -> bool:
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 

@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..._formats.recognise import format_of, has_data, nothing_committed
+from ..._formats.recognise import contents, format_of, has_data, kind_of_file, nothing_committed
 from ..._formats.rename import Renaming
-from ..._index.container import is_index
+from ..._index.container import is_index, looks_like_pickle
 from ..._loading.run import check_files
 from ..._storage.base import Storage
 from ..._storage.open import open_storage
@@ -58,9 +58,7 @@ def open_checkpoint(
     """Opens a checkpoint of any format: a directory or a file, at a local path or URL.
 
     ``expected_format`` is one of `FORMATS`; by default, the format is recognised. ``encryption`` is the key of an
-    encrypted dcp_tensorizer checkpoint. Raises `NotCommitted` if there is no checkpoint, `ConversionError` if the
-    format is unknown or not ``expected_format``, `DecryptionError` if the key is missing, wrong or not needed, and
-    `CheckpointError` if the checkpoint is damaged or cannot be read.
+    encrypted dcp_tensorizer checkpoint.
     """
     return _open(_locate(path, options, expected_format), encryption)
 
@@ -70,7 +68,7 @@ def open_foreign(
 ) -> tuple[CheckpointView, dict[str, int]] | None:
     """Opens a checkpoint whose format is not this package's, and returns it with the sizes of its data files.
 
-    If there is no such checkpoint, returns None. If it cannot be read, raises what `open_checkpoint` raises.
+    If there is no such checkpoint, returns None.
     """
     try:
         location = _locate(path, options or {})
@@ -96,7 +94,7 @@ def open_all(
     """Opens several checkpoints (see `open_checkpoint`). Not all need to be encrypted.
 
     With ``look_at_files``, raises `ReadError` if data files of this package's checkpoints are missing or have other
-    sizes. If ``encryption`` is of another type, raises `TypeError` before reading anything.
+    sizes.
     """
     if encryption is not None:
         check_decryption(encryption)
@@ -112,10 +110,7 @@ def open_all(
 
 @dataclass(frozen=True, slots=True)
 class _Location:
-    """A checkpoint's location.
-
-    ``name`` is empty for a directory. ``parts`` is empty for a format that is not this package's.
-    """
+    """``name`` is empty for a directory, and ``parts`` for a format that is not this package's."""
 
     path: str
     format: str
@@ -181,13 +176,17 @@ def _file_format(storage: Storage, name: str) -> str:
         if has_data(directory := storage.child(name)):
             raise nothing_committed(directory) from error
         hint = where_below(directory) or " Name a checkpoint itself: the directory or the file of one save."
-        raise NotCommitted(f"{path} holds no checkpoint of a known format ({', '.join(FORMATS)}).{hint}") from error
+        known = ", ".join(FORMATS)
+        raise NotCommitted(
+            f"{path} holds no checkpoint of a known format ({known}): {contents(directory)}.{hint}"
+        ) from error
     for first_bytes, name_of_format in _FIRST_BYTES.items():
         if head.startswith(first_bytes):
             return name_of_format
     if head[8:] == b"{":
         return "safetensors"
-    raise ConversionError(f"{path} is in none of the formats {', '.join(FORMATS)}.")
+    advice = f" It is a file {kind_of_file(head)}." if looks_like_pickle(head) else ""
+    raise ConversionError(f"{path} is in none of the formats {', '.join(FORMATS)}.{advice}")
 
 
 def _is_directory(storage: Storage, name: str) -> bool:
@@ -202,11 +201,7 @@ def _is_directory(storage: Storage, name: str) -> bool:
 
 
 def new_paths(paths: Mapping[str, Path], options: ConvertOptions, source: str) -> dict[str, Path]:
-    """Returns the new path of each value, by its old key.
-
-    Raises `ConversionError` if two new keys are equal, a new key is empty, a rule of ``rename`` is invalid, or a rule
-    or ``strip_prefix`` matches no key.
-    """
+    """Returns the new path of each value, by its old key."""
     stripped = {key: _stripped(path, options.strip_prefix) for key, path in paths.items()}
     if options.strip_prefix and all(stripped[key] is paths[key] for key in paths):
         raise ConversionError(f"no selected key of {source} begins with {options.strip_prefix!r}. Change strip_prefix.")
@@ -244,7 +239,6 @@ def _stripped(path: Path, prefix: str) -> Path:
 
 
 def _renamed(paths: Mapping[str, Path], rules: Mapping[str, str], source: str) -> dict[str, Path]:
-    """Renames keys. Raises `ConversionError` for an invalid rule, or one that matches no key."""
     try:
         renaming = Renaming(rules)
     except ValueError as error:
