@@ -29,15 +29,9 @@ _WAITS = timedelta(minutes=10)  # for ranks that read 5 GB from a cold disk
 def in_ranks(
     work: Work, world: int, case: Case, folder: Path, *, environment: Mapping[str, str] = {}, group: bool = True
 ) -> list[Any]:
-    """Runs a function of a module on this many ranks, and returns the measurements of each.
+    """Runs a function of a module on several ranks; returns the measurements of each.
 
-    Args:
-        work: The function, in each rank.
-        world: How many ranks.
-        case: For the function.
-        folder: The same for all ranks.
-        environment: More variables, for all ranks.
-        group: Make a process group of gloo; otherwise the function makes one.
+    The ranks share ``folder``. Without ``group``, the function makes the process group.
     """
     import torch.multiprocessing as mp
 
@@ -71,7 +65,7 @@ def _file(work: Work, folder: Path) -> Path:
 
 
 def leave(measured: Any) -> NoReturn:
-    """Prints the measurements and ends this process, whatever threads it has; the case must name a ``folder``."""
+    """Prints the measurements and ends this process without waiting for threads. The case must name a ``folder``."""
     print(json.dumps(measured), flush=True)
     os._exit(0)
 

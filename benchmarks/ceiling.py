@@ -101,7 +101,6 @@ def _work_rows(work: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:
 
 
 def render(content: Content) -> str:
-    """Returns the page of results."""
     header = ("", "stop", "until it is over", "GB/s", "CPU s/GB")
     sections = [f"## {_title(key)}\n\n{table(header, _rows(found))}" for key, found in content["summary"].items()]
     touched = table(

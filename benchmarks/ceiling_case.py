@@ -97,7 +97,6 @@ def _cpu() -> float:
 
 
 def _limits(state: State, target: State, threads: int) -> dict[str, Turn]:
-    """Measures a copy of the state into warm memory, and each of the hashes, by this many threads."""
     pieces, places = list(_pieces(state)), list(_pieces(target))
     return {
         "copy": lambda: _timed(lambda: _shared(_copy, list(zip(places, pieces, strict=True)), threads)),
@@ -189,7 +188,6 @@ class _Dropping(FileSystem):
 
 
 def _loads(state: State, target: State, folder: Path, threads: int) -> dict[str, Turn]:
-    """Measures loads of each format from files that were written once, and bare reads of this package's files."""
     ours, torchs, theirs = folder / "ours", folder / "torch", folder / "state.safetensors"
     with TensorizerStorageWriter(ours) as writer:
         dcp.save({"model": state}, storage_writer=writer, no_dist=True)

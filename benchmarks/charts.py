@@ -60,8 +60,6 @@ _ON = "\N{BLACK RIGHT-POINTING TRIANGLE}"
 
 @dataclass(frozen=True)
 class Bar:
-    """One contender in one panel."""
-
     name: str
     spread: Spread | None
     kind: str = "peer"
@@ -112,12 +110,11 @@ def draw(name: str, title: str, notes: Sequence[str], panels: Sequence[Panel], c
 
 
 def store(name: str, figure: Figure) -> None:
-    """Writes ``results/{name}.png``, whose metadata has the commit and the digest of the results."""
+    """The metadata of ``results/{name}.png`` has the commit and the digest of the results."""
     figure.savefig(RESULTS / f"{name}.png", dpi=160, metadata=source(name))
 
 
 def source(name: str) -> dict[str, str]:
-    """Returns the metadata of a picture (see `store`)."""
     digest = hashlib.sha256((RESULTS / f"{name}.json").read_bytes()).hexdigest()
     return {"Commit": str(stored(name)["machine"]["commit"]), "Results": f"SHA-256 {digest}"}
 
@@ -141,7 +138,6 @@ def _draw_panel(axes: Axes, panel: Panel, named: bool) -> None:
 
 
 def _draw_band(axes: Axes, form: Callable[[float], str], band: Spread, end: float) -> None:
-    """Draws the range of the raw reads; as text, if it is beyond the end of the axis."""
     if band["min"] > end:
         text = f"raw reads: {form(band['min'])}-{form(band['max'])}"
         axes.text(end, 0, text, color=_BAND_TEXT, rotation=270, ha="right", va="top", fontsize=7.5)
@@ -178,7 +174,6 @@ def _draw_bar(axes: Axes, panel: Panel, bar: Bar, y: int, kind: str, end: float)
 
 
 def _finish(figure: Figure, notes: Sequence[str], panels: Sequence[Panel]) -> None:
-    """Puts the legend and the notes below the panels."""
     handles = _handles(panels)
     width, height = figure.get_size_inches()
     lines = [line for note in notes for line in textwrap.wrap(note, int(width * _CHARACTERS))]

@@ -40,14 +40,7 @@ _NOT_RUN = {
 
 
 def try_out(python: str, torch: str, folder: Path, suites: Sequence[str]) -> dict[str, Any]:
-    """Returns the outcome of the tests in a new environment.
-
-    Args:
-        python: The interpreter's command.
-        torch: A release, or "newest".
-        folder: For the environment.
-        suites: Which folders of tests.
-    """
+    """Returns the outcome of the tests in a new environment. ``torch`` is a release, or "newest"."""
     result: dict[str, Any] = {"python": python.removeprefix("python"), "torch": torch, "suites": list(suites)}
     try:
         _call(python, "-m", "venv", str(folder))
@@ -91,7 +84,6 @@ def _call(*command: str) -> str:
 
 
 def render(content: Content) -> str:
-    """Returns the page of results."""
     rows = []
     for result in content["results"]:
         suites = ", ".join(suite.removeprefix("tests/") for suite in result["suites"])

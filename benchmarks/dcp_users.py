@@ -87,8 +87,6 @@ def _nemo_automodel(folder: Path) -> str:
 
 
 class _State:
-    """An object with a state dict."""
-
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"]}
         self.loaded: Any = None
@@ -130,7 +128,6 @@ def _rank(rank: int, name: str, folder: Path) -> None:
 
 
 def main() -> None:
-    """Runs the named cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="+", choices=CASES)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

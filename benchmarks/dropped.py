@@ -39,8 +39,6 @@ def register(folder: Path) -> None:
 
 
 class DropStorage(RemoteStorage):
-    """A folder that records only the sizes of data files."""
-
     def __init__(self, url: str, options: Mapping[str, Any], timeout: float) -> None:
         super().__init__(url, url.partition("://")[2], Scrubber(options), timeout)
 
@@ -76,8 +74,6 @@ class DropStorage(RemoteStorage):
 
 
 class DropSink(Sink):
-    """A sink that takes parts as a local disk's sink does, and drops them."""
-
     part_bytes = _PART
     concurrency = _AT_ONCE
 

@@ -33,8 +33,6 @@ _WIDTH = 2048
 
 
 class Accelerate:
-    """Accelerate's `save_state` and `load_state` with FSDP2."""
-
     def __init__(self, ours: bool, layers: int) -> None:
         from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 
@@ -58,8 +56,6 @@ class Accelerate:
 
 
 class Fabric:
-    """Lightning's `Fabric.save` and `load`, with its ModelParallelStrategy or this package's."""
-
     def __init__(self, ours: bool, layers: int) -> None:
         import lightning.fabric
         from lightning.fabric.strategies import ModelParallelStrategy
@@ -192,7 +188,6 @@ def _parallelize(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 def train(job: Any) -> None:
-    """Takes one step with random gradients."""
     for parameter in job.model.parameters():
         parameter.grad = torch.rand_like(parameter)
     job.optimizer.step()
@@ -295,7 +290,6 @@ def measure(options: argparse.Namespace, folder: Path) -> Content:
 
 
 def render(content: Content) -> str:
-    """Returns the page of results."""
     results = content["results"]
     rows: list[tuple[str, ...]] = []
     wanted: list[Goal] = []
@@ -335,7 +329,6 @@ def _slowest(results: list[dict[str, Any]], key: str) -> Spread | None:
 
 
 def _measured(results: list[dict[str, Any]]) -> Iterable[str]:
-    """Returns the stall, the time until durable, and whether all loads were equal."""
     yield cell(_slowest(results, "stalls"), "{:.3f}".format)
     yield cell(_slowest(results, "durable"), "{:.3f}".format)
     ranks = [result["ranks"] for result in results if "ranks" in result]

@@ -61,15 +61,12 @@ def run(
     """Runs a benchmark's command line: measures, stores the results as JSON, and makes all pages from them.
 
     The pages are its own page with its picture, and those that quote it (`quotes`). ``--redraw`` makes them without
-    measuring.
-    Results of code that is not committed (``--draft``) are stored apart, as are those of ``--quick`` and ``--main``,
-    which lack rows that pages quote.
+    measuring. Results of ``--draft``, ``--quick`` and ``--main`` are stored separately: the code is not committed, or
+    rows that pages quote are missing.
 
     Args:
-        name: The name of its module, and of the files of its results.
+        name: The name of the benchmark's module, and of the files of its results.
         measure: Measures below a folder, with the options of the command line; returns the results to store.
-        render: Makes the page.
-        about: The description in the command line's help.
         options: The benchmark's own options by name, as keyword arguments of ``ArgumentParser.add_argument``.
         where: The folder to save in, unless the command line names one; None: the working directory.
         plot: Draws the picture, by `charts.store`.
@@ -120,10 +117,7 @@ def run_cases(work: Callable[..., Any], cases: Sequence[Case], rounds: int) -> l
 
     The result of a case that fails, or takes longer than ten minutes, has an ``error``.
 
-    Args:
-        work: The function of a module that measures a case: see `case`.
-        cases: The cases, of values that JSON can hold. ``folder``: the folder in which the case's own folder is made.
-        rounds: The number of rounds.
+    Each case is a dict of values that JSON can hold. Its own folder is made in its ``folder``.
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     module = spec.name if spec is not None and work.__module__ == "__main__" else work.__module__
@@ -153,11 +147,7 @@ def whole(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def run_case(work: str, case: Case, seconds: float, environment: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Returns the measurements of a case as ``ranks``, or its ``error`` in a few lines.
 
-    Args:
-        work: The function that measures the case: ``MODULE:FUNCTION``.
-        case: The case, of values that JSON can hold.
-        seconds: The timeout.
-        environment: The environment of the case's process; None: that of this process.
+    ``work`` is ``MODULE:FUNCTION``, and ``environment`` by default that of this process.
     """
     command = [sys.executable, "-m", "benchmarks.case", work, json.dumps(case)]
     folder = Path(__file__).parent.parent
@@ -213,7 +203,6 @@ def _git(*arguments: str) -> str:
 
 
 def _file_system(folder: Path) -> str | None:
-    """Returns Linux's name of the type of a folder's file system."""
     types = {}
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, point, kind, *_ = line.split()
@@ -229,7 +218,7 @@ def spread(values: Iterable[float]) -> Spread | None:
 
 
 def rates(seconds: Spread | None, nbytes: float) -> Spread | None:
-    """Converts a spread of times to one of speeds in GB/s."""
+    """Converts a spread of seconds to one of GB/s."""
     return quotient({"median": nbytes / 1e9, "min": nbytes / 1e9, "max": nbytes / 1e9}, seconds)
 
 
@@ -241,12 +230,10 @@ def quotient(over: Spread | None, under: Spread | None) -> Spread | None:
 
 
 def scaled(values: Spread | None, factor: float) -> Spread | None:
-    """Converts a spread to another unit."""
     return values and {name: value * factor for name, value in values.items()}
 
 
 def figure(summary: Mapping[str, Any], *path: str) -> Spread | None:
-    """Returns a figure of a summary by its path of names; if it was not measured, None."""
     found: Any = summary
     for name in path:
         found = found.get(name) if found else None
@@ -273,13 +260,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def store(name: str, content: dict[str, Any]) -> None:
-    """Writes ``results/{name}.json``."""
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 def _remember(name: str, content: dict[str, Any]) -> None:
-    """Adds a run's ratios to ``results/history.jsonl``, as one line."""
     if "ratios" in content:
         ratios = {figure: value for figure, _, value in content["ratios"]}
         line = {"benchmark": name, **{key: content["machine"][key] for key in ("commit", "date", "cores")}}
@@ -288,6 +273,5 @@ def _remember(name: str, content: dict[str, Any]) -> None:
 
 
 def stored(name: str) -> dict[str, Any]:
-    """Returns what ``store`` has written to ``results/{name}.json``."""
     content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return content

@@ -22,7 +22,6 @@ _WHAT = (
 
 
 def render() -> str:
-    """Returns the page of results."""
     lines = [json.loads(line) for line in (RESULTS / "history.jsonl").read_text().splitlines()][::-1]
     parts = ["# The same figures on other days", _WHAT]
     for (benchmark, title), words in _HEADLINES.items():

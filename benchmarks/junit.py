@@ -26,13 +26,7 @@ class Outcome(NamedTuple):
 
 
 def run_tests(python: str, folder: Path, *arguments: str) -> list[Outcome] | None:
-    """Runs pytest in the root of the repository, and returns the outcome of each test; without a report, None.
-
-    Args:
-        python: The interpreter.
-        folder: For the report.
-        arguments: Of pytest: which tests, and options.
-    """
+    """Runs pytest in the root of the repository; returns the outcome of each test. Without a report, returns None."""
     report = folder / "report.xml"
     command = [python, "-m", "pytest", *arguments, "--quiet", "--show-capture=no", f"--junitxml={report}"]
     subprocess.run(command, cwd=ROOT, check=False)

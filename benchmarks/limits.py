@@ -169,7 +169,6 @@ def direct_read_seconds(path: Path, nbytes: int, threads: int) -> float:
 
 
 def evict(folder: Path) -> None:
-    """Removes a folder's files from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -179,7 +178,6 @@ def evict(folder: Path) -> None:
 
 
 def fill_cache(folder: Path) -> None:
-    """Reads a folder's files into the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             with open(path, "rb") as file:

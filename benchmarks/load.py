@@ -89,7 +89,6 @@ def _whole(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def render(content: dict[str, Any]) -> str:
-    """Returns the page of results."""
     summary, rounds = content["summary"], round_count(content["results"])
     return page(
         content,
@@ -150,7 +149,6 @@ def _how_often(results: list[dict[str, Any]]) -> str:
 
 
 def _failures(results: list[dict[str, Any]]) -> dict[tuple[str, str], str]:
-    """Returns the errors by format and workload."""
     cases = ((result["case"], result["error"]) for result in results if "error" in result)
     return {(case["format"], case["workload"]): error for case, error in cases if "format" in case}
 
@@ -178,7 +176,6 @@ def _whole_cases(summary: Summary, failures: dict[tuple[str, str], str]) -> list
 
 
 def _is_measured(summary: Summary, workload: str) -> bool:
-    """Returns whether any loader completed the workload."""
     return any(f"{name} | {workload} | whole" in summary for name in _LOADERS)
 
 
@@ -245,13 +242,10 @@ def _compared(case: str, peer: str, theirs: dict[str, Any], name: str, ours: dic
 
 
 def ratios(summary: Summary) -> list[Goal]:
-    """Returns the promised figures of one run."""
-
     def of(loader: str, what: str, workload: str = _MAIN) -> Spread | None:
         return figure(summary, f"{loader} | {workload} | whole", what)
 
     def over(loader: str, what: str, name: str, own: str, workload: str = _MAIN) -> Spread | None:
-        """Returns the ratio of two speeds."""
         return quotient(of(loader, what, workload), of(name, own, workload))
 
     small = "5,000 small"
@@ -302,7 +296,6 @@ _DRAWN = {
 
 
 def plot(content: dict[str, Any]) -> None:
-    """Plots warm and cold loads of the three workloads, with the raw reads of the same run as a band."""
     summary = content["summary"]
     failures = _failures(content["results"])
     titles = {w: TITLES[w].rsplit(",", 1)[0] for w in WORKLOADS if _is_measured(summary, w)}
@@ -341,7 +334,6 @@ def plot(content: dict[str, Any]) -> None:
 
 
 def _edges(spreads: Sequence[Mapping[str, float]]) -> tuple[float, float]:
-    """Returns the lowest and the highest value."""
     nothing = float("nan")
     lowest = min((values["min"] for values in spreads), default=nothing)
     return lowest, max((values["max"] for values in spreads), default=nothing)

@@ -128,7 +128,6 @@ def _keep_total(totals: list[int]) -> Callable[[int, int], None]:
 
 
 def measure(case: Case, folder: Path) -> list[Any]:
-    """Measures one format with all of its loaders, or a resharded load."""
     if "saved" not in case:
         return [_whole(case, folder / "checkpoint")]
     in_ranks(_save_shards, case["saved"][0], case, folder)

@@ -32,8 +32,6 @@ _BYTES_EACH = 2 + 4 * _FLOATS  # for a parameter
 
 
 class _Dcp:
-    """A contender with `dcp.save`, `dcp.load`, and a storage writer and reader."""
-
     def __init__(self, writer: Callable[..., Any], reader: Callable[..., Any]) -> None:
         self._writer, self._reader = writer, reader
 
@@ -68,7 +66,6 @@ CONTENDERS: dict[str, Callable[[], Any]] = {
 
 
 def make_state(rank: int, nbytes: int) -> State:
-    """Returns a rank's state: random numbers under the rank's own keys."""
     parameters = nbytes // _BYTES_EACH
     generator = torch.Generator().manual_seed(rank)
     state = {
@@ -80,7 +77,7 @@ def make_state(rank: int, nbytes: int) -> State:
 
 
 def _times(case: Case, folder: Path) -> dict[str, Any]:
-    """Times all writes, then all reads from a cold disk, each by the slowest rank."""
+    """The slowest rank counts: each time ends with a barrier."""
     rank = dist.get_rank()
     contender = CONTENDERS[case["contender"]]()
     state = make_state(rank, case["rank_bytes"])
@@ -151,7 +148,6 @@ def summarise(results: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def render(content: dict[str, Any]) -> str:
-    """Returns the page of results."""
     case = content["results"][0]["case"]
     summary = summarise(content["results"])
     what = _WHAT.format(ranks=case["ranks"], times=case["times"], gigabytes=case["rank_bytes"] / 1e9)

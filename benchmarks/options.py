@@ -87,14 +87,9 @@ class Option:
     """A case: its measurement, and its section of the page.
 
     Attributes:
-        title: The title of the section.
-        what: What was measured.
         how_often: In how many rounds, or with how many saves.
         size: Sizes of the saved state and numbers of saves, for `measure`, which returns them with its results.
         quick: Other sizes for ``--quick``.
-        measure: Measures below a folder.
-        tables: Makes the tables of the results.
-        goals: Returns the goals and the figures.
         form: Formats the figures of the goals.
         note: A note on the goals.
     """
@@ -140,7 +135,6 @@ def measure_ranks(case: Case, folder: Path) -> list[Any]:
 
 
 def _by_ranks(content: Content, kinds: Sequence[str], figures: Mapping[str, tuple[str, Callable[[float], str]]]) -> str:
-    """Returns a row per number of ranks, with each figure of each kind; figures map names to titles and forms."""
     header = ("ranks", *(f"{title}: {kind}" for title, _ in figures.values() for kind in kinds))
     rows = [
         [ranks, *(cell(spread(found[name][kind]), form) for name, (_, form) in figures.items() for kind in kinds)]
@@ -193,7 +187,6 @@ def _with_writers(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def _held() -> dict[str, int]:
-    """Counts the children, descriptors and bytes of shared memory of this process."""
     process = psutil.Process()
     mapped = sum(m.size for m in process.memory_maps() if "memfd:dcp_tensorizer" in m.path)
     return {
@@ -331,7 +324,6 @@ class SlowProxy(TcpProxy):
 
 
 def measure_tier(case: Case, folder: Path) -> dict[str, Any]:
-    """Runs one kind, and returns the seconds of each save."""
     scale = case["scale"]
     reports: list[SaveReport] = []
     elements = int(scale["gigabytes"] * 1e9 / 4 / _FLUSHED)
@@ -355,7 +347,6 @@ def measure_tier(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def _save_and_train(writer: TensorizerStorageWriter, path: str, state: dict[str, Any], every: float) -> float:
-    """Saves, and trains until the next save; returns how long training waited."""
     started = time.perf_counter()
     dcp.async_save(state, storage_writer=writer, checkpoint_id=path)
     stall = time.perf_counter() - started
@@ -426,8 +417,7 @@ def _following(state: dict[str, Any], saves: int, folder: Path) -> dict[str, dic
 
     The other process has the publisher's priority. As the publisher does, it reads and hashes files, but without end.
 
-    ``stall``: how long training waits; ``durable``: how long the save takes. A save begins when the previous one is
-    over.
+    ``stall``: how long training waits; ``durable``: how long the save takes. The saves do not overlap.
     """
     figures: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in _FOLLOWERS} for name in _OF_FOLLOWERS}
     for kind in _FOLLOWERS:
@@ -546,7 +536,6 @@ class Transformer(nn.Module):
 
 
 def _deltas(folder: Path, size: Mapping[str, Any]) -> Content:
-    """Trains the model, and publishes its versions at each learning rate."""
     torch.manual_seed(0)
     text = python_sources()
     model, optimizer, loss = _trained(text)
@@ -561,7 +550,6 @@ def _deltas(folder: Path, size: Mapping[str, Any]) -> Content:
 
 
 def _trained(text: torch.Tensor) -> tuple[Transformer, torch.optim.AdamW, float]:
-    """Trains until the loss has settled; returns the model and the loss."""
     model = Transformer(**_CONFIG)
     optimizer = torch.optim.AdamW(model.parameters(), _TRAINING_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _TRAINING_RATE, _STEPS)
@@ -828,7 +816,6 @@ CASES: dict[str, Option] = {
 
 
 def measure(options: argparse.Namespace, folder: Path) -> Content:
-    """Measures the requested cases; returns all cases, the others as stored."""
     name = "options-quick" if options.quick else "options-draft" if options.draft else "options"
     known = stored(name)["cases"] if options.only and (RESULTS / f"{name}.json").exists() else {}
     for case in options.only or CASES:
@@ -844,7 +831,6 @@ def measure(options: argparse.Namespace, folder: Path) -> Content:
 
 
 def render(content: Content) -> str:
-    """Returns the page of results."""
     sections = []
     for case, found in content["cases"].items():
         option = CASES[case]

@@ -26,8 +26,6 @@ _UNRECORDED = {"date": "the date", "commit": "the commit", "file_system": "the k
 
 @dataclass(frozen=True)
 class Comparison:
-    """A figure of this package and that of a peer, each as median, lowest and highest."""
-
     case: str
     figure: str
     peer: str
@@ -39,12 +37,10 @@ class Comparison:
 
 
 def round_count(results: Iterable[dict[str, Any]]) -> int:
-    """Returns the number of rounds."""
     return len({result["round"] for result in results})
 
 
 def machine_line(machine: dict[str, Any]) -> str:
-    """Describes the machine in one line, and what is not known about it."""
     parts = [f"{machine['cores']} CPU cores", f"{machine['memory_gib']} GiB of memory"]
     if machine.get("file_system"):
         parts.append(f"file system {machine['file_system']}")
@@ -73,13 +69,10 @@ def page(
     """Returns a page: its subject, machine, code, rounds and command, and then its sections.
 
     Args:
-        content: The results, with the ``machine``.
-        title: The title of the page.
-        what: What was measured.
         how_often: In how many rounds.
         again: The name of a module of `benchmarks`, or a whole name with dots, and the options of its command line.
         sections: Tables and texts; empty ones are left out.
-        spreads: Whether the page has spreads. If so, it explains them.
+        spreads: Whether the page explains spreads.
     """
     name, *given = again.split()
     name = name if "." in name else f"benchmarks.{name}"
@@ -90,7 +83,6 @@ def page(
 
 
 def facts(machine: dict[str, Any], what: str, how_often: str, again: str) -> str:
-    """Returns the subject, the machine, the code, the rounds and the command of a measurement."""
     packages = machine["packages"].items()
     versions = ", ".join(f"{package} {version}" for package, version in packages if version != "not installed")
     lines = (
@@ -141,7 +133,6 @@ def goals(rows: Iterable[Goal], note: str = "", form: Callable[[float], str] = "
 
 
 def goal_table(rows: Iterable[Goal], form: Callable[[float], str]) -> str:
-    """Returns the table of `goals` alone."""
     found = [(name, wanted, _spread_of(value)) for name, wanted, value in rows]
     if any(wanted for _, wanted, _ in found):
         wants = [(name, _in_words(goal), _one(value, form), _reached(goal, value, form)) for name, goal, value in found]
@@ -156,7 +147,6 @@ def _one(value: Spread | None, form: Callable[[float], str]) -> str:
 
 
 def medians(rows: Iterable[Goal], form: Callable[[float], str] = "{:.3f}".format) -> list[tuple[str, str, str]]:
-    """Returns the medians of the figures as texts, for the file of results."""
     values = ((name, wanted, _spread_of(value)) for name, wanted, value in rows)
     return [(name, wanted, form(found["median"]) if found else "nan") for name, wanted, found in values]
 

@@ -153,7 +153,6 @@ def _cpu() -> float:
 
 
 def _sent() -> int:
-    """Returns the bytes that this host has sent."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     (line,) = (line for line in lines if line.strip().startswith("eth0:"))
     return int(line.split(":")[1].split()[8])
@@ -274,8 +273,6 @@ _Carry = Callable[[socket.socket, memoryview], object]
 
 
 def _serve_raw(listener: socket.socket, memory: memoryview, streams: int, give: _Carry) -> None:
-    """Sends all of the memory to each stream."""
-
     def serve(number: int) -> None:
         with listener.accept()[0] as target:
             give(target, memory)
@@ -415,7 +412,6 @@ def _steps_until_met() -> float:
 
 
 def render(content: Content) -> str:
-    """Returns the page of results."""
     found: dict[str, list[dict[str, Any]]] = {}
     for result in content["results"]:
         ranks = result["ranks"]

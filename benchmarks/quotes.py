@@ -110,7 +110,7 @@ def _small_saves() -> str:
 
 
 def _gpu(step: str, name: str, what: str) -> str:
-    """Formats a median of the measurements on a GPU: three digits, at most four decimals."""
+    """Formats a median with three digits, and at most four decimals."""
     (values,) = (one["values"][what] for one in stored("gpu")["steps"][step] if one["name"] == name)
     return f"{float(f'{statistics.median(values):.3g}'):.4f}".rstrip("0").rstrip(".")
 
@@ -149,7 +149,6 @@ def _deltas() -> str:
 
 
 def _headlines() -> str:
-    """Returns the ratios of the README."""
     rows = []
     for name, titles in _HEADLINES.items():
         ratios = {title: value for title, _, value in stored(name)["ratios"]}
@@ -169,7 +168,6 @@ def _headlines() -> str:
 
 
 def _goals() -> str:
-    """Returns every ratio with a goal, reached or not."""
     rows = [
         (f"[{name}](../../benchmarks/results/{name}.md)", title, wanted, value)
         for name in ("save", "load", "remote", "scale", "options")
@@ -204,13 +202,11 @@ def _figure(source: str) -> str:
 
 
 def written(text: str) -> str:
-    """Returns a page with its quotes of the stored results."""
     text = _TABLE.sub(lambda mark: f"<!-- measured: {mark[1]} -->\n\n{_TABLES[mark[1]]()}\n\n", text)
     return _FIGURE.sub(lambda mark: f"{_figure(mark[2])}{mark[1]}", text)
 
 
 def pages() -> dict[Path, str]:
-    """Returns the text of each page that quotes results, and of the history."""
     quoting = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return {path: written(path.read_text(encoding="utf-8")) for path in quoting} | {
         RESULTS / "history.md": f"{history.render()}\n"
@@ -218,7 +214,6 @@ def pages() -> dict[Path, str]:
 
 
 def write() -> None:
-    """Writes all pages."""
     for path, text in pages().items():
         path.write_text(text, encoding="utf-8")
 

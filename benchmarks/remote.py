@@ -37,7 +37,6 @@ _RESHARDS = {"rows, 4 -> 2": (4, 2), "rows, 2 -> 4": (2, 4)}
 
 @contextmanager
 def servers(folder: Path) -> Iterator[dict[str, dict[str, str]]]:
-    """Returns the address and options of one server, by link."""
     with s3_server(folder) as server, s3_proxy(server.endpoint) as proxy:
         proxy.rule = lambda request: Fault(delay=_LATENCY)
         account = {"bucket": server.bucket, "key": KEY, "secret": SECRET}
@@ -89,7 +88,6 @@ def _summary(runs: list[dict[str, Any]], saves: list[dict[str, Any]]) -> dict[st
 
 
 def render(content: dict[str, Any]) -> str:
-    """Returns the page of results."""
     summary, rounds = content["summary"], round_count(content["results"])
     title = "Saving to and loading from an object store"
     return page(
@@ -161,7 +159,6 @@ def _row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
 
 
 def comparisons(summary: Summary) -> list[Comparison]:
-    """Compares each save and load of the peers with this package's."""
     found = []
     for link, title in _TITLES.items():
         ours = summary.get(f"{OURS} | {link}")
@@ -176,10 +173,7 @@ def comparisons(summary: Summary) -> list[Comparison]:
 
 
 def ratios(summary: Summary) -> list[Goal]:
-    """Returns the promised figures of one run."""
-
     def over(contender: str, what: str, link: str) -> Spread | None:
-        """Returns the ratio of this package's speed to a peer's."""
         return quotient(figure(summary, f"{contender} | {link}", what), figure(summary, f"{OURS} | {link}", what))
 
     def fastest(what: str, link: str) -> str:
@@ -205,7 +199,6 @@ def ratios(summary: Summary) -> list[Goal]:
 
 
 def plot(content: dict[str, Any]) -> None:
-    """Plots saves and loads, directly and with latency, beside plain transfers."""
     summary = content["summary"]
     kinds = {name: "ours" if name == OURS else "raw" if name.startswith("raw") else "peer" for name in CONTENDERS}
 

@@ -32,8 +32,6 @@ _UNSIGNED = {"payload_signing_enabled": False}
 
 
 class Contender(Protocol):
-    """A contender that saves a state below a prefix, and loads it into a state of the same shapes."""
-
     def save(self, state: State, prefix: str) -> None: ...
     def load(self, state: State, prefix: str) -> None: ...
     def close(self) -> None: ...
@@ -57,8 +55,6 @@ class _Dcp:
 
 
 class Ours(_Dcp):
-    """This package: asynchronous saves, until they are durable, and verified loads."""
-
     def __init__(self, server: dict[str, str]) -> None:
         super().__init__(server)
         self._writer = TensorizerStorageWriter(storage_options=self.options)
@@ -74,8 +70,6 @@ class Ours(_Dcp):
 
 
 class Fsspec(_Dcp):
-    """torch's own storage over fsspec."""
-
     def save(self, state: State, prefix: str) -> None:
         dcp.save(state, storage_writer=FsspecWriter(self.url(prefix), sync_files=False, **self.options))
 
@@ -84,8 +78,6 @@ class Fsspec(_Dcp):
 
 
 class Connector(_Dcp):
-    """s3torchconnector, whose file system gets the endpoint from a client."""
-
     def __init__(self, server: dict[str, str]) -> None:
         super().__init__(server)
         from s3torchconnector import S3ClientConfig
@@ -290,7 +282,6 @@ def _resharded(folder: Path) -> str:
 
 
 def measure(case: Case, folder: Path) -> list[Any]:
-    """Measures one contender, or a resharded load."""
     if "saved" not in case:
         return [_alone(case)]
     in_ranks(_save_shards, case["saved"], case, folder)

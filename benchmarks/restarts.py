@@ -85,7 +85,6 @@ def _state(gib: float, value: float) -> dict[str, torch.Tensor]:
 
 
 def crash(case: Case, folder: Path) -> None:
-    """Ends as a crash does, and leaves a state in memory."""
     manager = CheckpointManager(case["place"], survive=_SURVIVE)
     for step in (1, 2):
         manager.save(step, _state(case["gib"], float(step)), wait=True)
@@ -241,7 +240,6 @@ def trainer(job: Case, folder: Path) -> None:
 
 
 def render(content: Content) -> str:
-    """Returns the page of results."""
     found: dict[str, list[dict[str, Any]]] = {}
     for result in content["results"]:
         if "ranks" in result:

@@ -48,7 +48,7 @@ def main(job: dict[str, Any]) -> None:
 
 
 def _train_and_die(manager: CheckpointManager, state: dict[str, Any], rank: int, log: Path) -> None:
-    """Trains until the last step but one is on storage and the last one staged, and dies."""
+    """Trains until the last step but one is on storage and the last one is staged. Then rank 0 kills itself."""
     for step in range(1, _STEPS + 1):
         for tensor in state.values():
             tensor += 1

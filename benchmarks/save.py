@@ -15,7 +15,6 @@ from .workloads import MAIN, SETTINGS, WORKLOADS, nbytes
 
 
 def plan(folder: Path, quick: bool) -> list[tuple[list[dict[str, Any]], int]]:
-    """Returns groups of cases, and the number of rounds of each."""
     scale = 0.1 if quick else 1.0
     base = {"ranks": 1, "scale": scale, "saves": 3, "quiet": 2, "folder": str(folder)}
     limits = [{"saver": "limits", "workload": workload, **base} for workload in WORKLOADS]

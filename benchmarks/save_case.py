@@ -60,7 +60,6 @@ LOOPS = {"products": TrainingLoop, "python": PythonLoop}
 
 
 def _saves(case: Case, group: dist.ProcessGroup | None, state: State, folder: Path) -> dict[str, Any]:
-    """Saves several times while the loop runs, and several times without it."""
     torch.set_num_threads(1)
     loop = LOOPS[SETTINGS[case["workload"]].loop]()
     loop.run(_after(0.3))
@@ -200,14 +199,12 @@ def _beside_a_busy_core() -> float:
 
 
 def _sharded(case: Case, folder: Path) -> dict[str, Any]:
-    """Measures on one of several ranks."""
     group = dist.new_group(backend="gloo")
     state = sharded(SETTINGS[case["workload"]].make(case["scale"]))
     return _saves(case, group, state, folder)
 
 
 def measure(case: Case, folder: Path) -> list[Any]:
-    """Measures one contender on one workload."""
     if case["ranks"] > 1:
         return in_ranks(_sharded, case["ranks"], case, folder)
     state = SETTINGS[case["workload"]].make(case["scale"])

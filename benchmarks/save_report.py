@@ -29,7 +29,6 @@ _TWO = "{:.2f}".format
 
 
 def render(content: dict[str, Any]) -> str:
-    """Returns the page of results."""
     summary = content["summary"]
     return page(
         content,
@@ -195,13 +194,10 @@ def _shown(entry: dict[str, Any], key: str) -> dict[str, float] | None:
 
 
 def ratios(summary: Summary) -> list[Goal]:
-    """Returns the promised figures of one run."""
-
     def of(name: str, what: str, workload: str = MAIN, ranks: int = 1) -> Spread | None:
         return figure(summary, f"{name} | {workload} | {ranks}", what)
 
     def over(name: str, what: str, other: str, workload: str = MAIN) -> Spread | None:
-        """Returns the ratio of two figures of this package, or of this package and a peer."""
         return quotient(of(name, what, workload), of(OURS, other, workload))
 
     copy, stop, quiet = of("limits", "copy"), of(OURS, "steady stall"), of(OURS, "durable, quiet")
@@ -287,7 +283,6 @@ _ASYNCHRONOUS = (OURS, OVERLAPPED, *(name for name in SAVERS if name.startswith(
 
 
 def plot(content: dict[str, Any]) -> None:
-    """Plots the stall, the speed until durable, and the speed of training meanwhile, on 1, 2 and 4 ranks."""
     summary, cores = content["summary"], content["machine"]["cores"]
     rounds = round_count(content["results"])
     later = _later_saves(content["results"])

@@ -24,15 +24,11 @@ State = dict[str, torch.Tensor]
 
 
 class Saver(Protocol):
-    """A contender that saves a state into a new folder."""
-
     def save(self, state: State, folder: Path) -> Future[Any]: ...
     def close(self) -> None: ...
 
 
 class DcpSaver:
-    """A contender that saves by ``dcp.async_save``, with any storage writer."""
-
     def __init__(self, group: dist.ProcessGroup | None, **options: Any) -> None:
         self._options = options | ({"process_group": group} if group is not None else {"no_dist": True})
         self._staged: Future[None] | None = None
@@ -60,8 +56,6 @@ class DcpSaver:
 
 
 class Ours(DcpSaver):
-    """This package, prewarmed or not, with options of the writer."""
-
     def __init__(
         self,
         group: dist.ProcessGroup | None,
@@ -125,12 +119,7 @@ class TorchSync:
 
 
 def torch_checkpointing(*, background: bool | None = None, pinned: bool = False) -> Any:
-    """Makes a manager of Meta's torch_checkpointing.
-
-    Args:
-        background: Whether it stages in the background, not while training waits; None: it saves synchronously.
-        pinned: Whether it stages into pinned memory, by copies that do not block.
-    """
+    """Makes a manager of torch_checkpointing. With ``background=None``, it saves synchronously."""
     from torch_checkpointing import CheckpointManager, ItemSpec
     from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
     from torch_checkpointing.staging import CheckpointStagerConfig
@@ -213,7 +202,6 @@ SAVERS: dict[str, Callable[[dist.ProcessGroup | None, State], Saver]] = {
 
 
 def discard(folder: Path) -> None:
-    """Removes a checkpoint, so that the disk does not fill up."""
     shutil.rmtree(folder, ignore_errors=True)
 
 

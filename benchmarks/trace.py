@@ -57,7 +57,6 @@ _ROWS_OF_RANK = ("training", "save", "files", "flush")
 
 
 def main() -> None:
-    """Runs the save, and draws its trace."""
     with tempfile.TemporaryDirectory() as name:
         mp.spawn(_save, args=(Path(name),), nprocs=_RANKS)
         output = _ROOT / "build" / "trace.json"

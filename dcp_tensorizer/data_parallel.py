@@ -22,9 +22,8 @@ class DataParallelState(Stateful):
 
         state = {"app": app, "loader": DataParallelState(loader)}
 
-    So a job with another number of data-parallel ranks cannot load the state by mistake. If it did, it would read
-    some shares of the data twice, and others never. In such a job `CheckpointManager.restore` raises an error before
-    anything changes.
+    So a job with another number of data-parallel ranks cannot load the state by mistake, and read some shares of the
+    data twice. In such a job `CheckpointManager.restore` raises an error before anything changes.
 
     Args:
         value: Object with ``state_dict`` and ``load_state_dict``.

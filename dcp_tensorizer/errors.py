@@ -1,18 +1,18 @@
 """The exceptions of this package's public interface.
 
     CheckpointError
-    ├── StagingError              a state dict could not be collected, or copied into the staging buffer
-    ├── WriteError                data or metadata could not be made durable
-    │   └── WriterProcessDied     the writer process ended, or could not be started
-    ├── ReadError                 stored bytes could not be read
-    │   ├── ChecksumMismatch      stored bytes differ from those that were saved
-    │   └── DecryptionError       the key is missing, wrong or superfluous
-    ├── MetadataError             a checkpoint, a model or a folder of checkpoints has unusable contents
-    │   ├── NotCommitted          the path has no committed checkpoint (also a ``FileNotFoundError``)
-    │   ├── StateMismatch         keys, shapes or values do not match the state that they are loaded into
-    │   ├── UnsupportedFormat     this release does not read the checkpoint's format or version
-    │   └── UntrustedObject       loading would run code that is not allowed
-    └── ConversionError           a checkpoint cannot be converted as requested
+    ├── StagingError
+    ├── WriteError
+    │   └── WriterProcessDied
+    ├── ReadError
+    │   ├── ChecksumMismatch
+    │   └── DecryptionError
+    ├── MetadataError
+    │   ├── NotCommitted (also a FileNotFoundError)
+    │   ├── StateMismatch
+    │   ├── UnsupportedFormat
+    │   └── UntrustedObject
+    └── ConversionError
 
 Each exception takes a message as its only argument, so that it can be pickled: DCP sends errors from rank to rank,
 wrapped in ``torch.distributed.checkpoint.api.CheckpointException``.
@@ -81,8 +81,7 @@ class DecryptionError(ReadError):
 class MetadataError(CheckpointError):
     """The contents of a checkpoint, of a model or of a folder of checkpoints cannot be used.
 
-    For example, ``.metadata`` is damaged, or two directories of a folder are of the same step. Subclasses name other
-    reasons.
+    For example, ``.metadata`` is damaged, or two directories of a folder are of the same step.
     """
 
 
@@ -142,7 +141,6 @@ def is_damage(error: CheckpointError) -> bool:
 
 
 def listed_ranks(ranks: Sequence[int]) -> str:
-    """Formats the first ranks of a list for a message."""
     return ", ".join(map(str, ranks[:_RANKS_SHOWN])) + (", ..." if len(ranks) > _RANKS_SHOWN else "")
 
 

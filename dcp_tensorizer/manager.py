@@ -4,12 +4,6 @@ save() ──every rank──▶ one small all-reduce: due? stopping? the same s
        ──if due──────▶ dcp.async_save with one writer, one planner, a separate group
        ──committed───▶ rank 0 deletes checkpoints that no rule retains
 restore() ──rank 0──▶ the newest checkpoint of the branch ──all ranks──▶ dcp.load
-
-CheckpointManager ── SavePolicy, decide       is a save due? what do all ranks do?               policy
-                  ── Position                 the job's position among the checkpoints           steps
-                  ── Saves ── Exports         one save at a time; models of the saved state      saves, exports
-                  ── Retaining                after a commit: `latest`, deletions                retention
-                  ── Survival ── PeerCopies   states in memory, and their copies on other hosts  _memory
 """
 
 from __future__ import annotations
@@ -94,10 +88,9 @@ class CheckpointManager:
                     break
 
     Every rank makes a manager, and makes the same calls of `save`, `restore`, `wait` and `close` in the same order. The
-    other methods are not collective. The manager makes two gloo groups, because saves run their collectives on a
-    background thread. The groups have the timeout of the ranks' process group: no rank waits longer for an unresponsive
-    rank. Close the manager before ``destroy_process_group()``. Errors of the manager are never wrapped in DCP's
-    ``CheckpointException``.
+    other methods are not collective. The manager makes two gloo groups, with the timeout of the ranks' process group:
+    no rank waits longer for an unresponsive rank. Close the manager before ``destroy_process_group()``. Errors of the
+    manager are never wrapped in DCP's ``CheckpointException``.
 
     Args:
         folder: The folder of the checkpoints: a local directory that all ranks share, or any URL that fsspec opens.
@@ -117,13 +110,13 @@ class CheckpointManager:
             mounts, where a job that loads a checkpoint cannot lock it.
         delete_other_files: If a checkpoint to be deleted contains files that no save wrote, delete it with these files.
             If False, such a checkpoint stays, with a warning.
-        must_change: Patterns of keys. The manager warns if none of the matching floating-point tensors differs from the
-            previous save: the saved state may not be the one in training.
+        must_change: Patterns of keys. The manager warns if none of the matching floating-point or complex tensors
+            differs from the previous save: the saved state may not be the one in training.
         stop_signals: Signals that ask the job to stop. The next `save` on every rank then saves even if no save is due,
             and waits for the commit, and `stopping` is true. Earlier handlers are called as well. A second signal, more
             than 5 seconds later, acts as it would without the manager.
         survive: Seconds for which the newest states stay in this machine's memory after a rank has died. A job that
-            restarts there within that time resumes from them. They take memory. With 0, no state is held.
+            restarts there within that time resumes from them. With 0, no state is held.
         survive_every: With ``survive`` and 3 buffers: hold the first step at or after each multiple of this number in
             memory, even if no save is due.
         buffers: Maximum number of staging buffers with ``survive``. 3: a step that is due while the previous save still
@@ -137,7 +130,8 @@ class CheckpointManager:
             error ends the ``with`` block, `close` has a timeout, or `restore` was called after that `save`.
         process_group: The ranks of the job; by default all.
         reader_options: Options of `TensorizerStorageReader` for `restore`. Storage options, ``local``, the timeout and
-            a key default to those of the writer; a passphrase does not. ``page_cache`` is False by default.
+            the key default to those of the writer. With a passphrase, use the same salt in every run. ``page_cache`` is
+            False by default.
         writer_options: Options of `TensorizerStorageWriter`. With ``local``, the ``keep_`` rules count only the
             checkpoints in ``folder``.
 
@@ -301,14 +295,13 @@ class CheckpointManager:
 
         It returns when the state is copied (with ``overlap_staging``, before that), and the save continues in the
         background. If the previous save still runs when the next is due, the call waits for that save first (with
-        ``survive``, see ``buffers``). A step that is being saved, or is saved already, is not saved again. If the job
-        is `stopping`, the call waits for its own save.
+        ``survive``, see ``buffers``). If the job is `stopping`, the call waits for its own save.
 
         Args:
             step: The step of training, the same on every rank.
             state: A state dict, as for ``dcp.async_save``.
-            force: Save even if no save is due. If any rank passes True, all save. A step that is saved already is not
-                replaced: the result is a finished future of the existing checkpoint.
+            force: Save even if no save is due, unless the step is being saved, or is saved already. If any rank passes
+                True, all save.
             metrics: Numbers to record with the checkpoint. Only those of rank 0 count.
             wait: Return only after the commit and the deletion of old checkpoints: see `wait`.
             exclude: Patterns of keys to leave out. The manager warns about a pattern that matches no key of the first
@@ -459,9 +452,9 @@ class CheckpointManager:
         """Waits for the save in progress and the deletions after it, ends the writer process, and destroys the process
         groups of this manager. Idempotent.
 
-        Without a timeout, the call is collective: it first saves a step that was due and is only in memory, and with
+        Without a timeout, the call is collective: it first saves the step in memory, if a save was due, and with
         ``save_at_end`` the last step. It warns, on the first rank, if the step of the last `save` call is not committed
-        in the end. It frees the states in memory, unless the newest state is not committed, or an error has ended
+        in the end. It frees the states in memory, unless the last due step is not committed, or an error has ended
         the ``with`` block. A job that is `stopping` waits for a publication for at most ``limits.timeout`` seconds, and
         then logs the unpublished model. In a forked child the call does nothing.
 
@@ -582,10 +575,6 @@ class CheckpointManager:
         return self._clock.report()
 
     def _members(self) -> list[Step]:
-        """Reads the checkpoints of the job's branch; without a position, those of the current branch.
-
-        Raises what `read_steps` raises.
-        """
         self._come_home()
         steps = sound(read_steps(self._folder, self._names))
         branch = current_branch(steps) if self._position is None else self._position.branch
@@ -599,7 +588,7 @@ class CheckpointManager:
 
     @property
     def _is_copy(self) -> bool:
-        """Returns whether this is a forked child: the job and its saves belong to the parent."""
+        """Returns whether this is a forked child."""
         return not self._home.is_here
 
     def _check_at_home(self) -> None:
@@ -627,7 +616,6 @@ class CheckpointManager:
         force: bool,
         must_write: bool,
     ) -> tuple[Action, Future[str] | None]:
-        """Decides on all ranks what to do for a step, and does it. Returns the action, and the result of `save`."""
         self._survival.find_predecessors()
         self._survival.start_keeper()
         self._survival.find_partners()
@@ -639,8 +627,7 @@ class CheckpointManager:
         if vote.is_lost or vote.memory.is_superseded:
             superseded = (
                 f"{self._folder.path}: a later run of this job has taken over the memory of another host, to which "
-                f"this run copies its states. This run can no longer save. Stop this run, or stop the other run and "
-                f"restart this one."
+                f"this run copies its states. Stop this run, or stop the other run and restart this one."
             )
             raise WriteError(self._agreement.decided(lambda: self._lease.lost or superseded))
         if step < self._position.step:  # true on all ranks or none: they have just compared their steps
@@ -656,7 +643,6 @@ class CheckpointManager:
         return action, future
 
     def _take_lease(self) -> None:
-        """Takes the lease of the folder in the first `save` call of this run."""
         if self._has_lease:
             return
         self._has_lease = True
@@ -718,7 +704,6 @@ class CheckpointManager:
         return decide(self._agreement, vote)
 
     def _go_back(self, step: int) -> None:
-        """Begins a branch, because the job has gone back to an earlier step without restoring it."""
         assert self._position is not None
         logger.warning(
             "%s: the job has gone back from step %d to step %d without restore(): its saves from here on form a new "
@@ -735,12 +720,10 @@ class CheckpointManager:
         self._continue_from(max(0, step - 1))
 
     def _advance(self) -> None:
-        """Waits for the last save. If it is committed, moves the job's position to its checkpoint."""
         assert self._position is not None
         self._position.advance(self._saves.wait_committed())
 
     def _continue_from(self, step: int) -> None:
-        """Records that the job resumes from a step, and not from its last save."""
         assert self._position is not None
         self._saves.forget()
         if self._agreement.is_first:
@@ -787,7 +770,6 @@ class CheckpointManager:
         return None
 
     def _write_held(self) -> None:
-        """Begins the save of the newest step, if the step is only in memory and a save of it was due."""
         if self._position is not None and self._saves.held_step is not None:
             self._advance()
             self._saves.write_held()
@@ -795,7 +777,6 @@ class CheckpointManager:
     # --- a restore, as all ranks decide -----------------------------------------------------------------------------
 
     def _restored(self, state: dict[str, Any], selection: Selection, step: int | None, *, fallback: bool) -> int | None:
-        """Loads the newest state, or the checkpoint of ``step``. Returns its step, or None if there is no state."""
         self._write_held()
         self._saves.wait()
         lost = finish_unflushed(self._flushing, self._agreement)

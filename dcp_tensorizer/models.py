@@ -1,10 +1,4 @@
-"""Models for inference: all ranks together write a model in Hugging Face's format, with `SafetensorsStorageWriter`.
-
-state dict --stage()--> SharedBuffer                        training thread
-           --DCP planner--> SavePlan --prepare_global_plan()--> coordinator: file and offset of each tensor
-           pieces (offsets only) --> writer process            each rank's bytes to their offsets in the files
-           --finish()--> model.safetensors.index.json          coordinator: the commit, last
-"""
+"""Models for inference: all ranks together write a model in Hugging Face's format, with `SafetensorsStorageWriter`."""
 
 from __future__ import annotations
 
@@ -38,9 +32,9 @@ __all__ = ["Export", "Parts", "SafetensorsStorageWriter"]
 class Export(ModelOptions):
     """Options for exporting models from `CheckpointManager`: ``CheckpointManager(..., export=Export("models/{}"))``.
 
-    An export is written when a save is committed, from the save's staged copy, so training does not wait for a second
-    copy. Calls that wait for the save also wait for the export. The error of a failed export is logged, and raised by
-    ``wait`` and ``close``. The failure does not affect the checkpoint of that step.
+    An export is written when a save is committed, from the save's staged copy. Calls that wait for the save also wait
+    for the export. The error of a failed export is logged, and raised by ``wait`` and ``close``. The failure does not
+    affect the checkpoint of that step.
 
     Attributes:
         path: Where to write the model; ``{}`` stands for the step. If the path has no ``{}``, and ``overwrite`` is
@@ -49,7 +43,8 @@ class Export(ModelOptions):
         at_end: Export the last save of the job when the manager is closed, unless an error or a signal ends the job.
         include: Patterns of the keys to export, in the flattened state dict.
         dtype, rename, max_shard_bytes, files, overwrite, publish, storage_options: As for
-            `SafetensorsStorageWriter`. By default the prefix ``model.`` is removed from the keys.
+            `SafetensorsStorageWriter`. By default the prefix ``model.`` is removed from the keys; with another
+            ``include``, pass other rules, or ``{}``.
 
     Raises:
         TypeError: an option is of a wrong type.
@@ -95,10 +90,9 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         dcp.async_save(model.state_dict(), storage_writer=writer, process_group=gloo_group)
 
     Every rank writes its parts of the tensors to their offsets in the files. The ranks do not gather the tensors: on
-    network mounts and S3 they only exchange the bytes of file blocks in which several ranks have parts. Each byte is
-    written once. Each file has the same bytes as if ``safetensors.torch.save_file`` had written it. Training only waits
-    for the copy to the staging buffer, as with `TensorizerStorageWriter`; both writers share the buffers and the writer
-    process.
+    network mounts and S3 they only exchange the bytes of file blocks in which several ranks have parts. Each file has
+    the same bytes as if ``safetensors.torch.save_file`` had written it. Training only waits for the copy to the staging
+    buffer, as with `TensorizerStorageWriter`.
 
     ``model.safetensors.index.json`` is the commit: it is written last, and atomically. A model of one file needs no
     index; without one, it is committed when the file gets its final name. If a save fails or is killed before the
@@ -124,10 +118,9 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
             save's id, and the files that the old index names are removed after the new index is in place. A model of
             one file without an index is replaced by a file of the same name. If False, a model at the path is an error.
         publish: Where to publish each model as the next version for inference servers, whole or as a delta. After the
-            save a separate process, which the coordinator starts, publishes the model. Neither training nor the next
-            save waits for that process. If models are saved faster than they are published, only the newest waiting
-            model is published. With ``overwrite``, a model of one file also has an index, so that the file stays while
-            it is being published.
+            save a separate process publishes the model. Neither training nor the next save waits for that process. If
+            models are saved faster than they are published, only the newest waiting model is published. With
+            ``overwrite``, a model of one file also has an index, so that the file stays while it is being published.
 
     The other arguments are those of `TensorizerStorageWriter`.
 
@@ -186,7 +179,6 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         self._begin(options, Reports(on_report, on_progress))
 
     def __repr__(self) -> str:
-        """Returns the path and the options, without secrets."""
         return shown(self, self._path, self._options.storage_options, self._model.arguments())
 
     def wait_published(self, timeout: float | None = None) -> PublishedVersion | None:

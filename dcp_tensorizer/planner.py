@@ -1,17 +1,4 @@
-"""Planners for ``torch.distributed.checkpoint`` that do not repeat work for equal plans, or for tensors of one layout.
-
-`SavePlanner`, whose cost hardly grows with the number of ranks:
-
-state dict --create_local_plan()--> columns             each rank
-           --one gather-->          or their digest
-columns    --create_global_plan()--> who writes what    coordinator
-           --one scatter-->         a bit for each item
-bits       --finish_plan()-->       the rank's items    each rank, made when used
-
-`LoadPlanner`, for many tensors:
-
-state dict --create_local_plan()--> read items          one made for each layout, and copied for each key
-"""
+"""Planners for ``torch.distributed.checkpoint`` that do not repeat work for equal plans or tensors of one layout."""
 
 from __future__ import annotations
 
@@ -47,9 +34,8 @@ class SavePlanner(DefaultSavePlanner):
         for step in ...:
             dcp.async_save(state_dict, storage_writer=writer, planner=planner)
 
-    The checkpoints and their ``Metadata`` are the same as with torch's planner. torch's planner makes a dozen objects
-    per item on each rank, sends all of them, and compares them one by one on the coordinator. This planner sends a
-    plan in column form, as a few arrays; or only the plan's digest, if the plan equals one of the rank's last plans.
+    The checkpoints and their ``Metadata`` are the same as with torch's planner. This planner sends a plan in column
+    form, as a few arrays; or only the plan's digest, if the plan equals one of the rank's last plans.
 
     If chunks overlap, lie outside their tensor or, with several ranks, are missing, or if ranks have tensors of
     different shapes or dtypes under one key, planning raises `WriteError`, naming the keys.
@@ -197,7 +183,6 @@ class SavePlanner(DefaultSavePlanner):
     def _planned(
         self, sources: list[EncodedColumns], tables: dict[bytes, Table], history: History | None
     ) -> GlobalPlan:
-        """Plans for all ranks. If equal plans were planned before, returns the earlier result."""
         options = {"to_lowest_rank": self.dedup_save_to_lowest_rank, "merges_paths": self.flatten_state_dict}
         if history is None:
             return make_global_plan([source.decode(tables) for source in sources], **options)

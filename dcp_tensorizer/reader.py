@@ -1,8 +1,4 @@
-"""Loading: `TensorizerStorageReader`, the storage reader for ``torch.distributed.checkpoint``, and `open_reader`.
-
-.metadata --DCP planner--> LoadPlan --catalog--> stored chunks --plan--> byte ranges, sorted and coalesced
-          --run--> parallel reads into the targets' memory --> block digests --> planner.commit_tensor
-"""
+"""Loading: `TensorizerStorageReader`, the storage reader for ``torch.distributed.checkpoint``, and `open_reader`."""
 
 from __future__ import annotations
 
@@ -163,7 +159,6 @@ class TensorizerStorageReader(StorageReader):
         self.around_read: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def __repr__(self) -> str:
-        """Returns the call that makes the reader, without secrets."""
         arguments = {
             "verify": self._load_options.verify,
             "allow_pickle": self._load_options.allow_pickle,
@@ -195,15 +190,12 @@ class TensorizerStorageReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads the checkpoint's metadata; with ``rank=``, that rank's own.
 
-        Each tensor is one whole chunk in this metadata, because DCP's planner visits all chunks of all tensors on each
-        rank. The reader finds the stored chunks in `prepare_local_plan`. For a tensor that its stored chunks do not
-        cover, for example because each rank saved for itself, the metadata has these chunks, as in `stored_metadata`.
+        Describes a tensor as one chunk if its stored chunks cover it. Otherwise, for example because each rank saved
+        for itself, describes the stored chunks, as `stored_metadata` does.
 
-        DCP swallows an error of this method, and calls the method again with ``rank=``. If that call returns, the
-        rank skips the later collectives, in which other ranks may wait. So without ``rank=`` the method raises only
-        `NotCommitted`, and with ``rank=`` it never finds a checkpoint of all ranks. It records all other errors:
-        `set_up_storage_reader` raises the recorded error, or the returned metadata raises it when a planner reads the
-        metadata earlier. In a load with collectives, DCP then sends the error to every rank.
+        DCP swallows errors of this method. So without ``rank=`` the method raises only `NotCommitted`, and with
+        ``rank=`` it raises nothing. `set_up_storage_reader` raises the recorded error, or the returned metadata raises
+        it when a planner reads the metadata earlier.
 
         Raises:
             NotCommitted: there is no metadata of all ranks, and ``rank`` was not given.
@@ -364,7 +356,6 @@ class TensorizerStorageReader(StorageReader):
 
     @property
     def _group(self) -> dist.ProcessGroup | None:
-        """The process group of the exchange; None if the ranks exchange nothing."""
         return self._exchange if self._opened()[1].has_digests else None
 
     def _opened(self) -> tuple[Storage, Catalog]:
@@ -424,9 +415,7 @@ def open_reader(
     FP8 weights by the scales of their blocks (``weight_scale_inv``), unless the target has the same FP8 dtype. Each
     load recognises the format again, so that a job may switch to another storage writer between two saves.
 
-    By default, loading a checkpoint of any format runs no code from it. torch's ``.metadata`` is a pickle, from which
-    the reader makes only objects that belong in DCP's metadata. The rules for other objects are the same as in
-    checkpoints of this package. ``allow_pickle=True`` lifts the rules for both.
+    By default, loading a checkpoint of any format runs no code from it.
 
     Args:
         path: A local path, or any URL that fsspec opens. The ``checkpoint_id`` of ``dcp.load`` overrides it.

@@ -1,9 +1,7 @@
 """The contract of a storage, and base classes, for packages that add a storage.
 
-A storage derives from `RemoteStorage` and defines seven methods: `create`, `open`, `remove`, `_read`, `_head`, `_list`
-and `_put_file`. Its sink derives from `Sink` and defines three: `_put_part`, `_complete` and `_abort`. All other
-methods have defaults. An entry point of the group ``dcp_tensorizer.storages`` registers the storage.
-`dcp_tensorizer.testing` has the tests that the storage must pass.
+A storage derives from `RemoteStorage`, and its sink from `Sink`. An entry point of the group
+``dcp_tensorizer.storages`` registers the storage. `dcp_tensorizer.testing` has the tests that the storage must pass.
 """
 
 from ._storage.base import FileInfo, RangeReader, ReadTuning, Refused, Sink, Storage

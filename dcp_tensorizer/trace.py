@@ -26,7 +26,7 @@ class TraceFile:
         trace = TraceFile("run/trace")
         manager = CheckpointManager("run", on_report=trace, reader_options={"on_report": trace})
 
-    Each process appends one line per report to its own file, and closes the file after each line.
+    Each process appends one line per report to its own file.
 
     Args:
         folder: A local folder, created if necessary. All ranks may use the same folder. If hosts use different

@@ -1,10 +1,5 @@
 """Saving: `TensorizerStorageWriter`, the storage writer and stager for ``torch.distributed.checkpoint``.
 
-state dict --stage()--> SharedBuffer                      training thread     [training waits for this only]
-           --DCP planner--> SavePlan --write_data()-->     the save's thread
-           WriteRequest (offsets only) --> writer process  hashes and writes
-           --WriteResults--> finish() --> .metadata        coordinator         [the commit]
-
 DCP calls the hooks of this module, which pass the work to ``_saving.save``.
 """
 
@@ -99,10 +94,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     starts the writer process. If you wait for the future of a writer's last save, you need not close the writer.
 
     Memory: one buffer of the size of the rank's state is cached between saves. `prewarm` allocates the buffer in the
-    background; without `prewarm`, the first save allocates it, and takes longer. If the state outgrows the buffer, the
-    buffer is allocated again. The writer process takes some 40 MB for its imports (200 MB with ``staging="device"``),
-    and up to ``limits.buffer_bytes`` for the parts of files (64 MB for local files, cached between saves). ``dcp.save``
-    writes from the tensors themselves.
+    background; without `prewarm`, the first save allocates it, and takes longer. The writer process takes some 40 MB
+    for its imports (200 MB with ``staging="device"``), and up to ``limits.buffer_bytes`` for the parts of files (64 MB
+    for local files, cached between saves). ``dcp.save`` writes from the tensors themselves.
 
     Args:
         path: Where to save: a local directory that all ranks share, or any URL that fsspec opens. A save's
@@ -129,8 +123,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             first byte, about once a second, and at the end; by one thread at a time. `ProgressLine` shows them on a
             terminal. An error of ``on_progress`` is logged, and ends the calls. It does not fail the save.
         sha256: Store a SHA-256 of each tensor in the files, besides the CRC-32. This takes 0.6 s of CPU time per GB in
-            the writer process. Both hashes detect damage. Neither protects against an attacker, who can change the hash
-            together with the data.
+            the writer process. Neither hash protects against an attacker, who can change it together with the data.
         reuse_unchanged: Do not write tensors again that have not changed since they were last saved. Their files get
             an additional name by a hard link, or are copied by the object store. Every checkpoint is still complete.
             This option cannot be combined with encryption or ``local``.
@@ -299,10 +292,10 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             with writer.lock():
                 optimizer.step()
 
-        This is not a real lock: several threads may be inside at once, and leaving does nothing. Other checkpointers
-        have this method under the same name. Entering waits for all copies, except those that this process makes from a
-        GPU: work that is queued inside the context on the current stream waits for these. If tensors in shared memory
-        are written without a copy (``staging="shared"``), entering waits until the state may be changed.
+        This is not a real lock: several threads may be inside at once, and leaving does nothing. Entering waits for all
+        copies, except those that this process makes from a GPU: work that is queued inside the context on the current
+        stream waits for these. If tensors in shared memory are written without a copy (``staging="shared"``), entering
+        waits until the state may be changed.
 
         Raises:
             StagingError: a CUDA graph is being captured; its replays would not wait.
@@ -502,7 +495,6 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         self._local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for a copy in another process."""
         staged_save = self._saver.engine.saves.begin(self._saver.stager)
         state = {name: value for name, value in self.__dict__.items() if name not in _PER_PROCESS}
         state["_closed"] = self._saver.closed
@@ -518,24 +510,21 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
 
 class DescribedStager(AsyncStager):
-    """A stager for the one save that ``save`` describes. It stages with its writer; `close` does nothing."""
+    """A stager for the one save that ``save`` describes. It stages with its writer."""
 
     def __init__(self, writer: TensorizerStorageWriter, save: SaveDescription = SaveDescription()) -> None:  # noqa: B008 - a tuple
         self._writer, self._save = writer, save
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | StagingFuture:
-        """Stages as the writer does."""
         writer = self._writer
         staged = writer.saver.stage(state_dict, self._save, path_of_save() or writer._path)
         return StagingFuture(staged) if writer._options.overlap_staging else staged
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """Returns the value of the writer's property."""
         return self._writer.should_synchronize_after_execute
 
     def synchronize_staging(self) -> None:
-        """Waits as the writer does."""
         self._writer.synchronize_staging()
 
     def close(self) -> None:

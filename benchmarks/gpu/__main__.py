@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu --collect FOLDER``: the page of what the calls of a parcel have left (see `parcel`)."""
+"""``python -m benchmarks.gpu --collect FOLDER``: makes the page from the results of a parcel (see `parcel`)."""
 
 from pathlib import Path
 

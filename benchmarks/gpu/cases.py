@@ -1,4 +1,4 @@
-"""The cases of the GPU benchmark: what a save costs, registration, overlap, loads."""
+"""The cases of the GPU benchmark: staging, saves, training with saves, registration, overlap and loads."""
 
 from __future__ import annotations
 
@@ -49,17 +49,15 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 def large_state(nbytes: int, count: int = 300) -> State:
-    """Float32 tensors of equal size on the GPU."""
     return {f"t{n}": torch.rand(max(1, nbytes // 4 // count), device=GPU) for n in range(count)}
 
 
 def small_state(count: int = 5000, kilobytes: int = 215) -> State:
-    """Float32 tensors of a size on the GPU, as an optimizer or a model of experts has them."""
     return {f"s{n}": torch.rand(kilobytes * 250, device=GPU) for n in range(count)}
 
 
 def _state_of(size: str, scale: float) -> State:
-    """So many GB in 300 tensors; 5,000 small tensors for any other word."""
+    """Makes tensors on the GPU: 300 for a size such as ``4 GB``, and 5,000 small ones for any other word."""
     number, _, unit = size.partition(" ")
     if unit == "GB":
         return large_state(int(int(number) * _GIGA * scale))
@@ -70,7 +68,7 @@ def _state_of(size: str, scale: float) -> State:
 
 
 class KeptStager(DefaultStager):
-    """The stager of torch, kept for all saves: in torch 2.11 its inner one is closed after each, and of no use then."""
+    """torch's stager, kept for all saves. In torch 2.11, each save closes the inner stager, and the next save fails."""
 
     def __init__(self, options: StagingOptions) -> None:
         super().__init__(options)
@@ -78,16 +76,15 @@ class KeptStager(DefaultStager):
         self._state_dict_stager.close = lambda: None
 
     def close(self) -> None:
-        """Keeps its memory for the next save."""
+        """Does nothing: the next save uses the same memory."""
 
     def end(self) -> None:
-        """Gives its memory back."""
         self._end_inner()
         super().close()
 
 
 class TorchStager(DcpSaver):
-    """The writer of torch with the stager of torch: pinned, shared memory, and copies that do not block."""
+    """torch's writer and stager, with pinned shared memory and copies that do not block."""
 
     def __init__(self, **options: Any) -> None:
         self._stager = KeptStager(StagingOptions(not REHEARSAL, True, True, not REHEARSAL))
@@ -98,7 +95,6 @@ class TorchStager(DcpSaver):
 
 
 def saver_of(name: str, state: State) -> Any:
-    """A contender by its name."""
     if name.startswith("dcp_tensorizer"):
         planner = SavePlanner() if "SavePlanner" in name else None
         make = None if planner is None else lambda: planner  # one for all saves, as a job has it
@@ -109,14 +105,14 @@ def saver_of(name: str, state: State) -> Any:
 
 
 def begin_group() -> None:
-    """Makes a group of this process alone; by a TCP store, whose address PROCESS mode looks for in the environment."""
+    """Makes a group of one process by a TCP store: torch's PROCESS mode reads the address from the environment."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "WORLD_SIZE": "1"}
     store = dist.TCPStore("127.0.0.1", 0, is_master=True)
     dist.init_process_group("gloo" if REHEARSAL else "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
 
 
 def pinned_copy(scale: float, name: str, folder: Path) -> Result:
-    """GB/s of one copy between the GPU and pinned memory: the bus, as torch gives it."""
+    """Measures copies between the GPU and pinned memory, which staging and loads cannot beat."""
     on_gpu = torch.ones(int(4 * _GIGA * scale), dtype=torch.uint8, device=GPU)
     on_host = pinned(on_gpu.numel())
     target, source = (on_host, on_gpu) if name == "device to host" else (on_gpu, on_host)
@@ -125,8 +121,7 @@ def pinned_copy(scale: float, name: str, folder: Path) -> Result:
 
 
 def staging(scale: float, name: str, folder: Path) -> Result:
-    """GB/s of `stage` on a warm buffer, and when its first copy over the bus was queued; by batches, if there are any,
-    or gathered."""
+    """Measures `stage` into a warm buffer, and the time until its first copy to the host is queued."""
     kilobytes = re.findall(r"(\d+) kB", name)
     state = small_state(int(5000 * min(1.0, scale * 4)), int(kilobytes[0])) if kilobytes else _state_of("4 GB", scale)
     nbytes = sum(tensor.nbytes for tensor in state.values())
@@ -147,7 +142,7 @@ def staging(scale: float, name: str, folder: Path) -> Result:
 
 @contextmanager
 def _first_copies() -> Iterator[list[float]]:
-    """The moments at which copies are queued on a GPU."""
+    """Records the moments at which copies are queued on the GPU."""
     moments: list[float] = []
     kinds = ("copy_batch", "copy", "spread")
     before = {kind: getattr(device_module._CudaStream, kind) for kind in kinds}
@@ -169,7 +164,7 @@ def _first_copies() -> Iterator[list[float]]:
 
 
 def saving(scale: float, name: str, folder: Path) -> Result:
-    """A few saves beside a loop of products: how long `async_save` takes, and until all is durable."""
+    """Measures saves beside a loop of matrix products. The first save counts only for ``first_stall_s``."""
     contender, _, what = name.partition(" | ")
     state = _state_of(what, scale)
     nbytes = sum(tensor.nbytes for tensor in state.values())
@@ -177,7 +172,6 @@ def saving(scale: float, name: str, folder: Path) -> Result:
     factor = torch.rand(2048 if not REHEARSAL else 256, 2048 if not REHEARSAL else 256, device=GPU)
 
     def products(until: Callable[[], bool]) -> float:
-        """Products a second, while something lasts."""
         done, started = 0, time.perf_counter()
         while True:
             for _ in range(10):
@@ -222,8 +216,6 @@ def saving(scale: float, name: str, folder: Path) -> Result:
 
 
 class Model(torch.nn.Module):
-    """A decoder of a few hundred million parameters, in bfloat16."""
-
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(32_000, width)
@@ -236,7 +228,7 @@ class Model(torch.nn.Module):
 
 
 def training(scale: float, name: str, folder: Path) -> Result:
-    """Steps of a model, with saves among them: what each save costs the ten steps after it."""
+    """Measures what each save costs the ten steps after it."""
     begin_group()
     torch.manual_seed(0)
     width = 1024 if scale >= 0.5 else 64
@@ -296,7 +288,7 @@ def training(scale: float, name: str, folder: Path) -> Result:
 
 
 def _children_mib() -> list[float]:
-    """GPU memory of this process's children, from the driver; nothing where it knows processes by other numbers."""
+    """Returns the GPU memory of this process's children; nothing if the driver knows processes by other ids."""
     if REHEARSAL:
         return []
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
@@ -311,9 +303,9 @@ def _children_mib() -> list[float]:
 
 
 def registration(scale: float, name: str, folder: Path) -> Result:
-    """Seconds a GB to register the memory of a staging buffer, in chunks; and what calls of CUDA wait for meanwhile.
+    """Measures the registration of a staging buffer, and how long CUDA calls take meanwhile.
 
-    The calls are those of another thread here, and those of another process.
+    The calls are made by another thread of this process, and by another process.
     """
     nbytes = int(16 * (1 << 30) * scale)
     buffer = SharedBuffer(nbytes)
@@ -344,7 +336,7 @@ def registration(scale: float, name: str, folder: Path) -> Result:
 
 
 def _latencies(seconds: float = 0.0, while_alive: threading.Thread | None = None) -> dict[str, float]:
-    """The longest launch of a kernel, with its result, and the longest `cudaMalloc`, in ms."""
+    """Returns the longest launch of a kernel, including its result, and the longest `cudaMalloc`, in ms."""
     worst = {"launch_ms": 0.0, "malloc_ms": 0.0}
     one = torch.ones(1, device=GPU)
     ends = time.perf_counter() + seconds
@@ -364,7 +356,7 @@ def _latencies(seconds: float = 0.0, while_alive: threading.Thread | None = None
 
 @contextmanager
 def _latencies_elsewhere(folder: Path) -> Iterator[dict[str, float]]:
-    """The same in another process, as long as the block lasts."""
+    """Measures `_latencies` in another process until the block ends."""
     found: dict[str, float] = {}
     case = json.dumps({"what": "latencies", "name": "", "scale": 1.0, "folder": str(folder)})
     command = [sys.executable, "-m", "benchmarks.case", "benchmarks.gpu.cases:measure", case]
@@ -380,7 +372,7 @@ def _latencies_elsewhere(folder: Path) -> Iterator[dict[str, float]]:
 
 
 def latencies(scale: float, name: str, folder: Path) -> Any:
-    """What `_latencies` finds until standard input ends."""
+    """Measures `_latencies` until standard input ends."""
     _latencies(0.2)
     print("ready", flush=True)
     waiting = threading.Thread(target=sys.stdin.read)
@@ -392,8 +384,7 @@ def latencies(scale: float, name: str, folder: Path) -> Any:
 
 
 def overlap(scale: float, name: str, folder: Path) -> Result:
-    """Overlapping staging by its phases: `stage`, all of `async_save`, the first copy, the wait to enter `lock`; and
-    the latency of launches and of `.item()` until all is copied."""
+    """Measures the phases of overlapping staging, and the latency of launches and of `.item()` until the copy ends."""
     state = large_state(int(4 * _GIGA * scale), int(name.split()[0]))
     one = torch.ones(1, device=GPU)
     fields = ("stage_ms", "async_save_ms", "first_copy_ms", "lock_ms", "launch_us_max", "item_ms_max", "copied_s")
@@ -446,7 +437,6 @@ def overlap(scale: float, name: str, folder: Path) -> Result:
 
 
 def load(scale: float, name: str, folder: Path) -> Result:
-    """GB/s of loads onto the GPU, from memory."""
     loader, _, size = name.partition(" | ")
     state = _state_of(size, scale)
     nbytes = sum(tensor.nbytes for tensor in state.values())
@@ -456,9 +446,9 @@ def load(scale: float, name: str, folder: Path) -> Result:
 
 
 def buffer(scale: float, name: str, folder: Path) -> Result:
-    """Seconds a GB to make a staging buffer, to make it while it is registered, to register it, and to free it.
+    """Measures how long it takes to make, register and free a staging buffer.
 
-    By rounds: only the first touches memory that the hypervisor has not given out before.
+    Only the first round touches memory that the hypervisor has not given out before.
     """
     nbytes = int(4 * _GIGA * scale)
     shared_memory._MAX_THREADS = int(name.split()[0])
@@ -507,7 +497,7 @@ def _ours(state: State, folder: Path, name: str) -> Callable[[], object]:
 
 
 def _bare(state: State, folder: Path, name: str) -> Callable[[], object]:
-    """Reads of 8 MiB, a hash of each, and its copy to the GPU, by so many threads: what a verified load cannot beat."""
+    """Reads blocks of 8 MiB, hashes each, and copies it to the GPU: the limit of a verified load."""
     path = folder / "bytes"
     step, threads = 8 << 20, int(re.findall(r"(\d+) threads", name)[0])
     count = max(1, sum(tensor.nbytes for tensor in state.values()) // step)

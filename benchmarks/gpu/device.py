@@ -1,4 +1,4 @@
-"""The GPU that the cases measure; in a rehearsal it is the CPU, which shows that they run, and nothing of speed."""
+"""The GPU that the cases measure. A rehearsal uses the CPU: it shows that the cases run, but not their speed."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ KIND = GPU.type
 
 
 def synchronize() -> None:
-    """Waits for everything that is queued on the GPU."""
     if not REHEARSAL:
         torch.cuda.synchronize()
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds of some work and of all that it queues."""
+    """Returns the seconds of some work, including what it queues on the GPU."""
     synchronize()
     started = time.perf_counter()
     kept = work()
@@ -31,12 +30,11 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def pinned(nbytes: int) -> torch.Tensor:
-    """Pinned host memory, of torch's own making."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=not REHEARSAL)
 
 
 def describe() -> dict[str, object]:
-    """The GPU's name and memory, and the machine's memory as it is now: a balloon may hold some of it."""
+    """Describes the GPU and the memory of the machine. A balloon may hold some of that memory."""
     with open("/proc/meminfo") as lines:
         memory = {line.split(":")[0]: int(line.split()[1]) // 1024 for line in lines}
     found: dict[str, object] = {"rehearsal": REHEARSAL, "torch": str(torch.__version__), "cores": os.cpu_count()}

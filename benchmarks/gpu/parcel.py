@@ -1,9 +1,9 @@
 """Makes the parcel for a machine with a GPU and without a network: ``make gpu-parcel``.
 
-It is one folder: wheels of this package and of what such a machine lacks (torch and NumPy it has), the tests that need
-a GPU, the benchmark, and `run.py`. It must stay below 56 MiB, because it travels with the files of the repository, in
-64 MiB. ``--rehearse PYTHON`` runs all of its calls from a copy of the folder alone, by another interpreter that has
-torch and NumPy and nothing else, with the CPU in the GPU's place.
+The parcel is one folder: wheels of this package and of what such a machine lacks (it has torch and NumPy), the tests
+that need a GPU, the benchmark, and `run.py`. It must stay below 56 MiB, because it travels with the files of the
+repository, in 64 MiB. ``--rehearse PYTHON`` runs all calls from a copy of the folder, on the CPU, by an interpreter
+that has only torch and NumPy.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ def main() -> None:
 
 
 def make(folder: Path) -> None:
-    """Makes the parcel, in place of an old one."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "wheels").mkdir(parents=True)
     pip = (sys.executable, "-m", "pip")
@@ -85,7 +84,7 @@ def make(folder: Path) -> None:
 
 
 def rehearse(folder: Path, python: Path) -> None:
-    """Runs all calls of a parcel in an empty environment; ends with an error if a step was left out or failed."""
+    """Runs all calls of a parcel in an empty environment. Exits with an error if a step was skipped or failed."""
     with tempfile.TemporaryDirectory() as top:
         parcel, out = Path(top) / "parcel", Path(top) / "out"
         shutil.copytree(folder, parcel)

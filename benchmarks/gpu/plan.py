@@ -1,7 +1,7 @@
-"""The plan for a quarter of an hour with a GPU: two calls, each a few steps, the most valuable first.
+"""The plan for a quarter of an hour with a GPU: two calls, each with a few steps, the most valuable first.
 
-Starting a machine takes two minutes, and sending files to it half a minute a call. It knows of no torch, so that it can
-be read where there is none.
+Starting a machine takes two minutes, and sending files to it half a minute for each call. This module does not import
+torch, so that a machine without torch can read the plan.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ BATCHES = tuple(f"5,000 of {size} kB{way}" for size in (215, 16, 2) for way in (
 
 @dataclass(frozen=True)
 class Step:
-    """A part of a call, with a file of results of its own.
+    """A part of a call, with its own results.
 
     Attributes:
-        name: In the results.
-        seconds: That it may take; what has not been measured by then is an error in the results.
-        what: The kind of its cases; "tests" runs tests.
-        names: Of its cases, or the paths of its tests, which run beside each other.
+        seconds: The timeout. A case that has no result by then has an error.
+        what: The kind of the cases; "tests" runs tests.
+        names: The names of the cases, or the paths of the tests, which run at the same time.
     """
 
     name: str
@@ -53,8 +52,7 @@ class Step:
     names: tuple[str, ...]
 
 
-SECONDS = (330, 300)
-"""Of each call."""
+SECONDS = (330, 300)  # of each call
 
 CALLS: tuple[tuple[Step, ...], ...] = (
     (

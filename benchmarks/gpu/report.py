@@ -1,4 +1,4 @@
-"""The page of the GPU benchmark, of what came back."""
+"""The page of the GPU benchmark."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOTES = """
 
 
 def collect(folder: Path) -> dict[str, Any]:
-    """What the files of a folder, and of those below, hold; of two files with a step, the newer one counts."""
+    """Reads the results in and below a folder. If two files have the same step, the newer one counts."""
     files = sorted(folder.rglob("*"), key=lambda path: path.stat().st_mtime)
     content: dict[str, Any] = {"machines": {}, "ended": {}, "steps": {}, "tests": {}}
     for file in files:
@@ -47,7 +47,6 @@ def _counts(file: Path) -> dict[str, Any]:
 
 
 def render(content: dict[str, Any]) -> str:
-    """The page."""
     machines = {call: found for call, found in content["machines"].items() if isinstance(found, dict)}
     named = {call: _machine(found) for call, found in machines.items()}
     where = list(named.values())[:1] if len(set(named.values())) == 1 else [f"{c}: {named[c]}" for c in sorted(named)]

@@ -1,9 +1,9 @@
 """Runs a call of the plan from a parcel, on the machine with the GPU: ``python run.py 1``, then ``2``.
 
-Results go to the folder that ``OUT`` names, as they come: a call that is cut off leaves what it has. To run a call
-again, or some of its steps (``python run.py 1 staging``), is always possible. ``--seconds 200`` ends it by then.
-Cases write to /dev/shm, or to the folder that ``PARCEL_DISK`` names. It needs nothing installed but torch and NumPy:
-the wheels of the parcel are unpacked beside it.
+Each result is written to the folder that ``OUT`` names as soon as it is measured, so a call that is killed leaves its
+results. A call, or some of its steps (``python run.py 1 staging``), can run again. ``--seconds 200`` limits its time.
+Cases write to /dev/shm, or to the folder that ``PARCEL_DISK`` names. The machine needs only torch and NumPy: the
+wheels of the parcel are unpacked to the temporary folder.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def _unpacked() -> Path:
-    """The wheels' contents, in a folder that is made once on this machine for the same wheels."""
+    """Unpacks the wheels once; the folder has the digest of the wheels in its name."""
     wheels = sorted((HERE / "wheels").glob("*.whl"))
     digest = hashlib.sha256(b"".join(hashlib.sha256(wheel.read_bytes()).digest() for wheel in wheels)).hexdigest()
     site = Path(tempfile.gettempdir()) / f"dcp_tensorizer_parcel_{digest[:16]}"
@@ -93,9 +93,9 @@ def _unpacked() -> Path:
 
 
 def _test(paths: tuple[str, ...], out: Path, seconds: float, environment: dict[str, str]) -> str:
-    """Runs tests, a process for each file; in a rehearsal they are collected, as they need a GPU."""
+    """Runs each file of tests in a process. A rehearsal only collects the tests, because they need a GPU."""
     deadline = time.monotonic() + seconds
-    environment = environment | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the machine's may be of another pytest
+    environment = environment | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # plugins may be for another pytest
     running = {}
     for path in paths:
         name = Path(path).stem
@@ -103,7 +103,7 @@ def _test(paths: tuple[str, ...], out: Path, seconds: float, environment: dict[s
         command += ["--confcutdir=tests/gpu", path]
         if REHEARSAL:
             command.append("--collect-only")
-        else:  # of this family of reports, because it has the properties that tests record
+        else:  # xunit1 has the properties that tests record
             command += [f"--junitxml={out / name}.xml", "--override-ini=junit_family=xunit1"]
             command += ["--timeout=60", "--durations=3"]
         running[name] = subprocess.Popen(
@@ -129,7 +129,6 @@ def _measure(
     results: list[dict[str, object]],
     write: Callable[[], None],
 ) -> str:
-    """Runs one case after the other, adds to the results what each has measured, and has them written."""
     deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory(dir=PLACE) as folder:
         for name in names:
@@ -146,10 +145,9 @@ def _measure(
 
 
 def _in_child(case: dict[str, object], seconds: float, environment: dict[str, str]) -> dict[str, object]:
-    """Measures a case in a child of this process, which has imported all that cases need.
+    """Measures a case in a fork of this process, which has imported all that cases need.
 
-    An import takes ten seconds on a machine whose disk is far away. Nothing here may use CUDA, which a child could not
-    use any more.
+    The imports take ten seconds on a machine with a remote disk. This process must not use CUDA: a fork could not.
     """
     os.environ.update(environment)
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that `is_available` does not start CUDA
@@ -177,7 +175,7 @@ def _in_child(case: dict[str, object], seconds: float, environment: dict[str, st
     said = os.read(reader, 1 << 16) if ready else b""
     os.close(reader)
     with suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)  # whatever is left of it
+        os.killpg(child, signal.SIGKILL)  # its children too
     os.waitpid(child, 0)
     found: dict[str, object] = (
         json.loads(said) if said else {"error": "no time was left for it" if not ready else "died"}

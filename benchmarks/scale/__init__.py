@@ -1,1 +1,1 @@
-"""What many items and many ranks cost, here and with torch's own storage: `python -m benchmarks.scale`."""
+"""The costs of many items and many ranks, with this package and with torch's storage: `python -m benchmarks.scale`."""

@@ -1,7 +1,7 @@
 """The scale benchmark: `python -m benchmarks.scale` (about 10 minutes; `--large` goes to 8,192 ranks, in 90 minutes).
 
-`--only items`, `worlds`, `ranks` or `replicas` measures a part anew, and with `--sizes` some sizes of it. What is
-stored of the others stays.
+`--only items`, `worlds`, `ranks` or `replicas` measures one part, and `--sizes` some of its sizes. The results of the
+others stay.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _KINDS: dict[str, tuple[Any, tuple[str, ...], dict[str, int]]] = {
     "ranks": (ranks_case.measure, (OURS, TORCH), {}),
     "replicas": (replicas_case.measure, (OURS, EXCHANGED, TORCH), {}),
 }
-"""Kinds of cases that are measured by themselves: by which function, who, and with which setup."""
+"""The function, the contenders and the setup of each kind of case, except worlds."""
 
 
 def _measure(kind: str, sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, Any]]:
@@ -51,7 +51,6 @@ def _measure(kind: str, sizes: tuple[int, ...], rounds: int, folder: str) -> lis
 
 
 def _worlds(sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, Any]]:
-    """A save of each world, and loads of what it left."""
     results = []
     worlds = [(ranks, model) for ranks in sizes for model in (fitting(ranks), smaller(fitting(ranks))) if model]
     for ranks, model in worlds:
@@ -69,7 +68,7 @@ def _worlds(sizes: tuple[int, ...], rounds: int, folder: str) -> list[dict[str, 
 
 
 def measure(options: argparse.Namespace, folder: Path) -> Content:
-    """The results of all parts: of those that are not measured now, what is stored."""
+    """Measures the requested parts; returns the results of all, the others as stored."""
     if options.sizes and not options.only:
         raise SystemExit("--sizes goes with --only")
     sizes: dict[str, Any] = dict(_QUICK if options.quick else _LARGE if options.large else _SIZES)
@@ -99,7 +98,7 @@ def _plot(content: Content) -> None:
 
 
 def _moments(results: list[dict[str, Any]]) -> dict[str, str]:
-    """When each part was measured; size by size, where that was not at once."""
+    """Returns when each part was measured; for each size, if these times differ."""
     parts: dict[str, dict[str, set[int]]] = {}
     for result in results:
         parts.setdefault(result["case"]["kind"], {}).setdefault(result["of"], set()).add(result["case"]["size"])

@@ -24,11 +24,11 @@ _ELEMENTS = 2_500
 """10 kB: 100,000 of them are 1 GB."""
 _TICK = 0.001
 _GROUP = "model"
-"""One entry of the outermost dict, as trainers save theirs: DCP itself logs each of those twice, 20 us a time."""
+"""The only entry of the outermost dict, as in trainers: DCP logs each of these entries twice, 20 us each time."""
 
 
 def measure(case: Case, folder: Path) -> list[Any]:
-    """Saves and loads; what it had when it was stopped."""
+    """Saves and loads. If a limit ends it, returns the results so far."""
     torch.set_num_threads(1)
     folder /= "checkpoint"
     state = {f"layers.{number}.weight": torch.full((_ELEMENTS,), float(number)) for number in range(case["size"])}
@@ -48,7 +48,7 @@ def measure(case: Case, folder: Path) -> list[Any]:
             raise AssertionError("what was loaded is not what was saved")
         writer.close()
     except Stopped as stopped:
-        leave([{**found, "stopped": str(stopped)}])  # it may have threads that go on
+        leave([{**found, "stopped": str(stopped)}])  # its threads may still run
     return [found]
 
 
@@ -65,9 +65,9 @@ def _save(state: State, writer: Any, planner: SavePlanner | None) -> dict[str, f
 
 
 def _longest_gap(done: list[float]) -> float:
-    """The longest time that this thread did not get the interpreter, in seconds, until something is done.
+    """Returns the longest time in seconds, until ``done`` is filled, that this thread waited for the GIL.
 
-    It asks for it each millisecond. A loop that computes would keep it from the save, which is measured elsewhere.
+    It sleeps between attempts: a loop that computes would keep the GIL from the save.
     """
     longest, last = 0.0, time.perf_counter()
     while not done:
@@ -88,7 +88,7 @@ def _load(state: State, contender: str, folder: Path) -> float:
 
 @contextmanager
 def _full_collections() -> Iterator[list[int]]:
-    """Gets an entry for each full collection of the garbage collector."""
+    """Yields a list that grows by one for each full garbage collection."""
     seen: list[int] = []
 
     def count(phase: str, info: dict[str, int]) -> None:

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 LAYERS = 80
 MOST_CHUNKS = 1_200_000
-"""Chunks of all ranks that one process can hold: 1.5 kB of Python objects each."""
+"""The number of chunks, of all ranks, that one process can hold: each takes 1.5 kB of Python objects."""
 OPTIONS = (
     *("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"),
     *("foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"),
 )
-"""Of an optimizer's parameter group: 11 objects, the same on each rank."""
+"""The objects in an optimizer's parameter group, the same on each rank."""
 _HIDDEN, _KEYS, _INNER, _WORDS = 8192, 1024, 28672, 128256
 _LAYER = {
     "self_attn.q_proj": (_HIDDEN, _HIDDEN),
@@ -30,7 +30,7 @@ Path = tuple[str, ...]
 
 
 class Piece(NamedTuple):
-    """What one rank writes of one item."""
+    """One rank's part of one item."""
 
     path: Path
     kind: str
@@ -38,22 +38,18 @@ class Piece(NamedTuple):
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     number: int
-    """Which of the tensor's chunks it is."""
+    """The index of the chunk in the tensor."""
 
     @property
     def key(self) -> str:
-        """The name that DCP gives it."""
         return ".".join(self.path)
 
 
 @dataclass(frozen=True)
 class Model:
-    """The state of a model of so many layers."""
-
     layers: int = LAYERS
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes."""
         found = {
             "embed_tokens.weight": (_WORDS, _HIDDEN),
             "norm.weight": (_HIDDEN,),
@@ -64,7 +60,7 @@ class Model:
         return found
 
     def tensors(self) -> dict[Path, tuple[int, ...]]:
-        """Paths and shapes of what is sharded: parameters, and Adam's two averages of each."""
+        """Returns the paths and shapes of the sharded tensors: parameters, and Adam's two averages of each."""
         found: dict[Path, tuple[int, ...]] = {}
         for name, shape in self.parameters().items():
             found[("model", name)] = shape
@@ -72,16 +68,15 @@ class Model:
         return found
 
     def scalars(self) -> list[Path]:
-        """Paths of what every rank has: Adam's count of steps, for each parameter."""
+        """Returns the paths of the tensors that every rank has: Adam's count of steps for each parameter."""
         return [("optim", "state", name, "step") for name in self.parameters()]
 
     def objects(self) -> list[Path]:
-        """Paths of the objects that every rank has."""
         return [("optim", "param_groups", option) for option in OPTIONS]
 
 
 def fitting(ranks: int, most_chunks: int = MOST_CHUNKS) -> Model:
-    """The largest model, of at most 80 layers, whose chunks on all ranks are at most so many."""
+    """Returns the largest model, of at most 80 layers, that has at most ``most_chunks`` chunks on all ranks."""
     layers = LAYERS
     while layers > 1 and len(Model(layers).tensors()) * ranks > most_chunks:
         layers -= 1
@@ -89,21 +84,24 @@ def fitting(ranks: int, most_chunks: int = MOST_CHUNKS) -> Model:
 
 
 def smaller(model: Model) -> Model | None:
-    """A quarter of a model, to tell what grows with the tensors from what does not; None for one of 80 layers, or 1."""
+    """Returns a model with a quarter of the layers, to separate costs per tensor from fixed costs.
+
+    For a model of 80 layers, or of 1, returns None.
+    """
     return Model(max(1, model.layers // 4)) if 1 < model.layers < LAYERS else None
 
 
 def rows_of(rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """First row and number of rows of a rank's shard, as DTensor's ``Shard(0)`` has it: the last ones may be empty."""
+    """Returns the first row and the number of rows of a rank's ``Shard(0)``; the last ranks may have no rows."""
     step = -(-rows // ranks)
     first = min(rank * step, rows)
     return first, min(step, rows - first)
 
 
 def pieces(model: Model, rank: int, ranks: int) -> Iterator[Piece]:
-    """What a rank writes, after DCP has given what several ranks have to one of them.
+    """Yields what a rank writes, after DCP has assigned replicated values to one rank each.
 
-    Of a tensor with fewer rows than ranks the empty shards are alike: the first of those ranks has it.
+    If a tensor has fewer rows than ranks, all empty shards have the same index, and the first of their ranks writes it.
     """
     for path, shape in model.tensors().items():
         first, count = rows_of(shape[0], rank, ranks)

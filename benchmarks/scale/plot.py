@@ -1,4 +1,4 @@
-"""The picture: curves on log axes, with the exponents that were fitted to them."""
+"""The picture of the scale benchmark: curves on log axes, with their fitted exponents."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHARACTERS = 170
 
 @dataclass(frozen=True)
 class Curves:
-    """One figure by size, of both."""
+    """One figure by size, for both contenders."""
 
     title: str
     kind: str
@@ -36,7 +36,6 @@ _SIZES = {"worlds": "ranks", "items": "tensors"}
 
 
 def plot(summary: Summary, notes: Sequence[str]) -> None:
-    """Writes ``results/scale.png``."""
     plt = charts.plt
     figure, grid = plt.subplots(2, 3, figsize=(11, 7), layout="constrained")
     for axes, panel in zip(grid.flat, PANELS, strict=True):
@@ -58,6 +57,5 @@ def plot(summary: Summary, notes: Sequence[str]) -> None:
 
 
 def label(contender: str, points: Mapping[int, float]) -> str:
-    """A curve's name, with its exponent where there is one."""
     slope = exponent(points)
     return contender if math.isnan(slope) else f"{contender}: exponent {slope:.2f}"

@@ -38,7 +38,7 @@ def _seconds(case: Case, folder: Path) -> dict[str, float]:
 
 
 def _save(state: dict[str, DTensor], contender: str, path: Path) -> float:
-    """The first save of a job, with all that begins with it, until it is durable."""
+    """Measures the first save of a job, including the start of the writer, until it is durable."""
     dist.barrier()
     started = time.perf_counter()
     writer: Any = TensorizerStorageWriter(path) if contender == OURS else FileSystemWriter(path)

@@ -1,4 +1,4 @@
-"""Cases of ranks that load the same from a local S3 server."""
+"""Cases of ranks that load the same checkpoint from a local S3 server."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _seconds(case: Case, folder: Path) -> float:
 
 
 def measure(case: Case, folder: Path) -> list[Any]:
-    """The seconds of each rank, and how many times the state was read by all of them together."""
+    """Returns each rank's seconds, and how many times all ranks together have read the state."""
     with s3_server(folder) as server, s3_proxy(server.endpoint) as proxy:
         url, options = f"s3://{server.bucket}/checkpoint", server.options(proxy.endpoint)
         if case["contender"] == TORCH:

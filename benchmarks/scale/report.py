@@ -52,7 +52,6 @@ _FIGURES = {"items": ITEMS, "worlds": (*LOADS, *SAVES), "ranks": RANKS, "replica
 
 
 def render(content: dict[str, Any]) -> str:
-    """The page of results."""
     summary = content["summary"]
     return page(
         content,
@@ -172,7 +171,6 @@ def _exponents(summary: Summary) -> str:
 
 
 def comparisons(summary: Summary) -> list[Comparison]:
-    """Each figure of torch's beside this package's."""
     found = []
     for kind, figures in _FIGURES.items():
         for size in sizes(summary, kind):

@@ -1,4 +1,4 @@
-"""From the results of all cases to their medians, to exponents, and to what the project wants."""
+"""Summaries of the results: medians, exponents, and the figures with goals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOAD, COORDINATOR, RANK = ("load", "seconds"), ("first", "coordinator"), ("first
 
 
 def summarise(results: Iterable[dict[str, Any]]) -> Summary:
-    """Per kind of case, contender and size: each figure's median and spread, or why it was ``stopped``."""
+    """Returns, by kind, contender and size, the spread of each figure, and why a case was ``stopped``."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for result in results:
         if "error" in result:
@@ -29,7 +29,7 @@ def summarise(results: Iterable[dict[str, Any]]) -> Summary:
 
 
 def _items(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Saves but the first of each process, and loads."""
+    """Leaves out the first save of each process, which counts only for ``first save``."""
     found = [rank for run in runs for rank in run["ranks"]]
     saves = [save for one in found for save in one["saves"][1:]]
     figures = ("stall", "durable", "gap", "collections")
@@ -42,7 +42,7 @@ def _items(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _worlds(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a load costs, and a first save and a repeated one, of a model of 80 layers."""
+    """Returns the figures of a load, a first save and a repeated one, extrapolated to 80 layers."""
     model = fitting(runs[0]["case"]["size"])
     found: dict[str, Any] = {"stopped": {}}
     for step, parts in (("load", ("load",)), ("save", ("first", "repeat"))):
@@ -61,13 +61,15 @@ def _is_of(run: dict[str, Any], model: Model | None) -> bool:
 
 
 def _rows_of(runs: list[dict[str, Any]], model: Model | None, step: str, part: str) -> list[dict[str, float]]:
-    """The figures of a model, where it was not stopped."""
     ranks = [run["ranks"][0] for run in runs if run["case"]["step"] == step and _is_of(run, model)]
     return [one if part == "load" else one[part] for one in ranks if "stopped" not in one]
 
 
 def _extrapolated(rows: list[dict[str, float]], less: list[dict[str, float]], figure: str, model: Model) -> list[float]:
-    """A figure for 80 layers: on the line through two models' figures; of one alone, in proportion to its tensors."""
+    """Extrapolates a figure to 80 layers, linearly from two models.
+
+    With one model, the figure is taken to be proportional to the number of tensors.
+    """
     values = [row[figure] for row in rows]
     tensors, all_tensors = len(model.tensors()), len(Model().tensors())
     if figure not in _SCALED or tensors == all_tensors:
@@ -82,12 +84,10 @@ def _extrapolated(rows: list[dict[str, float]], less: list[dict[str, float]], fi
 
 
 def _ranks(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The slowest rank counts."""
     return {step: spread(max(rank[step] for rank in run["ranks"]) for run in runs) for step in ("save", "load")}
 
 
 def _replicas(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The slowest rank counts."""
     return {figure: spread(max(rank[figure] for rank in run["ranks"]) for run in runs) for figure in ("load", "read")}
 
 
@@ -100,23 +100,20 @@ _OF_KIND: dict[str, Callable[[list[dict[str, Any]]], dict[str, Any]]] = {
 
 
 def sizes(summary: Summary, kind: str) -> list[int]:
-    """The sizes that there are of a kind of case."""
     return sorted({int(name.split(" | ")[2]) for name in summary if name.startswith(f"{kind} | ")})
 
 
 def of(summary: Summary, kind: str, contender: str, size: int, *path: str) -> Spread | None:
-    """A figure; None without one."""
     return figure(summary, f"{kind} | {contender} | {size}", *path)
 
 
 def curve(summary: Summary, kind: str, contender: str, *path: str) -> dict[int, float]:
-    """A figure's medians by size, where there are any."""
     found = {size: of(summary, kind, contender, size, *path) for size in sizes(summary, kind)}
     return {size: values["median"] for size, values in found.items() if values is not None}
 
 
 def exponent(points: Mapping[int, float]) -> float:
-    """The slope of a curve on log axes, by least squares; nan for fewer than two points, or one of 0."""
+    """Returns the slope of a curve on log axes, by least squares; NaN for fewer than two points, or if a value is 0."""
     if len(points) < 2 or min(points.values()) <= 0:
         return math.nan
     xs, ys = [math.log(x) for x in points], [math.log(y) for y in points.values()]
@@ -126,8 +123,6 @@ def exponent(points: Mapping[int, float]) -> float:
 
 
 def ratios(summary: Summary) -> list[Goal]:
-    """The figures that this package promises, of one run."""
-
     def over_torch(kind: str, size: int, *path: str) -> Spread | None:
         return quotient(of(summary, kind, OURS, size, *path), of(summary, kind, TORCH, size, *path))
 

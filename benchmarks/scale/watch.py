@@ -1,4 +1,4 @@
-"""What a step reads, opens and takes of memory, and what ends it when it takes too long or too much."""
+"""Measures what a step reads, opens and allocates, and ends a step that exceeds its limits."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _DATA = (".tensors", ".distcp")
 
 
 class Stopped(BaseException):
-    """A step took more time or memory than it may. It is no `Exception`: the step would keep that for later."""
+    """A step exceeded its time or memory. Not an `Exception`, because the interrupted code could catch that."""
 
 
 @contextmanager
 def limits(seconds: float = MOST_SECONDS, nbytes: int = MOST_BYTES) -> Iterator[None]:
-    """Ends what runs inside, on the main thread, with `Stopped`."""
+    """Raises `Stopped` in the block, which must run on the main thread."""
 
     def stop(number: int, frame: Any) -> None:
         raise Stopped(f"more than {seconds:g} s")
@@ -43,16 +43,16 @@ def limits(seconds: float = MOST_SECONDS, nbytes: int = MOST_BYTES) -> Iterator[
 
 
 class _FirstByteError(Exception):
-    """The first data file was asked for: what was to be measured is over."""
+    """Ends a load at its first data file, because only the work before it is measured."""
 
 
 class Opens:
-    """Sees which files of a folder this process opens; the first data file ends the load that opens it.
+    """Counts the files of a folder that this process opens. The first data file ends the load that opens it.
 
-    An audit hook stays until the process ends. So there is one for all.
+    A process needs only one instance, because an audit hook stays until the process ends.
 
     Attributes:
-        count: Files that were opened, without data files.
+        count: The number of opened files, without data files.
         first_byte_at: When the first data file was opened.
     """
 
@@ -64,7 +64,7 @@ class Opens:
 
     @contextmanager
     def of(self, folder: Path) -> Iterator[None]:
-        """Watches a folder, and ends without an error where its first data file is opened."""
+        """Watches a folder. The block ends without an error when it opens the first data file."""
         self._folder, self.count, self.first_byte_at = f"{folder}/", 0, None
         try:
             yield
@@ -87,23 +87,22 @@ class Opens:
 
 
 def reset_peak() -> int:
-    """Bytes of memory that are resident now: from here on the peak is counted anew."""
+    """Resets the peak of `peak`; returns the resident memory in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return status("VmRSS")
 
 
 def peak() -> int:
-    """Most bytes of memory that were resident at once, since the last `reset_peak`."""
+    """Returns the peak of the resident memory in bytes since `reset_peak`."""
     return status("VmHWM")
 
 
 def bytes_read() -> int:
-    """Bytes that this process has got from ``read`` and its kin."""
+    """Returns the number of bytes that this process has got from ``read`` and similar calls."""
     return _field(Path("/proc/self/io"), "rchar")
 
 
 def status(field: str) -> int:
-    """A size in ``/proc/self/status``, in bytes."""
     return _field(Path("/proc/self/status"), field) * 1024
 
 

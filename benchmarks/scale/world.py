@@ -1,7 +1,7 @@
-"""One process plays many ranks: what DCP's hooks cost on one of them, and on the coordinator, without any data.
+"""One process plays many ranks, to measure DCP's hooks on one rank and on the coordinator, without any data.
 
-Everything that knows the inside of a storage writer is here. Results are made as if each rank had written its items,
-and the data files are empty but of the right size. What is measured goes through DCP's own hooks.
+Only this module knows the internals of the storage writers. Each rank's results are made up, and the data files have
+the right sizes, but no contents.
 """
 
 from __future__ import annotations
@@ -53,13 +53,12 @@ _OBJECT_BYTES = 1_000
 
 
 def write_checkpoint(contender: str, folder: Path, ranks: int, model: Model) -> None:
-    """Makes the checkpoint that so many ranks would have saved."""
     with _save(contender, folder, ranks, model) as save:
         save.run()
 
 
 def time_coordination(contender: str, folder: Path, ranks: int, model: Model) -> dict[str, dict[str, float]]:
-    """What a first save and a repeated one cost beside writing the data; the checkpoint is there afterwards.
+    """Measures a first save and a repeated one, without writing the data; leaves the checkpoint.
 
     Returns:
         For each: ``coordinator`` and ``rank``, the seconds there; ``sent``, the bytes from each rank; ``broadcast``,
@@ -70,11 +69,11 @@ def time_coordination(contender: str, folder: Path, ranks: int, model: Model) ->
 
 
 def time_load(contender: str, folder: Path, rank: int, ranks: int, model: Model) -> dict[str, float]:
-    """What one rank does before it asks for the first byte of a tensor, sharded as it was saved.
+    """Measures what one rank does before it reads the first byte of a tensor, with the same sharding as the save.
 
     Returns:
-        ``seconds``; ``read``, bytes; ``memory``, bytes at most beyond what there was before; ``opened``, files of
-        metadata.
+        ``seconds``; ``read``, bytes; ``memory``, the peak in bytes beyond the memory before the load; ``opened``, the
+        number of opened files of metadata.
     """
     state, opens = targets(rank, ranks, model), _opens()
     reader = _reader(contender, folder)
@@ -97,7 +96,7 @@ def _opens() -> Opens:
 
 
 def targets(rank: int, ranks: int, model: Model) -> dict[str, Any]:
-    """What a rank loads into: tensors whose memory nobody has touched yet. Objects would be read before them."""
+    """Returns a state to load into: tensors with untouched memory, and no objects, which DCP would read first."""
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
@@ -119,7 +118,7 @@ def _reader(contender: str, folder: Path) -> Any:
 
 
 def _load(reader: Any, state: dict[str, Any], rank: int) -> None:
-    """DCP's hooks in their order, up to the read."""
+    """Calls DCP's hooks in their order, up to the read."""
     planner, is_coordinator = DefaultLoadPlanner(), rank == 0
     reader.reset()
     metadata = reader.read_metadata()
@@ -140,7 +139,7 @@ def _save(contender: str, folder: Path, ranks: int, model: Model) -> Iterator[_S
 
 
 class _Save:
-    """Saves of one writer, all of whose ranks are played here."""
+    """The saves of one writer, with all of its ranks in this process."""
 
     def __init__(self, writer: _Writer, ranks: int, model: Model, plans: _Plans | None) -> None:
         self._writer = writer
@@ -171,7 +170,7 @@ class _Save:
 
 
 def describe(model: Model, ranks: int) -> Metadata:
-    """DCP's metadata, as its planner on the coordinator makes it."""
+    """Returns DCP's metadata, as the planner makes it on the coordinator."""
     found: dict[str, Any] = {}
     paths: dict[str, Any] = {}
     shapes = model.tensors() | dict.fromkeys(model.scalars(), ())
@@ -191,15 +190,15 @@ def describe(model: Model, ranks: int) -> Metadata:
 
 @functools.cache
 def _properties(shape: tuple[int, ...]) -> TensorProperties:
-    """Those of a tensor that is sharded by rows, which has the strides of the whole."""
+    """Returns the properties of a tensor that is sharded by rows: they have the strides of the whole tensor."""
     return TensorProperties.create_from_tensor(torch.empty(shape, device="meta"))
 
 
 class _Plans:
-    """Plans of all ranks, as `SavePlanner` has them; each rank has a memory of its own.
+    """Plans of all ranks, made as `SavePlanner` makes them, with a separate history for each rank.
 
     Attributes:
-        seconds: What the last global plan took the coordinator, from decoding plans to encoding answers.
+        seconds: The coordinator's time for the last global plan, from decoding plans to encoding answers.
     """
 
     def __init__(self, ranks: int, model: Model) -> None:
@@ -217,7 +216,7 @@ class _Plans:
         self._planner = SavePlanner()
 
     def global_plan(self) -> Metadata:
-        """The coordinator's metadata, once ranks have sent their plans and got their answers."""
+        """Makes the global plan of the pickled plans of all ranks; returns the coordinator's metadata."""
         sent = []
         for columns, history in zip(self._columns, self._histories, strict=True):
             history.begin()
@@ -243,20 +242,20 @@ def _write_item(piece: Piece, shape: tuple[int, ...] | None) -> WriteItem:
 
 
 class _Writer(Protocol):
-    """How a storage writer is made to believe that its ranks have written."""
+    """A storage writer, and results as if its ranks had written their data."""
 
     @property
     def storage_writer(self) -> Any:
         """The writer."""
 
     def begin(self) -> None:
-        """Goes through the coordinator's hooks, as far as the data."""
+        """Calls the coordinator's hooks up to the write."""
 
     def written(self, rank: int, own: list[Piece]) -> Any:
-        """What a rank knows when its data is durable."""
+        """Makes what a rank knows when its data is durable."""
 
     def results(self, written: Any) -> list[WriteResult]:
-        """What it tells the coordinator."""
+        """Returns what the rank sends to the coordinator."""
 
 
 def _index(piece: Piece) -> MetadataIndex:
@@ -265,7 +264,7 @@ def _index(piece: Piece) -> MetadataIndex:
 
 
 def _tensor(piece: Piece) -> torch.Tensor:
-    """Something of the right size; only small values have memory."""
+    """Returns a tensor of the right size. Only small tensors have memory."""
     if piece.kind == "object":
         return torch.zeros(_OBJECT_BYTES, dtype=torch.uint8)
     return torch.empty(piece.shape, device="meta") if piece.shape else torch.zeros(())
@@ -300,7 +299,7 @@ class _Ours:
 
 
 def _file(request: FileRequest) -> FileResult:
-    """A file that is complete, with digests of nothing."""
+    """Makes the result for a complete file, with random digests."""
     items, offset = [], _FILE_HEAD
     for source in request.tensors:
         name, nbytes = source.name, source.nbytes
@@ -312,7 +311,7 @@ def _file(request: FileRequest) -> FileResult:
 
 
 class _Torch:
-    """torch's own writer. Its results are made while it writes; nothing is left to do when the data is durable."""
+    """torch's own writer. It makes its results while it writes, so nothing is left for `results`."""
 
     def __init__(self, folder: Path) -> None:
         self.storage_writer = FileSystemWriter(folder)
@@ -325,7 +324,7 @@ class _Torch:
     def written(self, rank: int, own: list[Piece]) -> list[WriteResult]:
         results, offset = [], 0
         for piece in own:
-            nbytes = _tensor(piece).nbytes + _OBJECT_BYTES  # torch.save puts so much around each tensor
+            nbytes = _tensor(piece).nbytes + _OBJECT_BYTES  # what torch.save adds to each tensor, roughly
             place = _StorageInfo(f"__{rank}_0.distcp", offset, nbytes)
             results.append(WriteResult(_index(piece), nbytes, place))
             offset += nbytes

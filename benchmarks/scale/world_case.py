@@ -1,4 +1,4 @@
-"""Cases of a simulated world: one of the step ``save`` leaves the checkpoint, and a small one, for one of ``load``."""
+"""Cases of a simulated world. The step ``save`` leaves its checkpoint, and a small one, for the step ``load``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ _SMALL = (2, Model(1))
 
 
 def measure(case: Case, folder: Path) -> list[Any]:
-    """One step of a case; ``stopped`` says what it took too much of."""
     contender, ranks, place = case["contender"], case["size"], Path(case["place"])
     model = Model(case["layers"])
     try:
@@ -22,7 +21,7 @@ def measure(case: Case, folder: Path) -> list[Any]:
             write_checkpoint(contender, place / "small", *_SMALL)
             return [time_coordination(contender, place / "whole", ranks, model)]
         small_ranks, small = _SMALL
-        time_load(contender, place / "small", 1, small_ranks, small)  # so that all that is imported has been
+        time_load(contender, place / "small", 1, small_ranks, small)  # so that all imports are done
         return [time_load(contender, place / "whole", ranks // 2, ranks, model)]
     except Stopped as stopped:
-        leave([{"stopped": str(stopped)}])  # it may have threads that go on
+        leave([{"stopped": str(stopped)}])  # its threads may still run

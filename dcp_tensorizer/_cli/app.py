@@ -1,10 +1,7 @@
-"""``dcp-tensorizer``: lists, inspects, verifies, compares, converts, reports on and removes checkpoints.
+"""``dcp-tensorizer``: each command parses its arguments, calls one public function, and shows the result.
 
-It also merges traces, and publishes versions of models.
-
-Each command parses its arguments, calls one public function, and shows the result. Modules that need torch are imported
-when a command runs, so help, the version and completion take a tenth of the time that importing torch takes. No command
-runs code from a checkpoint.
+Modules that need torch are imported when a command runs, so help, the version and completion take a tenth of the time
+that importing torch takes.
 """
 
 from __future__ import annotations
@@ -58,10 +55,7 @@ usage_error = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
 
 
 def failed(error: BaseException, *, as_json: bool, damaged: int = DAMAGED) -> int:
-    """Reports why a command failed; returns its exit code. For a damaged checkpoint, the code is ``damaged``.
-
-    With ``as_json``, prints a JSON document to stdout; otherwise a line to stderr.
-    """
+    """Reports why a command failed; returns its exit code. For a damaged checkpoint, the code is ``damaged``."""
     from .terminal import print_error, print_json
 
     code, message, hint = NOT_DONE, str(error), ""
@@ -112,7 +106,6 @@ _app = typer.Typer(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs a command; returns the exit code. Without arguments, shows the help."""
     as_json = "--json" in arguments
     try:
         code = _app(list(arguments) or ["--help"], prog_name="dcp-tensorizer", standalone_mode=False) or OK
@@ -133,8 +126,8 @@ _app.add_typer(_publish, name="publish")
 def _command(damaged: int = DAMAGED, *, of: typer.Typer = _app) -> Callable[[Callable[..., int]], None]:
     """Registers a command whose function returns the exit code.
 
-    Expected errors are shown without a traceback. ``damaged`` is the exit code for a damaged checkpoint. ``of`` is the
-    group of the command; the function's name begins with the group's name.
+    ``damaged`` is the exit code for a damaged checkpoint. ``of`` is the group of the command; the function's name
+    begins with the group's name.
     """
 
     def add(function: Callable[..., int]) -> None:
@@ -154,7 +147,6 @@ def _command(damaged: int = DAMAGED, *, of: typer.Typer = _app) -> Callable[[Cal
 
 
 def emit(result: object, show: Callable[[], None], *, as_json: bool) -> int:
-    """Prints the result of a command as a JSON document, or calls ``show``; returns `OK`."""
     from .terminal import print_json
 
     if as_json:

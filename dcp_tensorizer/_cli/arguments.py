@@ -71,7 +71,6 @@ StorageOptions = Annotated[
 
 
 def read_options(given: list[str] | None) -> dict[str, Any]:
-    """Parses ``KEY=VALUE`` pairs. A value that is not JSON is a string."""
     options = {}
     for option in given or []:
         key, equals, text = option.partition("=")

@@ -112,25 +112,21 @@ def progress(doing: str, *, hidden: bool) -> Iterator[Any]:
 
 
 def count(number: int, noun: str) -> str:
-    """Returns ``1 tensor`` or ``2 tensors``."""
     plural = "directories" if noun == "directory" else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
 
 
 def moment(time: datetime | None) -> str:
-    """Returns the local time, to the second."""
     with suppress(OverflowError):  # late in the year 9999 UTC, the local year may be 10000
         return "-" if time is None else time.astimezone().strftime("%Y-%m-%d %H:%M:%S")
     return "-"
 
 
 def shape(extents: Sequence[int]) -> str:
-    """Returns ``4 x 3``, or ``scalar`` for a tensor without dimensions."""
     return " x ".join(map(str, extents)) or "scalar"
 
 
 def ranks(numbers: Iterable[int | None]) -> str:
-    """Returns ``0-3`` for consecutive ranks, otherwise ``0, 2``."""
     known = sorted({number for number in numbers if number is not None})
     if not known:
         return "-"
@@ -148,7 +144,6 @@ def _folded(text: str, console: Console) -> str:
 
 
 def _cell(value: object) -> str:
-    """Formats a cell: ints in full, floats with three significant digits."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if isinstance(value, float) else str(value)
@@ -214,7 +209,6 @@ def lay_out(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -
             else max(cell_len(piece.rstrip()) for cell in (head, *column) for piece in _PIECE.findall(cell))
             for number, (whole, is_number, head, column) in enumerate(zip(widths, numeric, heads, cells, strict=True))
         ]
-        # Repeatedly narrow the widest column that can still shrink.
         while sum(widths) + len(_GAP) * (len(widths) - 1) > width:
             able = [number for number, whole in enumerate(widths) if whole > least[number]]
             if not able:

@@ -30,7 +30,6 @@ _NO_DIGESTS = "Where the format has no digests, verify checked only the sizes, a
 
 
 def show_listing(checkpoints: Sequence[CheckpointInfo], path: str) -> None:
-    """Shows the checkpoints in and below a directory."""
     some_shared, some_measured = any(c.shared_nbytes for c in checkpoints), any(c.metrics for c in checkpoints)
     rows = (
         [
@@ -63,7 +62,6 @@ def _metrics(metrics: Mapping[str, float], best: str | None) -> str:
 
 
 def show_checkpoint(inspected: Inspection, chunks: bool) -> None:
-    """Shows the contents of a checkpoint: one line per tensor, or with ``chunks`` one line per chunk."""
     (_show_chunks if chunks else _show_tensors)(inspected.tensors)
     objects = ([o.key, o.type, o.text, size(o.nbytes)] for o in inspected.objects)
     print_table(["object", "type", "value", ">size"], objects, "Objects")
@@ -118,7 +116,6 @@ def _show_tensors(tensors: Sequence[TensorInfo]) -> None:
 
 
 def show_verified(verified: Verified) -> None:
-    """Shows the result of `verify`."""
     for damage in verified.damages:
         print_line(f"{damage.file}: {'' if damage.key is None else f'{damage.key!r}: '}{damage.what}")
     rate = verified.nbytes / 1e9 / max(verified.seconds, 1e-9)
@@ -134,7 +131,6 @@ def show_verified(verified: Verified) -> None:
 
 
 def show_difference(difference: Difference) -> None:
-    """Shows how two checkpoints differ."""
     rows = (
         [
             change.key,
@@ -158,7 +154,6 @@ def show_difference(difference: Difference) -> None:
 
 
 def show_converted(converted: Converted, target: str, to: str) -> None:
-    """Shows the result of `convert`."""
     objects = f" and {count(converted.objects, 'object')}" if converted.objects else ""
     print_line(
         f"{redact(target)}: {count(converted.tensors, 'tensor')}{objects}, {size(converted.nbytes)}, "
@@ -167,7 +162,6 @@ def show_converted(converted: Converted, target: str, to: str) -> None:
 
 
 def show_report(reported: Reported) -> None:
-    """Shows the result of `report`."""
     print_line(
         f"{reported.path} ({size(reported.nbytes)}): {count(reported.tensors, 'tensor')} of "
         f"{count(len(reported.checkpoints), 'checkpoint')}, in {reported.seconds:.1f} s"
@@ -175,7 +169,6 @@ def show_report(reported: Reported) -> None:
 
 
 def show_trace(traced: Traced) -> None:
-    """Shows the result of `trace`."""
     what = [count(number, noun) for number, noun in ((traced.saves, "save"), (traced.loads, "load")) if number]
     where = f"{count(traced.ranks, 'rank')} on {count(traced.hosts, 'host')}"
     print_line(
@@ -185,7 +178,6 @@ def show_trace(traced: Traced) -> None:
 
 
 def show_removals(removals: Sequence[Collected], path: str, dry_run: bool) -> None:
-    """Shows what was removed in and below a directory; with ``dry_run``, what would be removed."""
     removed = [removal for removal in removals if not removal.kept]
     total = sum(removal.nbytes for removal in removed)
     rows = (
@@ -207,7 +199,6 @@ def show_removals(removals: Sequence[Collected], path: str, dry_run: bool) -> No
 
 
 def show_published(version: PublishedVersion) -> None:
-    """Shows a newly published version."""
     part = f" ({100 * version.nbytes / max(1, version.model_nbytes):.2f}%)" if version.is_delta else ""
     print_line(
         f"version {version.version}: {'a delta' if version.is_delta else 'whole'}, "
@@ -220,7 +211,6 @@ def show_published(version: PublishedVersion) -> None:
 
 
 def show_versions(versions: Sequence[VersionInfo]) -> None:
-    """Shows the published versions, the newest first."""
     rows = (
         [
             str(info.version),
@@ -237,7 +227,6 @@ def show_versions(versions: Sequence[VersionInfo]) -> None:
 
 
 def show_applied(applied: Applied, copy: str) -> None:
-    """Shows the version to which a copy was updated."""
     if not applied.nbytes:
         print_line(f"{redact(copy)} already has version {applied.version}")
         return
@@ -252,7 +241,6 @@ def show_applied(applied: Applied, copy: str) -> None:
 
 
 def show_versions_verified(verified: VersionsVerified) -> None:
-    """Shows the result of `verify_versions`."""
     for damage in verified.damages:
         print_line(damage)
     versions = ", ".join(map(str, verified.versions))
@@ -266,7 +254,6 @@ def show_versions_verified(verified: VersionsVerified) -> None:
 
 
 def show_versions_removed(removed: Sequence[VersionInfo], dry_run: bool) -> None:
-    """Shows the versions that were removed; with ``dry_run``, those that would be removed."""
     total = sum(info.nbytes for info in removed)
     for info in removed:
         print_line(f"version {info.version}: {'a delta' if info.is_delta else 'whole'}, {size(info.nbytes)}")

@@ -1,7 +1,4 @@
-"""The contents of a checkpoint in any format: DCP's metadata, and the locations of a load plan's items.
-
-Each format that a reader loads has a `Catalog`: see `own`, `torch_dcp` and `hugging_face`.
-"""
+"""The contents of a checkpoint in any format: DCP's metadata, and the locations of a load plan's items."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Models in Hugging Face's layout: safetensors files, with tensors possibly renamed, reshaped, in parts or quantised.
 
 For a quantised FP8 weight, a second tensor has one scale for each block of elements. The weight is read as stored, and
-multiplied by the scales when it is copied to a target of another dtype. A target of the same FP8 dtype gets the stored
-elements; a target of another FP8 dtype is an error.
+multiplied by the scales when it is copied to a target of another dtype.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ class ModelCatalog(Catalog):
     """The model in a directory's safetensors files, which `read_weight_files` chooses.
 
     Args:
-        storage: The model's directory.
         rename: The rules by which the model was saved, applied in reverse.
         files: The headers of the files to read, instead of those that `read_weight_files` would choose. No index is
             read.
@@ -62,7 +60,7 @@ class ModelCatalog(Catalog):
         self.path = storage.path
         self._storage = storage
         self._files, file_of = read_weight_files(storage) if files is None else (files, {})
-        self._items: dict[str, tuple[StoredItem, Shape]] = {}  # the stored tensors, and their shapes
+        self._items: dict[str, tuple[StoredItem, Shape]] = {}
         self._quantised: dict[str, _Quantised] = {}
         self._scales: tuple[str, torch.Tensor] | None = None  # cached for the next item of the same weight
         tensors = list(self._chosen(file_of))
@@ -224,8 +222,6 @@ class ModelCatalog(Catalog):
 
 
 class _Quantised(NamedTuple):
-    """A quantised weight: its name, its location, and the scales of its blocks."""
-
     name: str
     item: StoredItem
     shape: Shape
@@ -265,7 +261,6 @@ class _BlockCoder:
         return torch.empty(target.shape, dtype=dtype, device="cpu")
 
     def decode(self, stored: torch.Tensor, target: torch.Tensor) -> None:
-        """Multiplies in float32, one row of blocks at a time."""
         if not stored.numel():
             return
         scales, (rows, columns) = self._catalog.scales_of(self._weight), self._catalog.block

@@ -137,9 +137,8 @@ class Index(Catalog):
     def metadata(self, *, whole: bool = True) -> Metadata:
         """Returns DCP's metadata for a load.
 
-        With ``whole``, describes a tensor as one chunk if its stored chunks cover it, because DCP's planners visit each
-        chunk of each tensor on each rank. `locate` finds the stored chunks that a rank needs. Tensors with equal
-        descriptions then share one object. Without ``whole``, describes all chunks as they are stored.
+        With ``whole``, describes a tensor as one chunk if its stored chunks cover it. Tensors with equal descriptions
+        then share one object. Without ``whole``, describes all chunks as they are stored.
         """
         head = self._file.head
         with _valid(self.path), collector_paused():
@@ -279,7 +278,6 @@ class Index(Catalog):
         return Piece(item, whole.size, whole, whole)
 
     def _items(self) -> dict[ItemKey, StoredItem]:
-        """Returns the location of every stored item."""
         items: dict[ItemKey, StoredItem] = {}
         self._load_tables(range(len(self._sections)))
         for key, value in self._values.items():
@@ -341,11 +339,9 @@ class Index(Catalog):
 
     @functools.cached_property
     def _inline_hashes(self) -> Collection[int]:
-        """The hashes of the items of which the index has copies."""
         return frozenset() if self._inline is None else frozenset(self._inline.hashes.tolist())
 
     def _load_tables(self, numbers: Iterable[int]) -> None:
-        """Reads the sections of locations with these numbers that have not been read."""
         missing = sorted({number for number in numbers if number >= 0} - self._tables.keys())
         sections = [self._sections[number] for number in missing]
         # Threads help only if sections must be read from the storage.
@@ -369,9 +365,7 @@ class Index(Catalog):
         return inline or self._stored([key], [item_hash], owner)[0]
 
     def _stored(self, keys: Sequence[Any], hashes: Sequence[int], owner: int) -> list[StoredItem | None]:
-        """Returns the locations of items in the data files of one section, None for missing items. If ``owner`` is -1,
-        all are missing.
-        """
+        """Returns the locations of items in the data files of one section, None for missing items."""
         if owner < 0:
             return [None] * len(keys)
         if owner not in self._tables:

@@ -77,16 +77,13 @@ class Parts:
         return "{}" in self.names[0]
 
     def __repr__(self) -> str:
-        """Returns the call that makes the object."""
         numbers = f"dim={self.dim}, sizes={self.sizes}, groups={self.groups}"
         return f"Parts({', '.join(map(repr, self.names))}, {numbers})"
 
     def __eq__(self, other: object) -> bool:
-        """Compares the arguments."""
         return isinstance(other, Parts) and self._arguments() == other._arguments()
 
     def __hash__(self) -> int:
-        """Hashes the arguments, so that `Parts` can be keys of a dict."""
         return hash(self._arguments())
 
     def _arguments(self) -> tuple[object, ...]:
@@ -99,15 +96,11 @@ mapping with keys of type ``str | Parts``."""
 
 
 class PartNumber(NamedTuple):
-    """The number of a part of a tensor."""
-
     part: int  # the index of the name in its `Parts`
     row: int  # the index in the first dimension, if `Parts.is_numbered`
 
 
 class Match(NamedTuple):
-    """The match of a rule with a key: the texts that its ``*`` stand for, and the number of the part."""
-
     rule: Rule
     stars: tuple[str, ...]
     number: PartNumber
@@ -158,7 +151,6 @@ class Renaming:
         self.unused = dict.fromkeys(rules)
 
     def find(self, key: str) -> Match | None:
-        """Returns the match of the rule for a key; None if no rule matches."""
         for rule in self._rules:
             for number, pattern in enumerate(rule.old):
                 if (found := pattern.match(key)) is not None:
@@ -199,7 +191,6 @@ class _Pattern:
         return tuple(text for sign, text in signs if sign == "*"), number
 
     def filled(self, stars: Sequence[str], number: int) -> str:
-        """Returns the name with its stars and its index filled in."""
         pieces, left = list(self._pieces), iter(stars)
         pieces[1::2] = (next(left) if sign == "*" else str(number) for sign in pieces[1::2])
         return "".join(pieces)
@@ -222,7 +213,7 @@ class Box(NamedTuple):
     The regions hold the same elements in the same order. One of them may have an additional first dimension, of size 1.
     """
 
-    source: str  # the name of the source tensor
+    source: str
     there: Region  # in the source tensor
     here: Region  # in the renamed, cut or joined tensor
     is_same: bool = False  # only the names of the two tensors differ
@@ -241,8 +232,6 @@ class Box(NamedTuple):
 
 @dataclass(slots=True)
 class Placed:
-    """A tensor's shape, and the boxes of other tensors that make it up."""
-
     shape: Shape
     boxes: list[Box] = field(default_factory=list)
 
@@ -351,8 +340,7 @@ def _join(name: str, parts: Parts, keys: Mapping[PartNumber, str], shapes: Mappi
 def wrong_way_back(renaming: Renaming, placed: Mapping[str, Placed]) -> tuple[str, str, str] | None:
     """Returns the name of a tensor whose new name the reverse rules do not map back to it.
 
-    Also returns the new name, and the name to which the reverse rules map it. If a load with the same rules finds each
-    tensor of a save, returns None.
+    Also returns the new name, and the name to which the reverse rules map it. If there is no such tensor, returns None.
     """
     back = place(renaming.inverse(), {name: of.shape for name, of in placed.items()})
     leads = {(box.source, name, box.here, box.there) for name, of in back.items() for box in of.boxes}

@@ -45,7 +45,6 @@ DTYPES = {
     "F4": torch.float4_e2m1fn_x2,
     "BOOL": torch.bool,
 }
-"""The dtypes of the format."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PAIRS = torch.float4_e2m1fn_x2
 """The dtype with two elements per byte. Such a pair counts as one element in torch's shapes, and as two in the last
@@ -60,8 +59,6 @@ _NOTES = {"format": "pt"}
 
 
 class Described(Protocol):
-    """The name, dtype and shape of a tensor to be stored in a file."""
-
     @property
     def key(self) -> str: ...
     @property
@@ -75,10 +72,8 @@ T = TypeVar("T", bound=Described)
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsLayout(Generic[T]):
-    """The layout of a file."""
-
     tensors: tuple[T, ...]  # in file order
-    starts: tuple[int, ...]  # the offset of each
+    starts: tuple[int, ...]
     header: bytes  # the file up to the first tensor
     nbytes: int
 
@@ -156,7 +151,6 @@ def shards(tensors: Iterable[T], max_bytes: int) -> list[list[T]]:
 
 
 def lay_out(tensors: Iterable[T]) -> SafetensorsLayout[T]:
-    """Returns the layout of a file with these tensors."""
     ordered = tuple(sorted(tensors, key=lambda tensor: (_ORDER[tensor.dtype], tensor.key.encode())))
     described: dict[str, Any] = {"__metadata__": _NOTES}
     ends = [0]
@@ -179,7 +173,6 @@ def file_names(count: int, of_save: str = "") -> list[str]:
 
 
 def index_of(files: Mapping[str, Sequence[Described]]) -> bytes:
-    """Returns the contents of a model's index, from the tensors in each file."""
     tensors = [tensor for of_file in files.values() for tensor in of_file]
     content = {
         "metadata": {

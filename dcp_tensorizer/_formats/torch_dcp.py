@@ -1,10 +1,4 @@
-"""Checkpoints of torch's own ``FileSystemWriter`` and ``FsspecWriter``. Without ``allow_pickle``, a load runs no code
-from them.
-
-torch's readers unpickle ``.metadata`` and every object without checks. This module builds only objects of DCP's own
-dataclasses from ``.metadata``, and loads tensors under torch's weights-only rules. The load checks objects as it checks
-those of this package's checkpoints.
-"""
+"""Checkpoints of torch's own ``FileSystemWriter`` and ``FsspecWriter``."""
 
 from __future__ import annotations
 
@@ -35,7 +29,6 @@ class TorchCatalog(Catalog):
     """A checkpoint in torch's own format: the ``torch.save`` bytes of each item, and a pickle with their locations.
 
     Args:
-        storage: The checkpoint's directory.
         name: The name of its metadata file.
         pickled: The contents of the metadata file.
         allow_pickle: Unpickle the metadata without checks.
@@ -98,14 +91,11 @@ class TorchCatalog(Catalog):
             raise self.not_loaded(item, error) from error
 
     def transforms(self, item: ReadItem) -> Sequence[str]:
-        """Returns the names of the transforms that torch's writer has applied to an item."""
         # torch before 2.7 does not have this field.
         return getattr(self.info(item.storage_index), "transform_descriptors", None) or ()
 
     def info(self, index: MetadataIndex) -> StorageInfo:
-        """Returns the file, offset and length of a stored item. Raises `MetadataError`, naming the key, if it is not
-        stored.
-        """
+        """Returns an item's file, offset and length. Raises `MetadataError`, naming the key, if it is not stored."""
         info: StorageInfo | None = (self._metadata.storage_data or {}).get(index)
         if info is None:
             raise MetadataError(f"{self.path} has no data for {index.fqn!r}")

@@ -88,7 +88,6 @@ class _Values:
         self._most = 1000 + WORK_PER_BYTE * nbytes
 
     def of(self, value: Any) -> Any:
-        """Returns the value itself if it is plain, otherwise a container, or the result of its maker."""
         kind = type(value)
         self._count += 1
         if kind in _PLAIN:
@@ -172,7 +171,6 @@ def _hints(kind: type) -> dict[str, tuple[Any, tuple[type, ...]]]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Returns whether a value, including the members of a list or dict, has the type of an annotation."""
     if type(value) is hint or hint is Any:
         return True
     origin, arguments = get_origin(hint), get_args(hint)
@@ -202,7 +200,6 @@ def _check(record: Any) -> None:
 
 
 def _check_location(key: Any, info: StorageInfo) -> None:
-    """Checks that a location is in a file in the metadata's directory, and has valid numbers and transforms."""
     name, offset, length = info.relative_path, info.offset, info.length
     if type(name) is not str or os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
         raise MetadataError(f"names a data file for {key!r} that is not in the metadata's directory: {name!r}")

@@ -23,8 +23,6 @@ _Count = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 
 
 class TensorRecord(Struct):
-    """A tensor's entry in a header."""
-
     dtype: str
     shape: Annotated[tuple[_Count, ...], Meta(max_length=MAX_DIMENSIONS)]
     data_offsets: tuple[_Count, _Count]
@@ -59,14 +57,13 @@ class WeightFile:
 
     @property
     def nbytes(self) -> int:
-        """The size of the file."""
         return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
 
 
 def read_weight_files(storage: Storage) -> tuple[list[WeightFile], dict[str, str]]:
     """Reads the headers of the files that an index names, or, without an index, of all safetensors files.
 
-    If there is an index, but `has_single`, reads only that file.
+    If there are both an index and `SINGLE`, reads only `SINGLE`.
 
     Returns the files, and the file of each tensor in the index (empty if the index was not read). Raises `NotCommitted`
     if there are no files, `UnsupportedFormat` if the index is that of a delta, and `MetadataError` if the index or a
@@ -142,13 +139,13 @@ def read_small(storage: Storage, name: str) -> bytes | None:
 
 
 def check_plain_name(name: str, path: str) -> None:
-    """Raises `MetadataError` unless ``name``, read from the file ``path``, `is_plain_name`."""
+    """Raises `MetadataError` unless ``name``, which was read from the file ``path``, is a plain name."""
     if not is_plain_name(name):
         raise MetadataError(f"{path} names the file {name!r}, which is not a visible file of its directory")
 
 
 def check_weight_name(name: str, path: str) -> None:
-    """Raises `MetadataError` unless ``name``, read from the file ``path``, is the plain name of a safetensors file."""
+    """Raises `MetadataError` as `check_plain_name` does, and also if ``name`` does not end in ``.safetensors``."""
     check_plain_name(name, path)
     if not name.endswith(_ENDING):
         raise MetadataError(f"{path} names the file {name!r}, which is not a safetensors file")

@@ -5,9 +5,8 @@
     sections  MessagePack (only the planner's data may be the bytes of ``torch.save``), one after the other: the entries
               of the state dict, the planner's data, small values, and for each rank the locations of what it wrote
 
-The head has a digest of each section, so that a section can be read, checked and decoded separately. When loading, a
-rank reads only the locations of the ranks whose data it needs. Reading the file runs no code that it contains. `schema`
-has the types of the contents, and ``docs/reference/format.md`` describes them for other programs.
+The head has a digest of each section, so that a section can be read, checked and decoded separately. `schema` has the
+types of the contents, and ``docs/reference/format.md`` describes them for other programs.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ class IndexFile(NamedTuple):
 
     @property
     def files(self) -> dict[str, int]:
-        """The data files that the index names, and their sizes."""
         return {file.name: file.nbytes for section in self.head.sections for file in section.files}
 
     def section(self, section: Section) -> bytes | memoryview:
@@ -95,9 +93,7 @@ class IndexFile(NamedTuple):
 
 
 def pack(head: Head, parts: Iterable[Part], sign: Callable[[bytes], bytes] | None = None) -> bytes:
-    """Packs the index, and sets the sections of ``head``. ``sign`` returns the MAC of a fingerprint, for encrypted
-    checkpoints.
-    """
+    """Packs the index, and sets the sections of ``head``. ``sign`` returns a fingerprint's MAC; None: no encryption."""
     contents = []
     offset = 0
     for part in parts:
@@ -136,7 +132,6 @@ def is_index(data: bytes) -> bool:
 
 
 def looks_like_pickle(data: bytes) -> bool:
-    """Returns whether bytes begin like a pickle, such as torch's ``.metadata``."""
     return data.startswith(_PICKLE)
 
 
@@ -229,7 +224,6 @@ def _start_of(data: bytes) -> tuple[memoryview, memoryview, memoryview, memoryvi
 
 
 def _check_head(head: Head, nbytes: int, path: str) -> None:
-    """Checks the sections: their offsets, digests, kinds and order, and the names of their data files."""
     end = 0
     for section in head.sections:
         if section.offset != end or (section.strong is None) != (head.encryption is None):
@@ -252,7 +246,6 @@ def _check_head(head: Head, nbytes: int, path: str) -> None:
 
 
 def _not_an_index(path: str, data: bytes) -> MetadataError:
-    """Returns the error for a file that does not begin like an index, naming the kind of file if it is known."""
     if data[-24:-16] == _OLD_TRAILER:
         return UnsupportedFormat(
             f"{path} is a pickle of dcp_tensorizer from before its first release, which is no longer read. Load the "

@@ -2,7 +2,7 @@
 refer to it by number.
 
 Tensors of one shape are usually sharded in the same way. So this form is small for any number of ranks, whereas DCP has
-an object per chunk. `SavePlanner` makes and sends it, and the index of a checkpoint stores it.
+an object per chunk.
 """
 
 from __future__ import annotations
@@ -92,7 +92,6 @@ class StateRules:
 
     @functools.cached_property
     def property_rows(self) -> list[Properties]:
-        """The properties as rows of an index."""
         return list(map(_row, self.properties))
 
     @functools.cached_property
@@ -214,7 +213,6 @@ class TensorValue:
         return int(self.owners[0]) if self.layout.is_one else None
 
     def located(self) -> Iterator[tuple[tuple[int, ...], int]]:
-        """Yields the offset and the owner of each chunk."""
         return zip((region.start for region in self.layout.regions), self.owners.tolist(), strict=True)
 
     def chunks_in(self, offset: tuple[int, ...], region: Region) -> list[int]:

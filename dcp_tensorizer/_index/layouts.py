@@ -1,8 +1,4 @@
-"""Chunk layouts: how tensors of one shape are cut into chunks, and which chunks a region touches.
-
-In an index, the layout of evenly sharded tensors is a few numbers for any number of ranks. Tensors of one shape usually
-share a layout.
-"""
+"""Chunk layouts: how tensors of one shape are cut into chunks, and which chunks a region touches."""
 
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ allocate more."""
 
 
 def runs_of(numbers: np.ndarray) -> list[Run]:
-    """Encodes numbers as runs, which are arithmetic progressions."""
     steps = np.diff(numbers)
     turns = [*(np.flatnonzero(steps[1:] != steps[:-1]) + 1).tolist(), len(steps)]
     runs: list[Run] = []
@@ -90,7 +85,6 @@ class ChunkLayout:
 
     @classmethod
     def of_rows(cls, shape: tuple[int, ...], starts: np.ndarray, sizes: np.ndarray) -> ChunkLayout:
-        """Makes a layout from a row for each chunk."""
         is_one = len(starts) == 1 and tuple(sizes[0].tolist()) == shape and not starts.any()
         return cls(shape, None, None) if is_one else cls(shape, starts, sizes)
 
@@ -111,7 +105,6 @@ class ChunkLayout:
         return cls(row.shape, starts, sizes)
 
     def to_row(self) -> Layout:
-        """Returns the row for an index."""
         if self.is_one:
             return Layout(self.shape, 1, None, None)
         dims = range(len(self.shape))
@@ -123,7 +116,6 @@ class ChunkLayout:
 
     @functools.cached_property
     def regions(self) -> list[Region]:
-        """All chunks."""
         pairs = zip(self.starts.tolist(), self.sizes.tolist(), strict=True)
         return [Region(tuple(start), tuple(size)) for start, size in pairs]
 
@@ -134,18 +126,15 @@ class ChunkLayout:
         return encode_rows((self.shape, numbers))
 
     def chunks(self) -> list[ChunkStorageMetadata]:
-        """Returns all chunks as DCP's objects."""
         pairs = zip(self.starts.tolist(), self.sizes.tolist(), strict=True)
         return [ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in pairs]
 
     @functools.cached_property
     def packed_offsets(self) -> list[bytes]:
-        """The MessagePack of each chunk's offset."""
         return [encode_rows(region.start) for region in self.regions]
 
     @functools.cached_property
     def is_covered(self) -> bool:
-        """Whether the chunks hold each element exactly once."""
         return self.is_one or covers(self.shape, self.regions)
 
     def touched_by(self, region: Region) -> list[int]:

@@ -48,7 +48,6 @@ class RankLocations(NamedTuple):
 
     rank: int
     files: tuple[tuple[str, int], ...]
-    """The data files and their sizes."""
     table: bytes
     """The section of locations up to the digests; empty if the coordinator has it cached under ``table_digest``."""
     table_digest: bytes

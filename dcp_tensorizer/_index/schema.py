@@ -32,8 +32,6 @@ Key = str | Ext  # see `to_key`
 
 
 class DataFile(Struct, array_like=True, gc=False, frozen=True):
-    """A data file and its size."""
-
     name: str
     nbytes: _Count
 
@@ -46,8 +44,6 @@ class KeyRecord(Struct, array_like=True, gc=False):
 
 
 class Section(Struct, array_like=True, gc=False):
-    """The location of a section."""
-
     kind: SectionKind
     rank: _Count | None  # of a section of locations: the rank that wrote the items; otherwise None
     offset: _Count  # relative to the end of the head

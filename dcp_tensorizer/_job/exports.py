@@ -32,9 +32,8 @@ logger = logging.getLogger("dcp_tensorizer")
 class Exports:
     """Exports of one rank. Each staged state stays until the next one is staged, so that it can be exported.
 
-    The argument ``writer`` is the job's writer. Its ``staging``, ``sync_files``, ``thread_count`` and ``limits`` also
-    hold for exports. The attribute ``writer`` writes the models. ``owner`` is the lease of the saves' folder.
-    ``holds_states``: staged states stay in memory anyway, because ``survive`` is set.
+    The argument ``writer`` is the job's writer. The attribute ``writer`` writes the models. ``owner`` is the lease of
+    the saves' folder. ``holds_states``: staged states stay in memory anyway, because ``survive`` is set.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class Exports:
         self._continued_from = self._exported = step
 
     def is_due(self, step: int) -> bool:
-        """Returns whether to export a saved step."""
         every = self._export.every
         return every is not None and step // every > self._exported // every
 
@@ -83,10 +81,7 @@ class Exports:
             staged.staged_save.buffer.is_kept = False
 
     def retaining(self, ties: Mapping[str, str], on_staged: OnStaged | None) -> OnStaged:
-        """Returns a function that retains a staged state for its export, and then calls ``on_staged``.
-
-        ``ties`` are the tied tensors of the state.
-        """
+        """Returns a function that retains a staged state for its export, and then calls ``on_staged``."""
 
         def retain(staged: StagedStateDict) -> None:
             staged.staged_save.ties = ties
@@ -116,7 +111,7 @@ class Exports:
             )
         except (Exception, CheckpointException) as error:  # CheckpointException does not derive from Exception
             cause = unwrap(error)
-            is_exported = isinstance(cause, NotPublished)  # an earlier export was not published
+            is_exported = isinstance(cause, NotPublished)
             what = "exported, but an earlier export was not published" if is_exported else "saved, but not exported"
             failure = WriteError(f"step {saved.number} was {what}: {describe(cause)}")
             failure.__cause__ = cause
@@ -145,7 +140,6 @@ class Exports:
         return self._export.publish is not None
 
     def wait_published(self, deadline: Deadline) -> Exception | None:
-        """Waits until the last export is published, or until the deadline. Returns the error, or None."""
         try:
             self.writer.wait_published(deadline.left)
         except WriteError as error:
@@ -153,12 +147,10 @@ class Exports:
         return None
 
     def close(self) -> None:
-        """Calls `release_staged`, and closes the writer of exports."""
         self.release_staged()
         self.writer.close(0.0)
 
     def _chosen(self, staged: StagedStateDict) -> dict[str, Any]:
-        """Returns the values to export, by their keys in the flattened state dict."""
         # `StagedStateDict.items` would bind the state to a save; `dict` copies it without calling `items`.
         flat, _ = flatten_state_dict(dict(staged))
         omitted = staged.staged_save.description.omitted

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from .._index.schema import SaveRecord
 from .._runtime.forks import free_in_child
 
-# The seconds until a failure that are assumed for a new job. The value is low, so that a new job saves often. With each
-# hour without a failure, the job's own history counts more.
+# The seconds until a failure that are assumed for a new job. The value is low, so that a new job saves often.
 ASSUMED = 600.0
 
 
@@ -86,7 +85,7 @@ class GoodputReport:
 
 
 class GoodputClock:
-    """Clock for the times of a job. Several threads may use it."""
+    """Clock for the times of a job. `saved` and `failed` may be called on any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.now = clock
@@ -115,22 +114,18 @@ class GoodputClock:
         self._saving += seconds if saves else 0.0
 
     def restored(self, since: float) -> None:
-        """Records the end of a restore that began at ``since``."""
         self._restore += self.now() - since
 
     def saved(self, since: float) -> None:
-        """Records the commit of a save that began at ``since``."""
         with self._lock:
             self._saves += 1
             self._durable += self.now() - since
 
     def failed(self) -> None:
-        """Records the failure of a save."""
         with self._lock:
             self._failures += 1
 
     def report(self) -> GoodputReport:
-        """Returns the report up to now."""
         now = self.now()
         with self._lock:
             return GoodputReport(

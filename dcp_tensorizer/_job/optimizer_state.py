@@ -1,9 +1,8 @@
 """Allocation of optimizer state before the first step, so that a checkpoint's state can be loaded into it.
 
 An optimizer makes its state in its first step. DCP loads only keys that the state dict has, so it loads no such
-state into a new optimizer. torch's solution is a step with zero gradients. This module takes no step. The checkpoint's
-metadata gives the tensors and objects of the state; the parameters give the sharding of tensors of their shape. The
-checkpoint is loaded into the tensors that are made from both, which then go to the optimizer's ``load_state_dict``.
+state into a new optimizer. This module makes the missing tensors without a step: their sizes come from the checkpoint's
+metadata, and their sharding from the parameters of the same shape.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class OptimizerTarget:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             state = collected["state"]
         except (LookupError, TypeError, AttributeError):
-            return  # the state dict of this optimizer has another structure
+            return
         if not isinstance(state, dict) or len(numbers) != len(params):
             return
         self.counts = {number: len(group["params"]) for number, group in enumerate(collected["param_groups"])}
@@ -59,7 +58,7 @@ class OptimizerTarget:
     ) -> dict[int, int]:
         """Returns the number of parameters in each of the optimizer's groups that the checkpoint has.
 
-        ``keys`` are those of the checkpoint's objects. ``read_objects`` reads some of them.
+        ``keys`` are those of the checkpoint's objects.
         """
         older = f"{self.key}.param_groups"  # torch before 2.4 stored all groups as one object
         keys_of = {number: f"{older}.{number}.params" for number in self.counts}
@@ -105,7 +104,6 @@ class OptimizerTarget:
             yield from (key for key, path in paths.items() if self._is_of_state(path) and str(path[2]) in numbers)
 
     def owns(self, path: _Path) -> bool:
-        """Returns whether a path belongs to the optimizer."""
         return bool(path) and path[0] == self.key
 
     def _is_of_state(self, path: _Path) -> bool:
@@ -142,7 +140,6 @@ def dtypes_kept(values: Iterable[object]) -> Iterator[None]:
 
 
 def _set_back(given: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Restores the given dtypes in an optimizer's state, immediately after torch has cast it."""
     numbers = (number for group in given["param_groups"] for number in group["params"])
     params = (param for group in optimizer.param_groups for param in group["params"])
     for number, param in zip(numbers, params, strict=True):
@@ -188,7 +185,6 @@ def _larger(entry: Any, before: torch.Size, after: torch.Size) -> Any:
 def _target_for(
     entry: Any, param: torch.Tensor | None, name: str, dtype_before: torch.dtype | None
 ) -> torch.Tensor | None:
-    """Makes the tensor that an entry of the checkpoint is loaded into. For an object, returns None."""
     if not isinstance(entry, TensorStorageMetadata):
         return None
     size, dtype = entry.size, entry.properties.dtype

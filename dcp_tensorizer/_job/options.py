@@ -20,7 +20,7 @@ from ..writer import TensorizerStorageWriter
 
 
 def check_metrics(metrics: object) -> dict[str, float]:
-    """Returns metrics as floats. None stands for no metrics. A tensor of one element counts as a number.
+    """Returns metrics as floats. A tensor of one element counts as a number.
 
     Raises `TypeError` unless ``metrics`` maps names to numbers.
     """
@@ -52,12 +52,10 @@ def check_patterns(name: str, patterns: object) -> tuple[str, ...]:
 
 
 def matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
-    """Returns whether any pattern matches any name, as in `fnmatch`."""
     return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def check_growth(grow: object) -> tuple[tuple[str, float | None], ...]:
-    """Returns patterns of tensors that may grow, with the values of new elements. Raises `TypeError` if invalid."""
     if not isinstance(grow, Mapping):
         raise TypeError(f"grow must be a dict of patterns and values, got {type(grow).__name__}.")
     for pattern, value in grow.items():
@@ -69,7 +67,6 @@ def check_growth(grow: object) -> tuple[tuple[str, float | None], ...]:
 
 
 def check_state(state: object) -> None:
-    """Raises `TypeError` unless a state is a mapping whose keys can be sorted."""
     if not isinstance(state, Mapping):
         name = "optimizer" if isinstance(state, torch.optim.Optimizer) else "model"
         raise TypeError(f'state must be a dict, such as {{"{name}": {name}}}, got {type(state).__name__}.')
@@ -87,7 +84,7 @@ def split_limits(writer_options: dict[str, Any], own: Iterable[str] = ()) -> tup
     """Removes the limits from the writer's options. Returns the writer's limits, and how many saves in a row may fail.
 
     The manager itself counts failures, because a writer counts them only on the coordinator. ``own`` are the names of
-    the manager's own options. Raises `TypeError` if the limits are not `SaveLimits`, or an option is unknown.
+    the manager's own options.
     """
     known = inspect.signature(TensorizerStorageWriter).parameters.keys() - {"path"}
     if unknown := sorted(writer_options.keys() - known):
@@ -104,11 +101,6 @@ def split_limits(writer_options: dict[str, Any], own: Iterable[str] = ()) -> tup
 
 
 def check_survival(seconds: object, every: object, buffers: object, writer_options: Mapping[str, Any]) -> None:
-    """Checks the options for states in memory.
-
-    Raises `TypeError` unless they are numbers, and `ValueError` if they are invalid, or cannot be combined with the
-    writer's options.
-    """
     check_timeout(seconds, least=0, name="survive")
     if seconds and writer_options.get("staging") == "shared":
         raise ValueError(
@@ -128,11 +120,6 @@ def check_survival(seconds: object, every: object, buffers: object, writer_optio
 
 
 def check_export(export: object, writer_options: Mapping[str, Any]) -> None:
-    """Checks the options for exports.
-
-    Raises `TypeError` unless ``export`` is an `Export` or None, and `ValueError` if the writer's options leave no
-    staged state to export.
-    """
     if export is None:
         return
     check_type("export", export, Export)
@@ -147,10 +134,7 @@ def check_export(export: object, writer_options: Mapping[str, Any]) -> None:
 def options_of_reader(
     folder: str | os.PathLike[str], writer_options: Mapping[str, Any], limits: SaveLimits, given: object
 ) -> dict[str, Any]:
-    """Returns the options of readers. ``given`` takes precedence over defaults, most of which are the writer's options.
-
-    Raises `TypeError` unless ``given`` is a mapping or None, and what `TensorizerStorageReader` raises for its options.
-    """
+    """Returns the options of readers: those of ``given``, and defaults, most of which are the writer's options."""
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"reader_options must be a mapping, or None, got {type(given).__name__}.")
     # A job reads its checkpoint once. Bypassing the page cache is faster, and leaves the cache to training data.

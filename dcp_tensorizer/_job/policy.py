@@ -24,8 +24,6 @@ SaveInterval = float | Literal["auto"] | tuple[float, float]
 
 
 class Action(enum.Enum):
-    """Action for a step."""
-
     NOTHING = enum.auto()
     SAVE = enum.auto()
     JOIN = enum.auto()
@@ -40,21 +38,17 @@ class Action(enum.Enum):
 class Vote:
     """Facts that a rank knows. After the all-reduce, a flag is set if any rank set it.
 
-    Facts marked "first" count only on the first rank.
+    Facts in `_RANK0_FLAGS` count only on the first rank.
 
     Attributes:
-        step: The rank's step.
         stop: The rank has received a stop signal.
         force: The rank's caller wants to save, even if no save is due.
-        is_due: First: a save is due.
-        is_last: First: the last save is of this step, and has not failed.
-        is_there: First: a checkpoint of the step exists on the job's branch.
-        failures: First: the number of saves that have failed in a row.
+        is_last: The last save is of this step, and has not failed.
+        is_there: A checkpoint of the step exists on the job's branch.
+        failures: The number of saves that have failed in a row.
         must_write: If a save is due, the rank's caller wants the step on storage, not only in memory.
         is_busy: The previous save still runs, and the rank can hold this step in memory instead of saving it.
-        is_due_in_memory: The step is to be held in memory, even if no save is due.
-        is_lost: First: another run has taken the lease of the folder.
-        memory: Facts about states in memory, and their copies on other hosts.
+        is_lost: Another run has taken the lease of the folder.
     """
 
     step: int
@@ -72,7 +66,6 @@ class Vote:
 
     @property
     def asks_for_save(self) -> bool:
-        """Returns whether a save is due, a rank's caller wants one, or a rank has received a stop signal."""
         return self.stop or self.force or self.is_due
 
     def numbers(self, *, is_first: bool) -> list[int]:
@@ -121,7 +114,7 @@ class SavePolicy:
     due in memory.
 
     ``interval`` is in seconds. With ``"auto"``, or a pair of bounds, it is computed from the cost of saves and the
-    frequency of failures. Raises `TypeError` or `ValueError` for invalid values.
+    frequency of failures.
     """
 
     def __init__(
@@ -151,14 +144,12 @@ class SavePolicy:
         return min(max(self._clock.report().young_interval(), shortest), longest)
 
     def is_due(self, step: int) -> bool:
-        """Returns whether a save of this step is due."""
         if self._every is None and self._bounds is None:
             return True
         by_steps = self._every is not None and step // self._every > self._saved // self._every
         return by_steps or self._clock.now() - self._saved_at >= self.interval
 
     def is_due_in_memory(self, step: int) -> bool:
-        """Returns whether this step is to be held in memory, even if it is not to be saved."""
         every = self._every_in_memory
         return every is not None and step // every > self._held // every
 
@@ -170,7 +161,6 @@ class SavePolicy:
 
 
 def _bounds(interval: SaveInterval) -> tuple[float, float]:
-    """Returns the bounds of an interval. Raises `TypeError` or `ValueError` if it is invalid."""
     if isinstance(interval, str):
         if interval != "auto":
             raise TypeError(f"save_interval must be a number of seconds, a pair of them, or 'auto', got {interval!r}")
@@ -199,10 +189,8 @@ _SAME_SIGNAL_SECONDS = 5.0
 class StopSignals:
     """Handlers of stop signals. The first signal sets ``seen``; a second one acts as it would without these handlers.
 
-    The first signal also calls the handler that was set before, except Python's own for SIGINT. Signals within 5
-    seconds count as one: a scheduler may signal a job and its launcher, which signals the job again. Raises `TypeError`
-    unless ``signals`` are signals, and `ValueError` if one of them cannot be handled, or if this is not the main
-    thread: Python sets handlers only there.
+    Signals also call the handler that was set before, except Python's own for SIGINT. Signals within 5 seconds count as
+    one: a scheduler may signal a job and its launcher, which signals the job again.
     """
 
     def __init__(self, signals: Sequence[int]) -> None:

@@ -92,7 +92,6 @@ class Agreement:
 
     @property
     def is_alone(self) -> bool:
-        """Returns whether this rank is the only one."""
         return self.size == 1
 
     @property
@@ -224,7 +223,6 @@ class RollCall:
         self.pause = self.timeout / 10
 
     def here(self, number: int) -> None:
-        """Records that this rank has reached the collective with this number."""
         with suppress(RuntimeError):  # if the store's host is gone, the collective fails as well, with the reason
             self._store.set(str(self._rank), str(number))
 
@@ -310,7 +308,7 @@ class Heartbeats:
             self._group.destroy()
 
     def watch_saves(self, saver: Saver) -> None:
-        """Sends heartbeats in each save of a writer. Replaces earlier heartbeats of the writer."""
+        """Sends heartbeats in each save of a writer."""
         if (calls := self._calls) is None:
             return
         commit = timedelta(seconds=saver.options.limits.timeout + _ERROR_SECONDS)
@@ -348,7 +346,6 @@ class Heartbeats:
         return gone
 
     def _start(self, calls: RollCall) -> None:
-        """Records that this rank has begun a save, a load or other collective work."""
         assert self.group is not None
         set_group_timeout(self.group, calls.timeout)  # the last save may have left the timeout of its commit
         self._number += 1

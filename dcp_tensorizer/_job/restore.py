@@ -60,20 +60,9 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Selection:
-    """Selection of keys of a flattened state dict.
+    """Selection of keys of a flattened state dict. The attributes are the arguments of `CheckpointManager.restore`.
 
-    Patterns are those of `fnmatch`. They match a key, or the name of a list that contains the key: for ``exclude`` of a
-    save, a list is one key. Without ``include`` all keys are selected. ``exclude`` always takes precedence.
-
-    Attributes:
-        include: Patterns of the selected keys.
-        exclude: Patterns of keys that are left out.
-        strict: Raise an error for a key that the checkpoint lacks, and for a stored value that an optimizer or an empty
-            dict cannot take. If False, the value stays unchanged.
-        allow_shape_mismatch: Leave a tensor and its optimizer state unchanged if the tensor is stored in another shape.
-            If False, raise an error.
-        grow: Patterns of tensors that may be larger than the stored ones, each with the value of the tensors' new
-            elements; None leaves new elements unchanged.
+    Patterns match a key, or the name of a list that contains the key: for ``exclude`` of a save, a list is one key.
     """
 
     include: tuple[str, ...] = ()
@@ -120,8 +109,8 @@ def load_first(
 ) -> int | None:
     """Loads the first undamaged checkpoint. Returns its index in ``steps``, or None if ``steps`` is empty.
 
-    If ``heartbeats`` has no group, this process loads by itself. Raises `CheckpointError`, on all ranks, if an
-    undamaged checkpoint cannot be loaded, if the last one is damaged, or if a rank is gone.
+    Raises `CheckpointError`, on all ranks, if an undamaged checkpoint cannot be loaded, if the last one is damaged, or
+    if a rank is gone.
     """
     for number, step in enumerate(steps):
         storage = folder.child(step.name)
@@ -150,7 +139,7 @@ def _load(
     heartbeats: Heartbeats,
     options: Mapping[str, Any],
 ) -> None:
-    """Loads a checkpoint, under a lock that prevents its deletion; see `load_first`."""
+    """Loads a checkpoint, under a lock that prevents its deletion."""
     with ExitStack() as stack:
         if storage.locks_are_visible:
             with suppress(WriteError):  # without a lock, the load still shows whether the checkpoint can be read
@@ -198,8 +187,8 @@ def load_from_memory(
 ) -> SaveRecord | Problem:
     """Loads the state that `Survival.newest_state` found. Returns its record, or the logged reason of a failure.
 
-    ``found`` are the keepers of earlier runs, ``path`` is the job's folder, and ``options`` are those of the reader.
-    Raises `CheckpointError`, on all ranks, if a complete state does not fit the target, or a rank is gone.
+    ``path`` is the job's folder. Raises `CheckpointError`, on all ranks, if a complete state does not fit the target,
+    or a rank is gone.
     """
     started = time.perf_counter()
     name = f"the state of step {head.step} in memory on rank {agreement.rank}"
@@ -283,7 +272,6 @@ def joint_problem(problems: Sequence[Problem | None]) -> Problem | None:
 
 
 def error_of_load(path: str, error: BaseException) -> CheckpointError:
-    """Translates the error of a load into one of this package."""
     cause = unwrap(error)
     if isinstance(cause, CheckpointError):
         return cause
@@ -313,7 +301,6 @@ class SelectivePlanner(LoadPlanner):
         self._of_optimizers = {key: value for key, value in state.items() if isinstance(value, torch.optim.Optimizer)}
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Receives the final plan of this rank from DCP. Sets the new elements of tensors that have grown."""
         self.has_begun = True
         for key, (stored, value) in self._grown.items():
             if value is not None:
@@ -323,14 +310,6 @@ class SelectivePlanner(LoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Receives the state and the checkpoint's metadata from DCP. Removes from both the keys that are not selected.
-
-        Also makes the state of optimizers that have not taken a step.
-
-        Raises:
-            MetadataError: a pattern of the selection matches no key.
-            StateMismatch: the state and the checkpoint do not match; the error names the keys.
-        """
         assert metadata is not None
         optimizers = [
             OptimizerTarget(key, optimizer, state_dict.get(key)) for key, optimizer in self._of_optimizers.items()
@@ -388,8 +367,7 @@ class SelectivePlanner(LoadPlanner):
     def _growing(self, value_of: Callable[[str], tuple[float | None] | None]) -> dict[str, tuple[float | None]]:
         """Finds the tensors that are larger than the stored ones in some dimension, and smaller in none.
 
-        ``value_of`` returns the value of a tensor's new elements, in a tuple of one. If it returns None, the tensor is
-        not among the results.
+        ``value_of`` is like `Selection.value_beyond`.
         """
         assert self.metadata is not None
         stored, growing = self.metadata.state_dict_metadata, {}
@@ -437,7 +415,6 @@ class SelectivePlanner(LoadPlanner):
         return lambda parameter: numbers.get(id(parameter)) or same.get(identity_of(parameter.detach()))
 
     def _set_up(self, state_dict: dict[str, Any], metadata: Metadata, is_coordinator: bool) -> None:
-        """Flattens the state, and selects the keys of the state and of the checkpoint."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         stored = metadata.state_dict_metadata
         if self._of_optimizers:  # also if the selection leaves the parameters out
@@ -457,7 +434,6 @@ class SelectivePlanner(LoadPlanner):
         self._drop({key for key in names if not self._selection.has(names[key])})
 
     def _drop(self, keys: Collection[str]) -> None:
-        """Removes keys, which are not to be loaded, both from the state and from the metadata."""
         assert self.metadata is not None
         if keys:
             self.state_dict = {key: value for key, value in self.state_dict.items() if key not in keys}

@@ -29,19 +29,10 @@ from .steps import LATEST, Position, Step, StepNames, members, read_steps, sound
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """Rules that retain checkpoints. A checkpoint stays if any rule retains it, or if there are no rules.
+    """Rules that retain checkpoints: options of `CheckpointManager`.
 
-    If no checkpoint has a value of the metric, the best one is unknown, and all checkpoints stay.
-
-    Attributes:
-        latest: Retain this many of the newest checkpoints. The newest always stays.
-        every: Retain the steps that are multiples of this.
-        metric: Retain the best checkpoint by this metric.
-        mode: Whether the smallest or the largest value is best.
-        delete_after: Minimum age in seconds of a checkpoint to delete, on storage where jobs do not see each other's
-            locks.
-        delete_other_files: Whether a checkpoint to be deleted that contains files which no save wrote is deleted with
-            these files, instead of staying.
+    A checkpoint stays if any rule retains it, or if there are no rules. The newest always stays. If no checkpoint has a
+    value of the metric, the best one is unknown, and all checkpoints stay.
     """
 
     latest: int | None = None
@@ -63,7 +54,6 @@ class Retention:
         delete_after: float = 0.0,
         delete_other_files: bool = False,
     ) -> Retention:
-        """Makes the rules from the manager's arguments. Raises `TypeError` or `ValueError` if they are invalid."""
         check_count("keep_latest", keep_latest, optional=True)
         check_count("keep_every", keep_every, optional=True)
         metric, mode = keep_best if isinstance(keep_best, tuple) and len(keep_best) == 2 else (keep_best, "min")
@@ -75,7 +65,6 @@ class Retention:
 
     @classmethod
     def of_record(cls, record: SaveRecord) -> Retention:
-        """Makes the rules that a save recorded."""
         return cls.of(record.keep_latest, record.keep_every, record.keep_best)
 
     def recorded(self) -> dict[str, Any]:
@@ -85,7 +74,6 @@ class Retention:
 
     @property
     def keeps_all(self) -> bool:
-        """Returns whether there are no rules."""
         return self.latest is None and self.every is None and self.metric is None
 
     def best(self, steps: Sequence[Step]) -> Step | None:
@@ -97,7 +85,6 @@ class Retention:
         return max(measured, key=lambda step: (sign * step.metrics[name], step.number), default=None)
 
     def retained(self, steps: Sequence[Step]) -> set[int]:
-        """Returns the numbers of the steps to retain."""
         numbers = sorted((step.number for step in steps), reverse=True)
         best = self.best(steps)
         if self.keeps_all or (self.metric is not None and best is None):
@@ -118,8 +105,8 @@ _LINKED = "it is a link. Remove the link and its target by hand"
 def _delete(storage: Storage, step: Step, owner: Lease, *, other_files: bool) -> str:
     """Deletes a checkpoint, its metadata first. Returns why it must stay, or an empty string if it is gone.
 
-    With ``other_files``, also deletes files that no save wrote. Otherwise, a checkpoint with such files stays. Raises
-    `CheckpointError` or `OSError` if the checkpoint cannot be read or removed, or another run has taken the lease.
+    Raises `CheckpointError` or `OSError` if the checkpoint cannot be read or removed, or another run has taken the
+    lease.
     """
     with storage.lock_directory() as lock:
         if storage.locks_are_visible and not lock.is_exclusive:
@@ -207,11 +194,9 @@ class Retaining:
             arrival.add_done_callback(resume)
 
     def wait(self, deadline: Deadline) -> None:
-        """Waits for the work in progress."""
         wait_for(self._running, deadline.left)
 
     def _warn_of_metric(self, saved: Step) -> None:
-        """Warns, once, about a checkpoint without a value of the metric of ``keep_best``."""
         assert self._rules is not None
         metric = self._rules.metric
         if metric is None or self._has_warned or self._rules.best([saved]) is not None:

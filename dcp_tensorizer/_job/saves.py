@@ -52,7 +52,7 @@ class StepSave:
 
     storage: Storage  # the checkpoint's directory
     name: str  # the name of that directory
-    record: SaveRecord  # the record for the index
+    record: SaveRecord
     is_due: bool = True  # a save of the step was due
     staged: StagedStateDict | None = None  # the state, while it is only in memory
     refusal: StagingError | None = None  # why the state could not be collected
@@ -60,7 +60,7 @@ class StepSave:
     future: Future[str] = field(default_factory=Future)  # the path; done when the save is committed or has failed
     over: Future[None] = field(default_factory=Future)  # done when the save and the work after it are over
     saved: Step | None = None  # the checkpoint, once it is committed
-    files: WrittenFiles = field(default_factory=WrittenFiles)  # the files that this rank has written
+    files: WrittenFiles = field(default_factory=WrittenFiles)
 
     def __post_init__(self) -> None:
         # The future cannot be cancelled, because the other ranks save regardless.
@@ -75,17 +75,11 @@ class Saves:
     """Saves of one rank.
 
     Args:
-        writer: Writes the checkpoints.
-        agreement: Makes the decisions of all ranks.
-        heartbeats: Distinguishes slow ranks from dead ones. Saves use its group.
-        clock: Measures the times of saves.
+        heartbeats: Saves use its group.
         stages_all: Each rank also stages the tensors that other ranks write.
         after: Called with each committed checkpoint, on a background thread.
-        exports: Exports models; None without exports.
 
     Attributes:
-        planner: Plans all saves.
-        failures: Counts the failures in a row.
         error: The error of the last save, if no call has raised it yet.
     """
 
@@ -264,7 +258,6 @@ class Saves:
 
     @property
     def is_busy(self) -> bool:
-        """Returns whether the last save is still running."""
         return self._last is not None and not self._last.future.done()
 
     @property
@@ -273,18 +266,15 @@ class Saves:
         return self._last is None or self._last.over.done()
 
     def is_last(self, step: int) -> bool:
-        """Returns whether the last save is of this step, and has not failed."""
         return self._last is not None and self._last.record.step == step and not self._last.has_failed
 
     @property
     def future(self) -> Future[str]:
-        """Returns the future of the last save."""
         assert self._last is not None
         return self._last.future
 
     @property
     def saved(self) -> Step | None:
-        """Returns the checkpoint of the last save, or None if no save was made or the last one is not committed."""
         return None if self._last is None else self._last.saved
 
     def wait_committed(self) -> Step | None:
@@ -313,7 +303,6 @@ class Saves:
         return getattr(self._following, "is_here", False)
 
     def raise_error(self) -> None:
-        """Raises the error of the last save, if no call has raised it yet."""
         error, self.error = self.error, None
         if error is not None:
             raise error

@@ -34,7 +34,6 @@ TRUNK: Branch = (("", 0),)
 
 
 def new_branch(at: Step | None) -> Branch:
-    """Makes a new branch that begins at a checkpoint. If ``at`` is None, it begins without a checkpoint."""
     name = uuid.uuid4().hex
     return ((name, 0),) if at is None else (*at.branch, (name, at.number))
 
@@ -185,8 +184,6 @@ class StepNames:
     """Names of steps' directories, such as ``step-20``. The number counts: ``step-000020`` is the same step.
 
     ``template`` is the name with ``{}`` for the number; ``{:06}`` pads it. ``shown`` has ``N`` instead of the number.
-    Raises `TypeError` unless ``template`` is a string, and `ValueError` unless it has exactly one field and no slash,
-    and the step can be parsed out of each name.
     """
 
     def __init__(self, template: str) -> None:
@@ -215,7 +212,6 @@ class StepNames:
         return self.template.format(step)
 
     def step_in(self, name: str) -> int | None:
-        """Returns the step whose directory has this name, or None for other names."""
         match = self._pattern.fullmatch(name)
         return None if match is None else int(match[1])
 
@@ -224,7 +220,7 @@ class StepNames:
 
 
 def clean_up(folder: Storage, names: StepNames) -> list[str]:
-    """Removes files in steps' directories that are proven to be of dead saves; see `commit.dead_files`.
+    """Removes files of dead saves (`commit.dead_files`) from those directories of steps that have no metadata.
 
     Returns the names of the directories that had such files.
     """
@@ -317,7 +313,6 @@ class Position:
         return self.names.get(step) or names.name_of(step)
 
     def warn_of_others(self, path: str) -> None:
-        """Warns about checkpoints on other branches."""
         if self.others:
             logger.warning(
                 "%s: this job does not resume from %s. Such a checkpoint does not count, and is not deleted. It is "
@@ -401,8 +396,7 @@ def _check_others(folder: Storage, names: StepNames) -> None:
     """Checks the other contents of a folder in which `read_steps` found no checkpoint.
 
     Raises `MetadataError` for directories and files that look like checkpoints, and warns about steps' directories that
-    have data without metadata. Makes one request for the folder and one for each directory. Raises `ReadError` if a
-    request fails.
+    have data without metadata. Makes one request for the folder and one for each directory.
     """
     try:
         files, folders = folder.listing()

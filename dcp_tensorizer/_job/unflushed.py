@@ -64,8 +64,8 @@ def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str
     """Continues the flush of saves of an earlier job. Waits for the flush if a save can only be loaded from the remote.
 
     If each rank has all files of a save in its local folder, the save can be loaded from there. Saves of which a lost
-    node had a part are given up: their files on the remote are removed. If such a save is known to have been committed,
-    and was not deleted from the remote since, each rank logs an error, otherwise only the first rank logs a warning.
+    node had a part are given up: their files on the remote are removed.
+
     Collective. Returns the ids of the given-up saves, the same on all ranks. Raises `WriteError` if a rank is gone.
     """
     if flushing is None:

@@ -42,7 +42,7 @@ logger = logging.getLogger("dcp_tensorizer")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options of a load; see `TensorizerStorageReader`. Raises `TypeError` if one has the wrong type."""
+    """Options of a load; see `TensorizerStorageReader`. Raises `TypeError` if a flag is not a bool."""
 
     verify: bool
     allow_pickle: bool
@@ -65,8 +65,8 @@ class Load:
     catalog: Catalog
     options: LoadOptions
     metadata: Metadata  # as DCP has seen it
-    items: Sequence[ReadItem]  # of the plan
-    cipher: Cipher | None  # for encrypted items
+    items: Sequence[ReadItem]
+    cipher: Cipher | None
     is_own: bool  # each rank saved for itself, or loads a state in memory for itself
     note: Callable[[Span], object]  # called with the time span of each read, by several threads
 
@@ -76,7 +76,6 @@ class Load:
 
     @property
     def files(self) -> set[str]:
-        """The names of the files that the items are in."""
         return {piece.item.file for pieces in self.pieces for piece in pieces}
 
     def run(
@@ -148,14 +147,14 @@ class Load:
 
 
 def check_one_save(path: str, carried: Sequence[object]) -> None:
-    """Raises `MetadataError` if the plans of the ranks name different saves, or if the planner has dropped a name."""
+    """Raises `MetadataError` if the ranks' plans name different saves, or if a plan has lost its ``storage_data``."""
     if len(carried) < 2:
         return
     lost = [rank for rank, data in enumerate(carried) if not isinstance(data, ReadFrom)]
     if lost:
         raise MetadataError(
-            f"{path}: the planner's create_global_plan dropped the storage_data of the plan of rank {lost[0]}, which "
-            f"is needed to verify that all ranks read the same save. Make new plans with dataclasses.replace."
+            f"{path}: the planner's create_global_plan dropped the storage_data of the plan of rank {lost[0]}. "
+            f"Make new plans with dataclasses.replace."
         )
     ids = [data.save_id for data in carried if isinstance(data, ReadFrom)]
     others = [rank for rank, save_id in enumerate(ids) if save_id != ids[0]]
@@ -196,7 +195,6 @@ EMPTY_DICT = (
     "optimizer, pass the optimizer itself to CheckpointManager.restore, or use get_optimizer_state_dict of "
     "torch.distributed.checkpoint.state_dict. Other dicts must contain the keys that are to be loaded"
 )
-"""Explanation and advice for messages about `keys_below_empty_dicts`."""
 
 
 def recorded_paths(metadata: Metadata) -> Mapping[str, Sequence[str | int]]:
@@ -218,7 +216,6 @@ def keys_below_empty_dicts(state: Mapping[str, Any], keys: Iterable[str], metada
 
 
 def warn_of_empty_dicts(path: str, planner: LoadPlanner) -> None:
-    """Warns about keys that are not loaded because their dict is empty in the state, as a new optimizer's is."""
     if not isinstance(planner, DefaultLoadPlanner) or not planner.flatten_state_dict or planner.metadata is None:
         return
     more = planner.metadata.state_dict_metadata.keys() - planner.state_dict.keys()
@@ -241,9 +238,7 @@ def _empty_dicts(container: Any, path: tuple[str, ...]) -> Iterator[tuple[str, .
 def read_objects(
     items: Sequence[tuple[ReadItem, StoredItem]], fetch: Callable[[Sequence[ReadTarget]], int]
 ) -> tuple[list[tuple[ReadItem, bytes]], int]:
-    """Reads the bytes of objects without unpickling them. Returns each item with its bytes, and the number of bytes
-    read.
-    """
+    """Reads the bytes of objects without unpickling them."""
     objects = []
     for read_item, item in items:
         memory = torch.empty(item.length, dtype=torch.uint8, device="cpu")
@@ -315,10 +310,8 @@ def read_tensors(
 ) -> int:
     """Reads tensors into the planner's targets. Returns the number of bytes read.
 
-    If the planner looks up its targets as torch's own does, reads tensors in batches. Other planners may return the
-    same scratch buffer for each tensor, and reuse it after the commit: they get one tensor at a time, as from torch's
-    own reader. ``targets_of`` checks that an item fits a tensor, and returns what to read. ``read`` takes the same
-    arguments as `Exchange.read`.
+    ``targets_of`` checks that an item fits a tensor, and returns what to read. ``read`` takes the same arguments as
+    `Exchange.read`.
     """
     total = sum(_wanted_bytes(piece) for _, pieces, _ in items for piece in pieces)  # reads may exceed it
     done = 0
@@ -362,12 +355,11 @@ def resolved(items: _Items, planner: LoadPlanner) -> Iterator[torch.Tensor]:
 
 
 def _is_object(pieces: Sequence[Piece]) -> bool:
-    """Returns whether the value was stored by ``torch.save``."""
     return bool(pieces) and pieces[0].item.kind != "tensor"
 
 
 def _memory_for(tensor: torch.Tensor, pieces: Sequence[Piece], coder: Coder | None) -> torch.Tensor:
-    """Returns the tensor to read into: the target itself, unless it wraps other tensors or its stored form is decoded.
+    """Returns the tensor to read into.
 
     A wrapper may hold its elements in another form, such as scaled. Only its class can copy plain elements into it, all
     of them in one call.
@@ -385,10 +377,7 @@ def delivers_at_once(planner: LoadPlanner) -> bool:
 
 
 def _batches(items: _Items, planner: LoadPlanner) -> Iterator[_Items]:
-    """Yields batches, whose items are all resolved before any is committed.
-
-    In ``items``, those with a coder come last. Their batches have at most `_CODED_BYTES` bytes, or a single item.
-    """
+    """Yields batches, whose items are all resolved before any is committed. Items with a coder must come last."""
     if not delivers_at_once(planner):
         yield from ([item] for item in items)
         return
@@ -411,5 +400,4 @@ def _wanted_bytes(piece: Piece) -> int:
 
 
 def _within(progress: Callable[[int, int], object], before: int, total: int) -> Callable[[int, int], object]:
-    """Returns a progress callback for a read that is part of a longer one."""
     return lambda done, _: progress(before + done, max(total, before + done))

@@ -1,10 +1,8 @@
 """Exchanges data that all ranks of a group need, by collectives: only one rank reads each byte from the storage.
 
-    votes     --all_gather-->                whether all ranks can exchange, and whether one has failed
-    requests  --broadcast, all_reduce-->     the bytes that every rank requests
-    windows   --fetch, in the background-->  buffer --all_gather, piece by piece--> the targets of every rank
-
-A rank that fails still takes part in the next collective, to report its error. So no rank hangs.
+votes     --all_gather-->                whether all ranks can exchange, and whether one has failed
+requests  --broadcast, all_reduce-->     the bytes that every rank requests
+windows   --fetch, in the background-->  buffer --all_gather, piece by piece--> the targets of every rank
 """
 
 from __future__ import annotations
@@ -78,7 +76,6 @@ class Exchange:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Reports an error to the other ranks if they wait for this one."""
         if error is not None and self._votes_left:
             try:
                 self._group.votes(ExchangeVote(), error)
@@ -150,9 +147,7 @@ class Exchange:
     def _exchange(
         self, common: Sequence[ExchangeRequest], device: torch.device, progress: Callable[[int], object]
     ) -> int:
-        """Reads this rank's span, and distributes all spans to all ranks. Returns the number of bytes that this rank
-        has read.
-        """
+        """Reads this rank's span, and exchanges all spans. Returns the number of bytes that this rank has read."""
         spans: list[list[Window]] = []
         error: BaseException | None = None
         try:
@@ -227,9 +222,7 @@ class _Windows:
         self.own_bytes = sum(part.stop - part.start for window in windows for part in window.parts)
 
     def take(self, number: int) -> torch.Tensor:
-        """Returns the bytes of the next window, valid until the next call. If there are no more windows, returns an
-        empty tensor.
-        """
+        """Returns the bytes of the next window, valid until the next call; empty if there are no more windows."""
         if self._reading is None:
             self._begin(number)
         if number >= len(self._windows):
@@ -240,7 +233,6 @@ class _Windows:
         return self._buffers[number % 2][: self._windows[number].nbytes]
 
     def close(self) -> None:
-        """Waits for the read in progress."""
         if self._reading is not None:
             wait([self._reading])
 
@@ -300,7 +292,6 @@ class _Rounds:
 
 
 def _deliver(windows: Sequence[Window], start: int, rounds: _Rounds) -> int:
-    """Copies received bytes to the targets. Returns the number of bytes."""
     nbytes = 0
     for window, received in zip(windows, rounds.received, strict=True):
         for part in window.between(start, start + rounds.piece):
@@ -312,7 +303,6 @@ def _deliver(windows: Sequence[Window], start: int, rounds: _Rounds) -> int:
 
 
 def _host_memory(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Returns host memory to copy to a device; pinned unless the device is the CPU."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=device.type != "cpu")
 
 
@@ -378,12 +368,10 @@ def reads_alone(path: str, group: dist.ProcessGroup | None, carried: Sequence[ob
 
 @dataclass(frozen=True)
 class ExchangeVote:
-    """A rank's message to the others in a vote."""
-
     error: CheckpointError | None = None  # the reason why the rank cannot continue
     reason: str = ""  # the reason why the rank exchanges no tensors, although it can load
     setting: tuple[Any, ...] = ()  # must be the same on all ranks
-    requests: int = 0  # the number of requests
+    requests: int = 0
     is_on_gpu: bool = False  # all targets of the rank are on a GPU
 
 
@@ -407,7 +395,6 @@ class ExchangeGroup:
         self._devices = group_devices(group)
 
     def device(self, *, prefers_gpu: bool = False) -> torch.device:
-        """Returns the device of the exchanged memory."""
         others = sorted(self._devices - {"cpu"})
         if "cpu" in self._devices and not (prefers_gpu and others):
             return torch.device("cpu")
@@ -453,7 +440,6 @@ class ExchangeGroup:
         return [name for name, is_common in zip(names, mask.tolist(), strict=True) if is_common]
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """Fills ``received`` with the data of each rank."""
         self._call(lambda: dist.all_gather_into_tensor(received, sent, group=self._group))
 
     def _call(self, collective: Callable[[], _T]) -> _T:
@@ -517,13 +503,10 @@ class WindowPart(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The offset in the window of the byte after the last."""
         return self.position + self.stop - self.start
 
 
 class Window(NamedTuple):
-    """The bytes that a rank reads into one buffer, side by side."""
-
     parts: list[WindowPart]
 
     @property
@@ -571,7 +554,6 @@ def _units(requests: Sequence[ExchangeRequest], nbytes: int) -> Iterator[tuple[E
 
 
 def _add(windows: list[Window], request: ExchangeRequest, start: int, stop: int, window_bytes: int) -> None:
-    """Adds bytes to the last window, or starts a new one."""
     parts = windows[-1].parts if windows else []
     last = parts[-1] if parts else None
     follows = last is not None and last.request is request and last.stop == start

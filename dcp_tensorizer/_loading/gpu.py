@@ -1,8 +1,7 @@
 """Pinned memory for data on its way to a GPU: a few slots, reused while other reads are in progress.
 
-A model may be larger than host memory. So there are a few slots, each of one read's size. A thread takes a slot, reads
-into it, checks the data, queues copies on a side stream, and returns the slot. The slot's next user waits for those
-copies.
+A thread takes a slot, reads into it, checks the data, queues copies on a side stream, and returns the slot. The slot's
+next user waits for those copies.
 
 Each call that releases the GIL may have to wait to reacquire it: about 25 calls for each 8 MiB, with blocks hashed one
 by one, limited loads to 6 to 8 GB/s where 26 were possible. So on machines with many cores a read has up to
@@ -57,9 +56,6 @@ class PinnedPools:
         self._keep(None)
 
     def limits(self, targets: Sequence[ReadTarget], limits: ReadLimits, threads: int) -> ReadLimits:
-        """Returns the limits for reads to these targets: larger ones if any target is on a GPU, and there are enough
-        cores.
-        """
         elsewhere = (target.tensor for target in targets if not target.in_place)
         if cores() <= _FEW_CORES or all(self._device.index_of(tensor) is None for tensor in elsewhere):
             return limits
@@ -146,7 +142,6 @@ class PinnedPool:
             stream.follow()
 
     def is_for(self, target: ReadTarget) -> bool:
-        """Returns whether a target is on a GPU."""
         return self.device.index_of(target.tensor) is not None
 
     @contextmanager
@@ -180,12 +175,10 @@ class PinnedPool:
         return self.streams[index]
 
     def wait(self) -> None:
-        """Waits for all copies."""
         for stream in self.streams.values():
             stream.mark().synchronize()
 
     def close(self) -> None:
-        """Waits for all copies, and frees the memory. The pool cannot be used afterwards."""
         try:
             self.wait()
         finally:
@@ -194,4 +187,3 @@ class PinnedPool:
 
 
 POOLS = PinnedPools(CUDA)
-"""The slots of this process."""

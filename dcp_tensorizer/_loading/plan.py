@@ -37,8 +37,6 @@ Casts = dict[tuple[torch.dtype, torch.dtype], list[str]]
 
 @dataclass(slots=True, eq=False)  # identity comparison: two targets may have the same region
 class ReadTarget:
-    """A region of a stored tensor, and the tensor that receives it."""
-
     key: str  # for messages
     item: StoredItem
     shape: tuple[int, ...]  # of the stored tensor
@@ -49,7 +47,6 @@ class ReadTarget:
 
     @classmethod
     def of(cls, key: str, item: StoredItem, shape: tuple[int, ...], region: Region, tensor: torch.Tensor) -> ReadTarget:
-        """Returns a target that is read in place if its tensor allows that."""
         return cls(key, item, shape, region, tensor, can_read_in_place(tensor, named_dtype(item.dtype)))
 
     @classmethod
@@ -65,9 +62,6 @@ class ReadTarget:
 
     @property
     def has_stored_layout(self) -> bool:
-        """Returns whether the elements have the stored dtype, and their bytes are one run in the target and in the
-        stored tensor.
-        """
         is_same = self.tensor.dtype == named_dtype(self.item.dtype) and is_plain(self.tensor)
         return is_same and self.run is not None
 
@@ -82,7 +76,6 @@ class ReadTarget:
 
 
 def can_read_in_place(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Returns whether stored elements of ``dtype`` can be read into a tensor's memory unchanged."""
     return tensor.is_cpu and tensor.dtype == dtype and is_plain(tensor)
 
 
@@ -149,7 +142,6 @@ def _check_fit(key: str, size: tuple[int, ...], stored_dtype: torch.dtype, tenso
 
 
 def warn_of_casts(path: str, casts: Casts) -> None:
-    """Warns about tensors that were converted on load, once for each pair of dtypes."""
     for (stored_dtype, dtype), keys in casts.items():
         logger.warning(
             "%s: %s stored as %s and converted to the %s of the target: %s",
@@ -165,7 +157,7 @@ def non_overlapping_groups(targets: Sequence[ReadTarget]) -> Iterator[Sequence[R
     """Yields the groups of targets that may be read concurrently, in order.
 
     Targets that share memory, such as tied weights, are read one by one, in the order of the plan, because concurrent
-    reads would mix their data. So the memory holds all of the last target, as with torch's reader.
+    reads would mix their data. So the memory holds the whole last target, as with torch's reader.
     """
     shared = overlapping(targets)
     alone = [target for target in targets if target not in shared] if shared else targets
@@ -175,7 +167,6 @@ def non_overlapping_groups(targets: Sequence[ReadTarget]) -> Iterator[Sequence[R
 
 
 def overlapping(targets: Sequence[ReadTarget]) -> set[ReadTarget]:
-    """Returns the targets whose memory overlaps another target's."""
     if all(target.in_place for target in targets):  # most loads: vectorised
         starts = np.array([target.tensor.data_ptr() for target in targets], dtype=np.int64)
         stops = starts + np.array([target.tensor.nbytes for target in targets], dtype=np.int64)
@@ -218,8 +209,6 @@ also takes a buffer."""
 
 
 class ReadLimits(NamedTuple):
-    """The limits for coalescing and splitting reads."""
-
     max_gap_bytes: int  # reading this many unneeded bytes is faster than a second request
     max_coalesced_bytes: int = MAX_SCRATCH_BYTES  # of one operation, unless it is a single segment in scratch memory
     max_scratch_bytes: int = MAX_SCRATCH_BYTES  # of one operation's segments in scratch memory
@@ -245,7 +234,6 @@ class Segment(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """The offset of the first byte in the file."""
         return self.item.offset + self.start
 
     @property
@@ -289,9 +277,9 @@ class ReadOperation:
         return True
 
     def batches(self, max_bytes: int) -> Iterator[slice]:
-        """Cuts the operation into reads of at most ``max_bytes``: their data is hashed while it is in the CPU cache.
+        """Yields slices of the segments: as many as fit into ``max_bytes``, or a single larger one.
 
-        Yields slices of the segments: as many as fit into ``max_bytes``, or a single larger one.
+        The data of a slice is hashed while it is in the CPU cache.
         """
         first, start = 0, self.offset
         for number, (item, begin, stop, _, _) in enumerate(self.segments):
@@ -382,7 +370,6 @@ def _in_place_segments(target: ReadTarget, run: Interval, step: int, max_bytes: 
 
 
 def _whole_steps(max_bytes: int, step: int) -> int:
-    """Returns the largest multiple of ``step`` up to ``max_bytes``, or one step."""
     return max(step, max_bytes // step * step)
 
 

@@ -105,7 +105,6 @@ class LoadClock:
 
 
 def _by_file(reads: Sequence[Span]) -> Iterator[Span]:
-    """Yields a span for each file, from its first read to its last."""
     of_file: dict[str, list[Span]] = {}
     for read in reads:
         of_file.setdefault(read.file, []).append(read)

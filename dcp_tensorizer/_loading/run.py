@@ -46,7 +46,6 @@ from .plan import (
 
 
 def limits_of(storage: Storage) -> ReadLimits:
-    """Returns the limits for coalescing and splitting reads of a storage."""
     return ReadLimits(storage.reads.max_gap_bytes, storage.reads.max_coalesced_bytes or MAX_SCRATCH_BYTES)
 
 
@@ -79,12 +78,9 @@ def fetch(
     """Reads everything that the targets need. Returns the number of bytes. Targets on a GPU are ready on return.
 
     Args:
-        storage: The checkpoint's directory.
-        targets: The regions to read, and the tensors that receive them.
         threads: The maximum number of parallel reads; None: the storage's default.
         verify: Compare the data with its digests.
         progress: Called with the number of bytes done and the total number, by one reading thread at a time.
-        cipher: Decrypts encrypted items.
         limits: The limits for coalescing and splitting reads; None: the storage's.
         page_cache: Leave data of local disks in the page cache; None: only if memory is sufficient.
         in_memory: The contents of files that need not be read, by name.
@@ -156,12 +152,10 @@ class _Reads:
         self._is_inference = torch.is_inference_mode_enabled()
 
     def close(self) -> None:
-        """Closes the files of operations that have not finished."""
         for file in self._files.values():
             file.close()
 
     def run(self, operation: ReadOperation) -> int:
-        """Reads, checks and copies out the segments of one operation. Returns the number of bytes."""
         began, segments = time.perf_counter(), operation.segments
         pool = self._pool
         if pool is not None and not any(map(pool.is_for, operation.targets)):
@@ -189,9 +183,7 @@ class _Reads:
     def _memories(
         self, segments: Sequence[Segment], starts: Sequence[int], slot: torch.Tensor | None
     ) -> list[memoryview]:
-        """Returns the memory to read each segment into: its target's, or a part of the slot or of this thread's scratch
-        buffer, at the segment's offset among ``starts``.
-        """
+        """Returns the memory to read each segment into. ``starts`` are their offsets in scratch memory."""
         scratch = memoryview(b"")
         if starts[-1]:
             buffer = getattr(self._scratch, "buffer", None) if slot is None else slot
@@ -240,7 +232,6 @@ class _Reads:
         return verifying
 
     def _open(self, name: str) -> RangeReader:
-        """Returns a file, which is opened on first use."""
         with self._opening:
             if name not in self._files and name in self._in_memory:
                 self._files[name] = MemoryReader(self._in_memory[name])
@@ -294,7 +285,6 @@ class _Reads:
 
 
 def _timed(function: Callable[..., object], *arguments: object) -> float:
-    """Calls a function. Returns the seconds that it took."""
     began = time.perf_counter()
     function(*arguments)
     return time.perf_counter() - began

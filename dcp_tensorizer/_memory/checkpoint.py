@@ -103,7 +103,6 @@ class StateCheckpoint(Storage):
             buffer.release()
 
     def _add(self, part: StatePart, index: Metadata) -> RankLocations:
-        """Adds a rank's part. Returns the locations of its items."""
         names = _names(part.head)
         self._files[names[1]] = memoryview(part.inline)
         digests = {

@@ -46,7 +46,6 @@ class KeeperProcess(ChildProcess):
 
     Args:
         job: The name of the job in the names of sockets.
-        run: The run of the job.
         seconds: How long the keeper waits for a successor when this process is gone.
         timeout: Seconds after which an unresponsive keeper is killed, a minute at most.
 
@@ -144,7 +143,6 @@ class KeeperProcess(ChildProcess):
         return super()._kill()
 
     def _lose(self) -> None:
-        """Kills the keeper, and frees its buffers."""
         self._kill()
         self._close_files()
         self._release(list(self.held))
@@ -221,7 +219,6 @@ class KeeperConnection:
         return answer, Descriptor(fds[0])
 
     def end(self) -> None:
-        """Ends the keeper, and frees its memory."""
         with suppress(CheckpointError):
             self._ask(Plain.END)
         self.close()
@@ -240,9 +237,8 @@ class KeeperConnection:
 def connect_to_keepers(job: str, timeout: float) -> tuple[list[KeeperConnection], list[Path]]:
     """Connects to all keepers of a job on this machine, including those of this run.
 
-    ``timeout`` is the number of seconds for the answers of all keepers together.
-
-    Returns the connections, and the sockets of the keepers that do not answer, for example because they are stopped.
+    ``timeout`` is the number of seconds for the answers of all keepers together. Returns the connections, and the
+    sockets of the keepers that do not answer.
     """
     asked, found, silent = dict[Path, KeeperConnection](), list[KeeperConnection](), list[Path]()
     paths = list[Path]()

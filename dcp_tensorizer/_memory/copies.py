@@ -1,8 +1,7 @@
 """Copies of states on other hosts, from which a job resumes after the loss of a host.
 
-The keepers make the copies. The trainers decide together which states are copied, in the all-reduce of each `save` of
-the manager: if no copy is in progress, the state that all ranks stage next is copied. A state counts as copied once the
-parts of all ranks are copied.
+If no copy is in progress, the keepers copy the state that all ranks stage next. A state counts as copied once the parts
+of all ranks are copied.
 
 Each rank sends its host and the address of its keeper to all others. Every rank computes the partners from these values
 alone, so that the results are the same on all ranks.
@@ -88,8 +87,7 @@ class CopyOptions:
 def check_copies(copies: object, options: object, seconds: object) -> None:
     """Checks ``copies`` and ``copy_options``. ``seconds`` is the value of ``survive``.
 
-    Raises `TypeError` for wrong types, `ValueError` for invalid values, and `WriteError` if ``copies`` is 2 and
-    libsodium, which encrypts copies, is missing.
+    Raises `WriteError` if ``copies`` is 2 and libsodium, which encrypts copies, is missing.
     """
     check_count("copies", copies)
     check_type("copy_options", options, CopyOptions)
@@ -97,7 +95,7 @@ def check_copies(copies: object, options: object, seconds: object) -> None:
         raise ValueError(f"copies must be 1 or 2, the number of hosts that hold a state, got {copies!r}.")
     if copies == 2:
         if not seconds:
-            raise ValueError("copies=2 needs survive=, the seconds for which states are held. Pass both.")
+            raise ValueError("copies=2 needs survive=. Pass both.")
         require_libsodium()
 
 
@@ -191,7 +189,6 @@ class PeerCopies:
         return bool(why) and self.is_on
 
     def advance(self, vote: MemoryVote) -> None:
-        """Records the joint vote of all ranks."""
         if not self.is_on:
             return
         if vote.copies_end:
@@ -202,10 +199,7 @@ class PeerCopies:
             self.ordered = ""
 
     def order(self, state_id: str) -> None:
-        """Orders a copy of the state that is staged next, if copies are possible and none is in progress.
-
-        All ranks decide alike.
-        """
+        """Orders a copy of the state that is staged next, if copies are possible and none is in progress."""
         if self.is_ready and not self.ordered:
             self.ordered = state_id
 
@@ -235,7 +229,6 @@ class PeerCopies:
         self._begun = ""
 
     def vote(self, keeper: KeeperProcess | None) -> MemoryVote:
-        """Returns this rank's vote about copies, from the status of the last copy."""
         if not self.is_on:
             return MemoryVote()
         if self.problem or not self.ordered:
@@ -330,7 +323,7 @@ def partners(peers: Sequence[Peer]) -> list[int]:
     """Returns, for each rank, the rank whose keeper holds its replicas. With one failure domain, returns an empty list.
 
     The domains form a ring, in the order of their first ranks. Each host has a partner host in the next domain, whose
-    keepers hold the replicas of the host's ranks. By default each host is a domain.
+    keepers hold the replicas of the host's ranks.
     """
     domains: dict[str, dict[str, list[int]]] = {}
     for rank, peer in enumerate(peers):
@@ -410,5 +403,4 @@ def address_of(interface: str) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Returns whether an address is empty or a loopback address, which other hosts cannot use."""
     return not address or ipaddress.ip_address(address).is_loopback

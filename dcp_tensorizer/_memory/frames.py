@@ -19,8 +19,6 @@ FRAME_MAC_BYTES = 16
 
 
 class FrameCipherKind(enum.IntFlag):
-    """Ciphers of frames."""
-
     CHACHA = 1
     """ChaCha20-Poly1305 of libsodium: 1.7 GB/s on a core that reaches 20 GB/s with AES."""
     AES = 2

@@ -1,7 +1,6 @@
 """The keeper: a process beside each trainer, which outlives the trainer and holds its newest states in memory.
 
-The keeper holds the descriptors of the staging buffers, not copies. When the trainer is gone, the keeper waits
-``survive`` seconds for a successor, and ends if none has come. It neither reads nor writes storage.
+The keeper holds the descriptors of the staging buffers, not copies. It neither reads nor writes storage.
 
 The keeper also holds the digests of the states, with which a successor verifies the loaded bytes. It receives the
 digests that the writer process has computed for a save without encryption, and computes all others: those of states
@@ -146,7 +145,6 @@ class Keeper:
         self._digesting = ThreadPoolExecutor(1, "digest", initializer=lower)
 
     def serve(self, channel: Channel, *, is_trainer: bool = False) -> None:
-        """Answers the requests of one connection until the other end closes it."""
         try:
             with suppress(OSError):
                 channel.serve(functools.partial(self._answer, channel=channel, is_trainer=is_trainer))
@@ -236,7 +234,6 @@ class Keeper:
         return Done()
 
     def _digest(self, held: _HeldPart, known: Mapping[tuple[int, int], bytes] = _NONE) -> None:
-        """Begins to compute the digests. Idempotent."""
         if not held.is_digested:
             held.is_digested = True
             self._digesting.submit(held.take_digests, known)
@@ -350,7 +347,6 @@ class Keeper:
         return f"a later run of this job ({self._claimed_by}) has claimed the keeper on the partner host"
 
     def add_replica(self, part: StatePart, fd: int) -> None:
-        """Adds a complete replica with its buffer."""
         held = _HeldPart(part, fd, is_replica=True)
         held.is_digested = True
         held.digests.set_result(part.digests)

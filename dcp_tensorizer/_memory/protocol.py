@@ -27,8 +27,6 @@ class StateHead(NamedTuple):
         id: 32 hexadecimal digits; the same on all ranks.
         number: A later state of a run has a larger number.
         job: The run of the job that made the state. Each restart begins another run.
-        rank: The rank whose part it is.
-        world_size: The number of ranks of the job.
         record: The `SaveRecord` of the manager, which an index stores; None without a manager.
         parent_step: The step of the last checkpoint before the state; None without a checkpoint.
         left: If the job has gone back to an earlier step and has not saved since, the id of the checkpoint that was the
@@ -54,7 +52,6 @@ class StateHead(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Returns the step of a manager's state."""
         assert self.record is not None, "a manager's states have records"
         return self.record.step
 
@@ -114,8 +111,6 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class CopyStatus:
-    """Status of the last copy."""
-
     id: str = ""  # the id of the state; empty before the first copy
     is_running: bool = False
     problem: str = ""  # why the copy has failed; empty otherwise
@@ -146,15 +141,11 @@ class ClaimRequest:
 
 @dataclass(frozen=True, slots=True)
 class GetPart:
-    """Request of a successor for a rank's part of a state."""
-
     id: str
     rank: int
 
 
 class Plain(Enum):
-    """Requests without arguments."""
-
     LIST = auto()  # list the states: from any process
     COPY_STATUS = auto()  # return the status of the last copy: from the trainer
     DROP_COPIES = auto()  # make the partner's keeper forget its copies of this rank's states: from the trainer

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 BLOCK = 1 << 20
 """Bytes of a block, the unit of copies and checks."""
 RESERVE = 256 << 20
-"""Bytes of memory that a replica leaves to other programs."""
+"""Bytes of memory that states in memory leave to other programs."""
 
 NICENESS_OF_COPIES = 19
 """The niceness of threads that copy. Each of them gets 1.5% of a core that training also needs."""
@@ -203,8 +203,7 @@ class _Incoming:
 class ReplicaServer:
     """Server that receives replicas from other hosts, and serves parts of states.
 
-    ``keeper`` holds the parts. ``host`` is the address of this host to listen on. ``secret`` is the keeper's, which
-    clients must know. ``address`` is that of the server.
+    ``host`` is the address of this host to listen on.
     """
 
     def __init__(self, keeper: Keeper, host: str, secret: bytes) -> None:
@@ -218,7 +217,6 @@ class ReplicaServer:
         threading.Thread(target=self._accept, name="peers", daemon=True).start()
 
     def close(self) -> None:
-        """Stops accepting connections, and ends the existing ones."""
         for open_socket in (self._listener, *list(self._connections)):
             with suppress(OSError):
                 open_socket.shutdown(socket.SHUT_RDWR)  # `close` alone does not wake a waiting thread
@@ -425,7 +423,6 @@ class Throttle:
         self._lock = free_in_child(threading.Lock())
 
     def wait(self, nbytes: int) -> None:
-        """Waits until these bytes may be sent."""
         if not self._rate:
             return
         with self._lock:
@@ -451,6 +448,7 @@ def copy_part(
     ``fd`` is the descriptor of the part's buffer. Once the trainer may overwrite this buffer, ``is_wanted``
     returns False. ``confirmed`` is as in a `ReplicaOffer`. ``streams`` is the number of connections; None: up to 4, one
     for each core.
+
     Raises `NotCopied` if the copy was refused, is no longer wanted, or has failed.
     """
     nbytes, record = part.nbytes, msgspec.msgpack.encode(part)

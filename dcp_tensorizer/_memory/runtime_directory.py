@@ -57,7 +57,6 @@ def identity(folder: str | os.PathLike[str]) -> tuple[int, int] | None:
 
 
 def socket_path(directory: Path, job: str) -> Path:
-    """Makes a path for a new socket of a job."""
     return directory / f"{job}-{secrets.token_hex(8)}"
 
 
@@ -89,7 +88,6 @@ def listen(path: Path) -> socket.socket:
 
 
 def remove(path: Path) -> None:
-    """Removes a socket, and the directory if it is then empty."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
         path.parent.rmdir()
@@ -136,7 +134,6 @@ def connect(path: Path) -> socket.socket | None:
 
 
 def is_own_peer(connection: socket.socket) -> bool:
-    """Returns whether the process at the other end belongs to this user, according to the kernel."""
     with suppress(OSError):
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         return bool(_CREDENTIALS.unpack(credentials)[1] == os.getuid())
@@ -154,7 +151,6 @@ def _short_name(directory: Path) -> Iterator[str]:
 
 
 def _make(directory: Path) -> None:
-    """Makes the directory if it is missing. Raises `WriteError`."""
     try:
         with suppress(FileExistsError):
             directory.mkdir(mode=0o700)

@@ -1,7 +1,7 @@
 """Restarts from memory: keeper processes outlive the trainers, and hold their newest states for a later run.
 
 A newer state replaces an older one only when all ranks hold the newer one. So whenever a rank dies, all ranks have at
-least one state in common. After a restart, all ranks decide together which state to load, if any.
+least one state in common.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .checkpoint import StateCheckpoint, state_part
 from .client import KeeperConnection, KeeperProcess, connect_to_keepers
 from .copies import CopyOptions, MemoryVote, PeerCopies, this_host
 from .protocol import Found, StateHead, StatePart
-from .replicas import RemotePart
+from .replicas import RESERVE, RemotePart
 from .runtime_directory import identity, job_name
 from .wire import Address
 
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_MARGIN = 1.05  # free memory needed for a buffer and the allocations around it, as a multiple of the buffer's size
 _DEATH_SECONDS = 5.0  # a keeper notices within this time that its trainer is gone
 _CLAIM_SECONDS = 0.05  # the pause between two claims
 _ANSWER_SECONDS = 30.0  # then the run of a keeper that does not answer counts as alive, and this run is refused
@@ -52,8 +51,6 @@ OnStaged = Callable[[StagedStateDict], object]
 
 
 class _Stage(enum.Enum):
-    """Stages of holding states, in order."""
-
     READY = enum.auto()
     """Before the search for states of earlier runs."""
     ON = enum.auto()
@@ -67,21 +64,14 @@ class Survival:
     """A rank's states in memory, and the states that earlier runs left. Does nothing without ``survive``.
 
     Args:
-        saver: Stages the states.
-        folder: The job's folder.
         template: The template of the names of steps' directories.
-        agreement: Gathers values from all ranks of the job, and makes their common decisions.
         seconds: How long keepers hold states when this process is gone; 0: no states are held.
         buffers: Maximum number of staging buffers, without the extra one for copies.
-        copies: Number of hosts that hold each state.
-        copy_options: How states are copied.
 
     Attributes:
         run: The id of this run of the job, the same on all ranks; empty without ``survive``.
         holds: Whether states that no save writes may be held.
         has_left: Whether the states have been left to a later run.
-        copies: The copies of states on other hosts.
-        predecessors: The keepers of earlier runs on this host.
     """
 
     def __init__(
@@ -234,7 +224,6 @@ class Survival:
 
     @property
     def _most_buffers(self) -> int:
-        """Returns the maximum number of staging buffers, which is one more with copies."""
         return self._buffers + self.copies.is_on
 
     def next_state(self, record: SaveRecord, position: Position) -> OnStaged | None:
@@ -288,7 +277,7 @@ class Survival:
             if memory.parts:
                 logger.warning(
                     "%s: no state in memory can be loaded by all ranks, perhaps because a machine was replaced%s. This "
-                    "run resumes from the newest checkpoint on storage, if there is one, and may repeat some steps",
+                    "run resumes from the newest checkpoint on storage, if there is one",
                     self._folder.path,
                     memory.parts_of_newest(),
                 )
@@ -345,7 +334,6 @@ class Survival:
 
     @property
     def _held(self) -> dict[str, SharedBuffer]:
-        """Returns the buffers of the states, by the states' ids, the oldest first."""
         return {} if self._keeper is None else self._keeper.held
 
     def _hold(self, head: StateHead, staged: StagedStateDict) -> None:
@@ -363,10 +351,6 @@ class Survival:
             self.copies.start(self._keeper)
 
     def _check_memory(self) -> None:
-        """Checks whether enough memory is available to stage another state.
-
-        If not, stops holding states, or frees the states of earlier runs if this run holds none yet.
-        """
         if len(self._held) > 1:  # the older state is about to be forgotten
             return
         nbytes = max([self.predecessors.nbytes, *(buffer.nbytes for buffer in self._held.values())])
@@ -384,11 +368,11 @@ class Survival:
         saves = self._saver.engine.saves
         saves.reclaim()  # a buffer of a finished save may fit
         available = None if saves.has_buffer(nbytes) else available_memory()
-        if available is None or available > _MARGIN * nbytes:
+        if available is None or available >= nbytes + RESERVE:
             return ""
         return (
-            f"another staging buffer takes {nbytes:,} bytes, {int(_MARGIN * nbytes):,} with the allocations around it, "
-            f"and {available:,} bytes of memory are available"
+            f"another staging buffer takes {nbytes:,} bytes, {available:,} bytes of memory are available, and "
+            f"{RESERVE:,} must remain"
         )
 
     def _stop_holding(self, why: str) -> None:
@@ -437,15 +421,13 @@ class Predecessors:
                 if time.monotonic() > deadline:
                     return (
                         f"another run of this job is alive (its trainer is process {keeper.found.trainer} on "
-                        f"{socket.gethostname()}), or is starting: the two would replace each other's checkpoints. End "
-                        f"the other run first."
+                        f"{socket.gethostname()}), or is starting. End the other run first."
                     )
                 time.sleep(_CLAIM_SECONDS)
         return ""
 
     @property
     def found(self) -> list[Found]:
-        """Returns the parts of states that these keepers hold."""
         return [keeper.found for keeper in self._keepers]
 
     def open(
@@ -492,12 +474,10 @@ class Predecessors:
         return checkpoint
 
     def forget_all_but(self, state_id: str) -> None:
-        """Makes the keepers forget all other states."""
         for keeper in self._keepers:
             keeper.forget_all_but(state_id)
 
     def end(self) -> None:
-        """Ends the keepers, and frees their memory. Idempotent."""
         self.nbytes = 0
         keepers, self._keepers = self._keepers, []
         for keeper in keepers:

@@ -43,7 +43,7 @@ _LOWER_EFFORT = 0x20  # DSCP CS1: other traffic goes first, where routers suppor
 
 
 class WireError(OSError):
-    """Violation of the protocol. For example, the other end does not know the secret, or sends invalid data."""
+    """Violation of the protocol, such as a wrong secret or invalid data."""
 
 
 class Wire:
@@ -129,7 +129,6 @@ class Wire:
             raise WireError(f"malformed message: {error}") from None
 
     def ask(self, message: msgspec.Struct, kind: Any) -> Any:
-        """Sends a message, and receives the answer."""
         self.send(message)
         return self.receive(kind)
 

@@ -34,10 +34,7 @@ _ADAPTER_CONFIG = "adapter_config.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """The options of a model: see `SafetensorsStorageWriter`.
-
-    Raises `TypeError` or `ValueError` if one is invalid, and `CheckpointError` if ``publish`` needs a missing zstd.
-    """
+    """The options of a model: see `SafetensorsStorageWriter`."""
 
     dtype: torch.dtype | None = None
     rename: Rules = field(default_factory=dict)
@@ -73,7 +70,7 @@ class ModelOptions:
 
     @property
     def is_adapter(self) -> bool:
-        """Returns whether the model is a PEFT adapter: whether ``files`` contains an adapter's configuration."""
+        """Returns whether ``files`` contains a PEFT adapter's configuration."""
         names = (os.path.join(file, _ADAPTER_CONFIG) if os.path.isdir(file) else file for file in self.files)
         return any(os.path.basename(name) == _ADAPTER_CONFIG and os.path.exists(name) for name in names)
 
@@ -82,7 +79,6 @@ class ModelOptions:
         return {field.name: getattr(self, field.name) for field in fields(ModelOptions)}
 
     def stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype in which tensors of ``dtype`` are written."""
         return self.dtype if self.dtype is not None and dtype.is_floating_point and dtype != PAIRS else dtype
 
 
@@ -121,8 +117,7 @@ def plan_model(
     """Lays out the files of the model that the ranks' plans make up.
 
     ``order`` maps the names in the coordinator's state dict to their positions there. ``ties`` has a mapping for each
-    rank, from the name of each tied tensor to the name of the tensor that it is tied to. Raises `WriteError`, naming
-    keys, if the format cannot hold the model, or the rules of ``rename`` do not fit its tensors.
+    rank, from the name of each tied tensor to the name of the tensor that it is tied to.
     """
     tensors: dict[str, ModelTensor] = {}
     chunks: dict[str, list[_Chunk]] = defaultdict(list)
@@ -168,7 +163,7 @@ def plan_model(
 def _carried(box: Box, source: ModelTensor, layouts: dict[str, ChunkLayout]) -> Sequence[_Chunk]:
     """Returns the parts of a source tensor's chunks that are in a box, as regions of the file's tensor.
 
-    ``layouts`` caches the layouts of source tensors by key, because every box needs the layout of its source tensor.
+    ``layouts`` caches the layouts by key: several boxes may have the same source tensor.
     """
     if box.is_same:
         return source.chunks
@@ -195,10 +190,8 @@ def _dropped(ties: Sequence[Mapping[str, str]], tensors: Mapping[str, object]) -
 
 
 def _placed(shapes: Mapping[str, tuple[int, ...]], rules: Rules, path: str) -> dict[str, Placed]:
-    """Returns the tensors of the files.
-
-    Raises `WriteError` if two tensors would have one name, a rule matches no tensor, a tensor that it matches has an
-    unsuitable shape, or a load could not reverse the rule.
+    """Raises `WriteError` if two tensors would have one name, a rule matches no tensor or one of unsuitable shape, or a
+    load could not reverse the rules.
     """
     renaming = Renaming(rules)
     try:
@@ -208,7 +201,7 @@ def _placed(shapes: Mapping[str, tuple[int, ...]], rules: Rules, path: str) -> d
         raise WriteError(f"{path}: {error}") from None
     if renaming.unused:
         unused = listed(list(map(str, renaming.unused)))
-        raise WriteError(f"{path}: no tensor matches these rules of rename=: {unused}. Remove them.")
+        raise WriteError(f"{path}: no tensor matches these rules of rename=: {unused}. Pass rename= without them.")
     if wrong is not None:
         raise WriteError(
             f"{path}: {wrong[0]!r} would become {wrong[1]!r}, which a load with the same rename= would map back to "
@@ -246,7 +239,6 @@ class RankLayout:
 
     @property
     def nbytes(self) -> int:
-        """Returns the total size of the files in bytes."""
         return sum(part.file.nbytes for part in self.files)
 
     @property

@@ -142,17 +142,14 @@ class SharedFiles(NamedTuple):
     dtypes: Sequence[torch.dtype]
 
     def request(self, sources: Sequence[TensorSource], digest: object) -> SharedWriteRequest:
-        """Returns the request to write the pieces in the writer process."""
         names = tuple(map(dtype_name, self.dtypes))
         return SharedWriteRequest(self.storage.location, self.options, self.files, self.pieces, tuple(sources), names)
 
     def job(self, items: Sequence[Item], contents: object, digest: object) -> SharedWriteJob:
-        """Returns a job that writes the pieces in this process."""
         fill = fill_of([item.tensor for item in items], self.dtypes)
         return SharedWriteJob(self.storage, self.files, self.pieces, fill, self.options)
 
     def finish(self, done: WriteDone, digest: object) -> WriteDone:
-        """Returns the result unchanged."""
         return done
 
     def remove(self) -> None:
@@ -174,7 +171,6 @@ class RankGroup:
             self._device = torch.device(min(devices), torch.accelerator.current_device_index())
 
     def gather(self, numbers: Sequence[int]) -> Integers:
-        """Gathers a row of numbers from each rank."""
         own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         if self._group is None:
             return np.array([numbers], dtype=np.int64)

@@ -89,12 +89,6 @@ class _OtherFile(NamedTuple):
 
 
 class ModelSave(Save):
-    """One rank's part in the save of a model.
-
-    Attributes:
-        model: The options of the model.
-    """
-
     _saver: ModelSaver
 
     def __init__(self, saver: ModelSaver, save_id: str, where: str | Path, staged: StagedSave | None) -> None:
@@ -123,8 +117,7 @@ class ModelSave(Save):
     def prepare(self, plan: SavePlan) -> SavePlan:
         """Creates the directory. The coordinator checks whether the model may be saved there.
 
-        Returns the plan, with the tied tensors of this rank. Raises `WriteError` if the directory cannot be created, or
-        the model must not be saved there.
+        Returns the plan, with the tied tensors of this rank.
         """
         with self.or_fail():
             self.open()
@@ -139,10 +132,7 @@ class ModelSave(Save):
             return plan_with(plan, dict(self._ties))
 
     def answer(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Lays out and creates the files; returns the plans with the layout. Called on the coordinator.
-
-        Raises `WriteError` if the format cannot hold the model, or if the files cannot be created.
-        """
+        """Lays out and creates the files; returns the plans with the layout. Called on the coordinator."""
         with self.or_fail():
             ties = [plan.storage_data if isinstance(plan.storage_data, dict) else {} for plan in plans]
             model = self._plan = plan_model(plans, self.model, path=self.path, order=self._order, ties=ties)
@@ -171,13 +161,11 @@ class ModelSave(Save):
             versions.add(SavedModel(self.storage, self._index, self._beside, context, self.hold(), step))
 
     def end(self) -> None:
-        """Removes the files of an uncommitted save, and releases the directory. Idempotent."""
         if self._plan is not None:
             self._drop_files()
         super().end()
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Writes this rank's part of the files: see `Save.write`."""
         self._lap("plan")
         with self.whole_or_nothing(), ExitStack() as shown:
             layout = plan.storage_data
@@ -246,7 +234,7 @@ class ModelSave(Save):
         dtypes: Sequence[torch.dtype],
         progress: Callable[[int], object],
     ) -> WriteDone:
-        """Writes pieces, whose sources are ``items``. Raises `WriteError`."""
+        """Writes pieces, whose sources are ``items``."""
         saver = self._saver
         files = SharedFiles(self.storage, self.rank, saver.options, layout.files, pieces, dtypes)
         return saver.engine.client.write(files, items, self._staged, lambda: saver.closed, progress)
@@ -349,7 +337,6 @@ class ModelSave(Save):
         self._others = (*self._others[:-1], _OtherFile(file, sink.parts, replaces))
 
     def _drop_files(self) -> None:
-        """Removes the files that this save has created but not committed. Idempotent."""
         if self._begun or self._completed or self._others:
             self._clean_up(self._drop)
 
@@ -509,8 +496,6 @@ class ModelSave(Save):
 
 
 class ModelSaver(Saver):
-    """The saver of a writer of models."""
-
     source: StagedSave | None = None
 
     def __init__(
@@ -531,7 +516,6 @@ class ModelSaver(Saver):
     def stage(
         self, state_dict: dict[str, Any], save: SaveDescription, path: str | os.PathLike[str] | None
     ) -> StagedStateDict:
-        """Copies a state dict into the staging buffer, and records its tied tensors; see `Saver.stage`."""
         ties: Mapping[str, str] = {}
         with suppress(Exception):  # for a value that cannot be saved, staging or the planner raises a better error
             ties = ties_of(state_dict)
@@ -546,11 +530,9 @@ class ModelSaver(Saver):
         context: ProcessContext | None = None,
         error: StagingError | None = None,
     ) -> Save:
-        """Begins a save of ``staged_save``, or, if that is None, of `source`: see `Saver.begin`."""
         return super().begin(path, staged_save or self.source, context, error)
 
     def close(self, deadline: Deadline) -> None:
-        """Waits for the saves of this writer and for publishing: see `Saver.close`."""
         super().close(deadline)
         if self.versions is not None:
             self.versions.end(deadline)
@@ -626,7 +608,6 @@ class _RankJob:
         self._dtypes.append(torch.uint8)
 
     def _write(self, pieces: Pieces) -> None:
-        """Writes pieces, and passes on only the sources that the pieces use."""
         if not len(pieces):
             return
         used, number = np.unique(pieces.source, return_inverse=True)

@@ -45,7 +45,6 @@ class SavedModel:
 
     @property
     def files(self) -> set[str]:
-        """Returns the names of the model's files."""
         return {SINGLE} if self.index is None else files_named(self.index)
 
 

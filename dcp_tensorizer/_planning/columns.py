@@ -67,8 +67,6 @@ class PlannedChunk(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A write item."""
-
     key: str
     chunk: PlannedChunk
     hint: int  # ``MetadataIndex.index``; -1: none
@@ -90,14 +88,11 @@ class Table:
 
     @functools.cached_property
     def planner_data(self) -> Any:
-        """The planner's data."""
         return unpack_paths(self.data) if isinstance(self.data, (PackedPaths, Pickled)) else self.data
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Columns:
-    """The write items of a rank."""
-
     table: Table
     dims: Integers  # the number of dimensions of each item's chunk; -1 for an object
     starts: Integers  # a row per item, with zeros after its dimensions
@@ -107,7 +102,6 @@ class Columns:
         return len(self.dims)
 
     def rows(self, hints: Integers) -> Iterator[Row]:
-        """Yields the items as rows, with their ``hints``."""
         table, width = self.table, self.starts.shape[1]
         numbers = np.column_stack([table.kinds, table.spec_numbers, self.dims, self.starts, self.sizes]).tolist()
         chunks: dict[tuple[int, ...], PlannedChunk] = {}
@@ -122,11 +116,9 @@ class Columns:
             yield Row(table.keys[key], chunk, hint)
 
     def with_data(self, planner_data: Any) -> Columns:
-        """Returns the same items with other planner data."""
         return dataclasses.replace(self, table=dataclasses.replace(self.table, data=planner_data))
 
     def select(self, rows: Integers) -> Columns:
-        """Selects some of the items."""
         table = self.table
         chosen = dataclasses.replace(
             table,
@@ -192,7 +184,6 @@ def row_of(item: WriteItem) -> Row:
 
 
 def item_of(row: Row) -> WriteItem:
-    """Returns the item of a row."""
     (kind, spec, start, size), hint = row.chunk, row.hint
     if spec is None:
         return WriteItem(MetadataIndex(row.key), KINDS[kind])
@@ -237,12 +228,10 @@ def pack_paths(planner_data: Any, keys: list[str]) -> PackedPaths | Pickled:
 
 
 def with_keys(packed: PackedPaths | Pickled, keys: list[str]) -> PackedPaths | Pickled:
-    """Returns received paths with their keys."""
     return packed._replace(keys=keys) if isinstance(packed, PackedPaths) and packed.keys is None else packed
 
 
 def unpack_paths(packed: PackedPaths | Pickled) -> Any:
-    """Unpacks what `pack_paths` packed."""
     if isinstance(packed, Pickled):
         return pickle.loads(packed.data)
     assert packed.keys is not None
@@ -311,9 +300,7 @@ _DTYPES = ("<i1", "<i2", "<i4", "<i8")
 
 @dataclasses.dataclass(frozen=True)
 class EncodedColumns:
-    """A rank's columns as bytes."""
-
-    digest: bytes  # of the contents
+    digest: bytes
     table: bytes  # the `Table`; equal bytes on ranks with equal tables
     chunks: bytes  # the other columns
     may_refer: bool = False  # the rank retains the columns, and understands a response that refers to them
@@ -329,7 +316,6 @@ class EncodedColumns:
         return table
 
     def decode(self, tables: dict[bytes, Table]) -> Columns:
-        """Returns the columns. ``tables`` is as in `decode_table`."""
         table = self.decode_table(tables)
         width, *packed = unpack(self.chunks)
         dims, starts, sizes = map(unpack_integers, packed)
@@ -351,7 +337,6 @@ def encode(columns: Columns, *, may_refer: bool = False) -> EncodedColumns:
 
 
 def pack(content: object) -> bytes:
-    """Pickles an object, and compresses the pickle."""
     return zlib.compress(pickle.dumps(content, pickle.HIGHEST_PROTOCOL), _LEVEL)
 
 
@@ -361,12 +346,10 @@ def unpack(data: bytes) -> Any:
 
 
 def pack_integers(numbers: Integers) -> tuple[str, bytes]:
-    """Packs integers, all in the narrowest sufficient type."""
     low, high = (int(numbers.min()), int(numbers.max())) if numbers.size else (0, 0)
     dtype = next(name for name in _DTYPES if np.iinfo(name).min <= low and high <= np.iinfo(name).max)
     return dtype, numbers.astype(dtype).tobytes()
 
 
 def unpack_integers(packed: tuple[str, bytes]) -> Integers:
-    """Unpacks what `pack_integers` packed."""
     return np.frombuffer(packed[1], packed[0]).astype(np.int64)

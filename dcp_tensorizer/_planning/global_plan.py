@@ -53,8 +53,6 @@ from .plan import CompactPlan, Items, WrittenItems, choose
 
 @dataclass(frozen=True, eq=False)
 class GlobalPlan:
-    """The plan for all ranks."""
-
     choices: list[WrittenItems]  # the items that each rank writes
     rules: StateRules  # the entries of ``Metadata.state_dict_metadata``
     planner_data: Any  # of all ranks
@@ -357,7 +355,6 @@ class RuleMetadata(Metadata):
 
     @classmethod
     def of(cls, rules: StateRules, planner_data: Any) -> RuleMetadata:
-        """Returns metadata whose entries are made on first access."""
         metadata = cls.__new__(cls)
         metadata.__dict__.update(
             _rules=rules, planner_data=planner_data, storage_data=None, storage_meta=None, version=None
@@ -377,13 +374,11 @@ class RuleMetadata(Metadata):
 
     @functools.cached_property
     def state_dict_metadata(self) -> dict[str, Any]:  # type: ignore[override]
-        """The entries as in torch's ``Metadata``, made on demand."""
         with collector_paused():
             return self._rules.described()
 
     @functools.cached_property
     def planner_data(self) -> Any:
-        """The planner's data as in torch's ``Metadata``, decoded on demand."""
         return unpack_paths(with_keys(unpack(self.__dict__["_content"][1]), self._rules.keys))
 
     def __eq__(self, other: object) -> bool:

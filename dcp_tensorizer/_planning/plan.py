@@ -97,12 +97,10 @@ class Items(MutableSequence[WriteItem]):
 
     @property
     def is_changed(self) -> bool:
-        """Returns whether the items were changed since they were made from the columns."""
         return self._changed is not None
 
     @property
     def table(self) -> Table:
-        """The part of the plan that it shares with other ranks' plans."""
         return self.source.table if isinstance(self.source, Columns) else self.source.decode_table(self.tables)
 
     @functools.cached_property
@@ -112,7 +110,6 @@ class Items(MutableSequence[WriteItem]):
 
     @functools.cached_property
     def chosen(self) -> tuple[Columns, Integers]:
-        """The columns of the chosen items, and their hints."""
         if self.choice is None:
             return self.columns, np.full(len(self.columns), -1)
         is_written = np.unpackbits(np.frombuffer(self.choice.mask, np.uint8), count=len(self.columns))
@@ -129,7 +126,6 @@ class Items(MutableSequence[WriteItem]):
         return frozenset(table.keys[number] for number in tensors.difference(table.key_numbers[is_written].tolist()))
 
     def rows(self) -> Iterator[Row] | None:
-        """Returns the items as rows; None if they were changed."""
         if self.is_changed:
             return None
         columns, hints = self.chosen
@@ -198,7 +194,6 @@ class CompactPlan(SavePlan):
 
     @functools.cached_property
     def planner_data(self) -> Any:
-        """The planner's data as in torch's plan; in a received plan decoded on demand."""
         return self.items.table.planner_data if isinstance(self.items, Items) else None
 
     @classmethod
@@ -267,8 +262,6 @@ _FIELDS = [field.name for field in dataclasses.fields(SavePlan)]
 
 
 # --- the plans that a planner has cached ------------------------------------------------------------------------------
-#
-# Repeated plans are not sent or made again.
 
 # A job that saves model and optimizer in turn, with other states between them, alternates between four plans. The
 # coordinator retains more plans of a rank than the rank does, because saves may fail after the coordinator planned
@@ -313,7 +306,6 @@ class History:
         return self._sent[0]
 
     def end(self) -> None:
-        """Ends the planning of a save."""
         self._is_answered = True
 
     # --- as the coordinator -------------------------------------------------------------------------------------
@@ -330,11 +322,9 @@ class History:
         )
 
     def find(self, key: object) -> Any:
-        """Returns the plan that was made for these contents, or None."""
         return self._planned.find(key)
 
     def planned(self, key: object, plans: Sequence[EncodedColumns], result: Any) -> None:
-        """Retains the ranks' plans, and the result."""
         for rank, plan in enumerate(plans):
             if plan.may_refer:
                 self._received[rank].add(plan.digest, plan)
@@ -354,7 +344,6 @@ class Histories:
         return Histories, ()
 
     def of_save(self) -> History:
-        """Returns the history of the group of the save on this thread."""
         group = group_of_save() or (dist.group.WORLD if dist.is_available() else None) or Histories  # without a group
         history = self._of_groups.get(group)
         return self._of_groups.setdefault(group, History()) if history is None else history

@@ -313,10 +313,7 @@ class _Directory:
         base: Manifest,
         target: Manifest,
     ) -> Manifest:
-        """Writes the files of a version under temporary names, from files in ``storage`` and the deltas of ``chain``.
-
-        Then renames the files, and writes the index.
-        """
+        """Writes the files of a version under temporary names, renames them, and then writes the index."""
         save = uuid.uuid4().hex
         total = sum(file.nbytes for file, _ in sources)
         ending = f"-v{target.version:06d}.safetensors"
@@ -366,7 +363,6 @@ class _Directory:
         return manifest
 
     def _commit(self, manifest: Manifest, base: Manifest, files: Sequence[WeightFile]) -> None:
-        """Replaces the index, with the files beside the weights of ``base``, and removes the replaced files."""
         manifest = msgspec.structs.replace(manifest, others=base.others)
         notes = {"total_size": sum(tensor.nbytes for file in files for tensor in file.tensors)}
         self._storage.put(INDEX, encode_manifest(manifest, notes), sync=True)
@@ -476,8 +472,6 @@ def _lock(descriptor: int) -> bool:
 
 
 class _Tensors:
-    """An update of tensors in memory."""
-
     def __init__(
         self, target: MutableMapping[str, Any], published: Published, wanted: int | None, on_progress: _Progress
     ) -> None:
@@ -644,7 +638,6 @@ def _overlaps(tensor: Any) -> bool:
 
 
 def _memory_of(value: Any) -> tuple[Any, ...]:
-    """Identifies the memory of a tensor or an array."""
     if isinstance(value, np.ndarray):
         return "cpu", value.__array_interface__["data"][0], value.nbytes
     if value.is_contiguous():

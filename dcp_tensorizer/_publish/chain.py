@@ -35,18 +35,13 @@ class _Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Delta:
-    """A version that builds on the previous one, with its changes by tensor name."""
-
     manifest: Manifest
     storage: Storage
     changes: Mapping[str, _Change]
 
 
 def read_delta(published: Published, manifest: Manifest) -> Delta:
-    """Reads the headers of a delta's files.
-
-    Raises `MetadataError` if they are damaged, or differ from the manifest.
-    """
+    """Reads the headers of a delta's files, and compares them with the manifest."""
     storage = published.folder(manifest.version)
     names: dict[str, set[str]] = {}
     for key, name in manifest.weight_map.items():
@@ -86,7 +81,6 @@ class Chain:
         return next((delta.changes[key].digest for delta in reversed(self._deltas) if key in delta.changes), None)
 
     def keys(self) -> set[str]:
-        """Returns the names of all changed tensors."""
         return {key for delta in self._deltas for key in delta.changes}
 
     def pieces(

@@ -115,10 +115,11 @@ class DeltaDecoder:
         """Returns between 1 and ``most`` bytes, or no bytes at the end."""
         try:
             while not self._decompressor.eof:
-                data = next(self._input, b"") if self._decompressor.needs_input else b""
+                is_read = self._decompressor.needs_input  # `decompress` may use its input up, and return no bytes
+                data = next(self._input, b"") if is_read else b""
                 if piece := self._decompressor.decompress(data, max_length=most):
                     return bytes(piece)
-                if not data and self._decompressor.needs_input:
+                if is_read and not data:
                     break
         except self._module.ZstdError as error:
             raise ValueError(f"its delta is not zstd data, or is damaged: {error}") from None
@@ -126,12 +127,10 @@ class DeltaDecoder:
 
 
 def largest_delta(nbytes: int) -> int:
-    """Returns the largest size of a delta of a tensor of ``nbytes`` bytes."""
     return nbytes + nbytes // _EXPANSION + _FRAME_OVERHEAD
 
 
 def pieces_of(data: memoryview) -> Iterator[np.ndarray]:
-    """Cuts bytes into pieces that fit into the processor's cache."""
     array = np.frombuffer(data, dtype=np.uint8)
     for start in range(0, array.size, PIECE):
         yield array[start : start + PIECE]

@@ -31,8 +31,6 @@ OtherFile = bytes | tuple[int, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The files of a model's directory."""
-
     storage: Storage
     index: bytes | None  # the contents of the index; None for a model of one file without an index
     weights: dict[str, WeightFile]  # the safetensors files, by name
@@ -44,8 +42,6 @@ def read_model(storage: Storage, index: bytes | None = None, others: Mapping[str
 
     Without ``index``, reads the model that `read_weight_files` would read. Pass ``index`` to read a model whose index
     was replaced, but whose files still exist, and ``others`` to read a model whose other files may have been replaced.
-    Raises `NotCommitted` if there is no model, `UnsupportedFormat` if the index is that of a delta, and `MetadataError`
-    if the index or a header is damaged.
     """
     if index is None and has_single(storage):
         names = {SINGLE}
@@ -58,7 +54,6 @@ def read_model(storage: Storage, index: bytes | None = None, others: Mapping[str
 
 
 def other_files(storage: Storage) -> dict[str, OtherFile]:
-    """Lists the files beside the weights in a model's directory."""
     files = sorted(storage.listing()[0], key=attrgetter("name"))
     return {file.name: (file.nbytes, file.modified) for file in files if is_other_file(file.name)}
 
@@ -69,7 +64,6 @@ def is_other_file(name: str) -> bool:
 
 
 def read_blocks(storage: Storage, name: str) -> Iterator[bytes]:
-    """Reads a file in blocks; raises `ReadError`."""
     nbytes = storage.head(name)
     if nbytes is None:
         raise ReadError(f"cannot open {storage.path}/{name}: it does not exist")
@@ -85,10 +79,7 @@ Read = Callable[[StoredBytes, int, np.ndarray], object]
 
 @contextmanager
 def reading_tensors(storage: Storage, name: str) -> Iterator[Read]:
-    """Opens a file for the duration of the ``with`` statement, and yields a function that reads its tensors.
-
-    Raises `ReadError`, naming the file; the function also names the tensor.
-    """
+    """Opens a file for the duration of the ``with`` statement, and yields a function that reads its tensors."""
     path = f"{storage.path}/{name}"
     try:
         reader = storage.open(name)

@@ -54,7 +54,7 @@ from .versions import (
 logger = logging.getLogger("dcp_tensorizer")
 
 MAX_DELTAS = 20
-"""The default limit of deltas that follow a whole version. A new reader has to read all of them."""
+"""The default limit of deltas that follow a whole version."""
 
 _FILE_BYTES = 256 << 20  # bytes of deltas to collect in memory before they are written to a file
 _Progress = Callable[[int, int], object]
@@ -62,7 +62,7 @@ _Progress = Callable[[int, int], object]
 
 @dataclass(frozen=True, slots=True)
 class PublishedVersion(VersionInfo):
-    """A version that was published. It has the fields of `VersionInfo`, and two more.
+    """A version that was published.
 
     Attributes:
         path, version, step, published, is_delta, base, nbytes, model_nbytes, tensors: As in `VersionInfo`.
@@ -102,8 +102,8 @@ def publish(
             rebuilt from the published files.
         step: The step of training, recorded in the version.
         max_deltas: The number of deltas that may follow a whole version. A new reader has to read all of them.
-        keep_latest: The number of newest versions to keep, with all versions on which they build. The other
-            versions are removed. If None, all versions are kept.
+        keep_latest: The number of newest versions to retain, with all versions on which they build. The other
+            versions are removed. If None, all versions are retained.
         storage_options: Options of the storages of URLs, such as credentials.
         on_progress: Called with the number of bytes read, and the size of the model's safetensors files.
 
@@ -149,7 +149,6 @@ class Publish:
     keep_latest: int | None = None
 
     def __post_init__(self) -> None:
-        """Checks the options, and makes the path absolute."""
         path = path_to_write(self.path)
         check_count("max_deltas", self.max_deltas)
         check_count("keep_latest", self.keep_latest, optional=True)
@@ -191,8 +190,6 @@ class Publication:
 
 
 class _Publisher:
-    """The publication of one version."""
-
     def __init__(
         self,
         folder: Published,

@@ -1,18 +1,6 @@
 """Published versions of a model: their manifests, their directories, and which of them are still needed.
 
-    published/
-      .publish.claim                    the lease of the publisher
-      weight_v000001/                   a base: a whole model
-        model-00001-of-00002-5f0c1e2a.safetensors, ...
-        .other-<SHA-256>-5f0c1e2a, ...  the configuration, the tokenizer and other files
-        model.safetensors.index.json    the manifest: the commit
-        config.json, tokenizer.json, ...
-      weight_v000002/                   a delta: the changes since version 1
-        delta-00001-81d4fa3b.safetensors, ...
-        model.safetensors.index.json
-
-A version's manifest is its index, so that programs that read models can read a base, and SGLang's receiver can read the
-indices. The fields that only this package reads are in one object, ``metadata.dcp_tensorizer``.
+``docs/guides/publish.md`` has the layout of the files. In this module, a base is a whole version.
 
 Two publications may write the same version at the same time. Their files have different names. Local disks, and object
 stores with conditional puts, accept only one of their manifests. From then on the other publication cannot commit, and
@@ -95,7 +83,6 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def is_delta(self) -> bool:
-        """Returns whether the version has only the changes since the previous one."""
         return self.base_version is not None
 
     def stored(self, name: str) -> str:
@@ -104,7 +91,6 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def other_file_name(record: FileRecord, publication: str) -> str:
-    """Returns the name under which a publication stores a file beside the weights."""
     return f".other-{record.sha256}-{publication}"
 
 
@@ -140,11 +126,6 @@ def decode_notes(content: bytes) -> dict[str, Any]:
 
 
 def decode_manifest(content: bytes, path: str) -> Manifest:
-    """Decodes a manifest.
-
-    Raises `UnsupportedFormat` if another program or a newer release wrote it, and `MetadataError` if it is damaged or
-    names files outside of its directory.
-    """
     try:
         index = decode_json(_decode, content)
         notes = index.metadata or {}
@@ -222,8 +203,6 @@ class VersionInfo:
 
 
 class Published:
-    """A directory of published versions."""
-
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self.path = storage.path
@@ -239,11 +218,9 @@ class Published:
         return sorted(int(match[1]) for match in matches if match and match[0] == name_of(int(match[1])))
 
     def folder(self, version: int) -> Storage:
-        """Returns the storage of a version."""
         return self.storage.child(name_of(version))
 
     def find(self, version: int) -> Manifest | None:
-        """Returns a version's manifest, or None if it does not exist. Raises `MetadataError` if it is damaged."""
         if version not in self._manifests:
             folder = self.folder(version)
             content = read_small(folder, INDEX)
@@ -257,7 +234,7 @@ class Published:
         return self._manifests[version]
 
     def manifest(self, version: int | None) -> Manifest:
-        """Returns the manifest of a version, or with None the newest one. If there is none, raises `NotCommitted`."""
+        """Returns the manifest of a version, or with None the newest one."""
         manifest = self.newest() if version is None else self.find(version)
         if manifest is None:
             if version is None or not self.manifests():
@@ -268,7 +245,7 @@ class Published:
         return manifest
 
     def needed(self, version: int, by: Manifest) -> Manifest:
-        """Returns the manifest of a version that another one builds on. If it does not exist, raises `NotCommitted`."""
+        """Returns the manifest of a version that another one builds on."""
         manifest = self.find(version)
         if manifest is None:
             raise NotCommitted(
@@ -294,7 +271,6 @@ class Published:
         return [manifest for manifest in found if manifest is not None]
 
     def info(self, manifest: Manifest) -> VersionInfo:
-        """Describes a version for users."""
         return VersionInfo(
             path=self.folder(manifest.version).path,
             version=manifest.version,
@@ -308,15 +284,13 @@ class Published:
         )
 
     def newest(self) -> Manifest | None:
-        """Returns the manifest of the highest version, if any."""
         found = (self.find(number) for number in reversed(self.numbers()))
         return next((manifest for manifest in found if manifest is not None), None)
 
     def chain(self, version: int, after: int | None = None) -> list[Manifest]:
         """Returns the manifests that a version builds on, and its own, the lowest first.
 
-        Starts with the base, or with the delta that follows ``after``. Raises `NotCommitted` if a manifest is missing,
-        and `MetadataError` if they do not build on each other.
+        Starts with the base, or with the delta that follows ``after``.
         """
         manifest = self.manifest(version)
         chain, first = [manifest], manifest.chain
@@ -399,18 +373,15 @@ def _files_in(folder: Storage) -> dict[str, int]:
 
 
 def name_of(version: int) -> str:
-    """Returns the name of a version's directory."""
     return f"weight_v{_digits(version)}"
 
 
 def check_version(version: object) -> int | None:
-    """Returns a version as an int, or None. Raises `TypeError` or `ValueError` unless it is an int of at least 1."""
     check_count("version", version, optional=True)
     return None if version is None else int(version)  # type: ignore[call-overload]
 
 
 def version_of(name: str) -> int | None:
-    """Returns the version whose directory has this name, if any."""
     match = _DIRECTORY.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -450,7 +421,7 @@ def collect_versions(
 
     Args:
         path: The directory of versions.
-        keep_latest: The number of newest versions to keep, with all versions on which they build.
+        keep_latest: The number of newest versions to retain, with all versions on which they build.
         dry_run: Remove nothing.
         storage_options: Options of a URL's storage, such as credentials.
 

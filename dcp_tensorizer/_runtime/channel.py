@@ -92,7 +92,7 @@ class Channel:
         Args:
             request: A message, or its pickle: see `send`.
             fds: Descriptors to send with it.
-            timeout: Seconds without progress of the other end before this raises `TimeoutError`.
+            timeout: Seconds without progress of the other end.
             check: Called about once a second. An exception that it raises ends the wait.
             progress: Called with the bytes of each `Progress` message.
 

@@ -1,7 +1,6 @@
 """Starts the child processes of this package. `ChildProcess` runs in the trainer, `begin` in the child.
 
-The writer process and the keeper are such processes. They are not forked. `multiprocessing` is no alternative: it
-imports the user's ``__main__`` again, and is forbidden in daemonic processes.
+`multiprocessing` is no alternative: it imports the user's ``__main__`` again, and is forbidden in daemonic processes.
 """
 
 from __future__ import annotations
@@ -236,8 +235,7 @@ def kill(popen: subprocess.Popen[bytes]) -> int | None:
 # --- starting the interpreter, with the trainer's modules -------------------------------------------------------------
 #
 # The process must find the modules that the trainer finds, because its messages are pickles, and a storage may need a
-# plugin. But a ``queue.py`` among the trainer's scripts must not shadow the standard library's. So the standard library
-# comes before all of the trainer's ``sys.path``, and PYTHONPATH and the working directory are ignored.
+# plugin. PYTHONPATH and the working directory are ignored.
 
 _PATH = "DCP_TENSORIZER_PATH"
 _GPUS = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "")  # no context, no GPU memory

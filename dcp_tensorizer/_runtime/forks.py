@@ -39,7 +39,7 @@ _most = _FEW  # when there are this many entries, dead owners are removed
 def in_child(owner: _T, release: Callable[[_T], object]) -> None:
     """Registers ``release(owner)`` to be called in each child that this process forks while the owner lives.
 
-    ``release`` must not wait for a lock. An owner registers at most one function.
+    ``release`` must not wait for a lock.
     """
     global _most
     if len(_owners) >= _most:
@@ -101,7 +101,6 @@ class Home:
 
     @property
     def is_here(self) -> bool:
-        """Returns whether this process made the object. False in a forked child."""
         return self._pid == os.getpid()
 
     def _leave(self) -> None:
@@ -136,7 +135,6 @@ _ADVICE = {
 
 
 def identity(fd: int) -> tuple[int, int] | None:
-    """Returns the device and inode of an open file, or None if the descriptor is closed."""
     try:
         status = os.fstat(fd)
     except OSError:

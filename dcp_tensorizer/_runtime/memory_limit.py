@@ -63,7 +63,6 @@ _V2 = ("memory.max", "memory.current", "")
 
 
 def _free_in(group: Path, limit: str, used: str, prefix: str) -> int | None:
-    """Returns the free bytes below a cgroup's own limit, or None without a limit."""
     try:
         allowed = int((group / limit).read_text())  # no limit is "max" in version 2, nearly 2**63 in version 1
         taken = int((group / used).read_text())

@@ -26,7 +26,6 @@ class ProcessContext:
 
     @classmethod
     def here(cls) -> ProcessContext:
-        """Returns the current context of this process."""
         return cls(os.getpid(), environment(), current_umask(), _directory())
 
     def apply(self, excluded: Collection[str] = ()) -> None:

@@ -6,7 +6,6 @@ import torch.distributed as dist
 
 
 def is_distributed() -> bool:
-    """Returns whether the default process group is initialised."""
     return dist.is_available() and dist.is_initialized()
 
 

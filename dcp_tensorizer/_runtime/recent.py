@@ -34,11 +34,9 @@ class Recent(Generic[_T]):
         return Recent, (self._most, self._size)
 
     def find(self, key: object) -> _T | None:
-        """Returns the result for a key, or None."""
         return self._results.get(key)
 
     def add(self, key: object, result: _T) -> None:
-        """Adds a result, and removes the oldest ones beyond the limit."""
         with self._changing:
             if key in self._results:
                 self._left += self._size(self._results.pop(key))

@@ -49,11 +49,9 @@ class ProgressTimeout:
         self.renew()
 
     def renew(self) -> None:
-        """Records progress, which restarts the timeout."""
         self._waited, self._last = 0.0, time.monotonic()
 
     def within(self, seconds: float) -> float:
-        """Returns ``seconds``, or the remaining seconds if they are fewer."""
         return min(seconds, max(0.0, self._timeout - self._waited))
 
     def is_over(self) -> bool:

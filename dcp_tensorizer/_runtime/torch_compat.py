@@ -97,7 +97,6 @@ _ON_USE = {
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Imports rarely needed names on first use."""
         if name not in _ON_USE:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module, attribute = _ON_USE[name]
@@ -201,7 +200,6 @@ def negated_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cpu_placement(metadata: ShardMetadata) -> _remote_device:
-    """Returns the placement of a shard in host memory of the same rank."""
     assert metadata.placement is not None
     return _remote_device(f"rank:{metadata.placement.rank()}/cpu")
 
@@ -260,7 +258,6 @@ def is_whole(value: object) -> TypeGuard[torch.Tensor]:
 
 
 def write_items(key: str, value: object, *, is_coordinator: bool = True) -> list[WriteItem]:
-    """Returns the items that DCP's planner makes of a value."""
     return create_default_local_save_plan({key: value}, is_coordinator).items
 
 
@@ -290,7 +287,7 @@ def whole_size(tensor: torch.Tensor) -> torch.Size:
 
 
 def plain_local(value: object) -> torch.Tensor | None:
-    """Returns the local tensor of a DTensor if ``to_local`` would return the same object, otherwise None.
+    """Returns the local tensor of a DTensor if it is a plain tensor that needs no gradient, otherwise None.
 
     ``to_local`` records an operation for autograd, which takes ten times as long as everything else here. Also returns
     None if the DTensor describes its part, because DCP may then take a tensor that is not the local one.
@@ -313,7 +310,6 @@ def plain_tensor_at(index: MetadataIndex, state_dict: Mapping[str, Any]) -> torc
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the local tensor of a DTensor. Returns any other tensor unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -432,7 +428,6 @@ def store_host(group: ProcessGroup) -> str | None:
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:
-    """Returns the timeout of a group's collectives."""
     kinds = {kind.type: kind for kind in group._device_types}
     for name in sorted(kinds, key=lambda name: name != "cpu"):
         options = getattr(group._get_backend(kinds[name]), "options", None)
@@ -442,7 +437,6 @@ def group_timeout(group: ProcessGroup) -> timedelta:
 
 
 def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
-    """Sets the timeout of a group's next collectives."""
     _set_pg_timeout(timeout, group)
 
 

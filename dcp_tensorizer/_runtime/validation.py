@@ -71,19 +71,16 @@ def check_storage_options(value: object) -> None:
 
 
 def check_callable(name: str, value: object) -> None:
-    """Raises `TypeError` unless the value is callable or None."""
     if value is not None and not callable(value):
         raise TypeError(f"{name} must be callable, or None, got {_type(value)}.")
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raises `ValueError` unless the value is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, sorted(choices)))}, got {value!r}.")
 
 
 def check_type(name: str, value: object, kind: type) -> None:
-    """Raises `TypeError` unless the value is an instance of ``kind``."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be an instance of {kind.__name__}, got {_type(value)}.")
 

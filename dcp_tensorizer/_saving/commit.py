@@ -1,7 +1,4 @@
-"""The commit, which replaces ``.metadata`` atomically, and the removal of files that no ``.metadata`` names.
-
-The files of a replaced checkpoint are removed only after the commit.
-"""
+"""The commit, which replaces ``.metadata`` atomically, and the removal of files that no ``.metadata`` names."""
 
 from __future__ import annotations
 
@@ -208,11 +205,7 @@ def check_data(storage: Storage, files: Mapping[str, int]) -> None:
 
 
 def replaced_files(storage: Storage, rank: int | None) -> set[str]:
-    """Returns the data files of the checkpoint that `commit` would replace now.
-
-    This may be called while data is being written. The result lacks the files of a checkpoint that another job commits
-    after this call.
-    """
+    """Returns the data files of the checkpoint that `commit` would replace now."""
     with suppress(Exception):  # foreign or unreadable metadata must not make the save fail
         return _named_files(storage, metadata_file_name(rank))
     return set()
@@ -237,26 +230,20 @@ def remove(storage: Storage, names: Iterable[str]) -> bool:
 
 
 def remove_with_records(storage: Storage, names: Iterable[str]) -> None:
-    """Removes data files, and then the records of their saves."""
     names = tuple(names)
     remove(storage, names)
     remove_records(storage, map(save_id_in, names))
 
 
 def _named_files(storage: Storage, name: str) -> set[str]:
-    """Returns the data files that a metadata file names; an empty set if that file does not exist.
-
-    Raises `CheckpointError` if the metadata cannot be read.
-    """
+    """Raises `CheckpointError` if the metadata cannot be read."""
     file = committed(storage, name)
     return set() if file is None else set(file.files)
 
 
 # --- uploads of a model's files, for storages without locks that show whether a save is in progress -------------------
 #
-# A save records its files before it begins their uploads, and then the uploads. The next save to the same directory
-# aborts recorded uploads, so a save that is still uploading fails. Completed files carry the id of their save. A save
-# that replaces such files first writes the record of that id again.
+# A save records its files before it begins their uploads, and then the uploads.
 
 _decode = msgspec.json.Decoder(dict[str, str]).decode
 
@@ -271,10 +258,7 @@ def put_uploads(storage: Storage, save_id: str, tokens: Mapping[str, str]) -> No
 
 
 def put_replaced(storage: Storage, names: Iterable[str]) -> list[str]:
-    """Records which saves wrote the files that the calling save is about to remove; returns the ids of those saves.
-
-    If the calling save dies, the records prove which save wrote the leftovers. Files that carry no id are not recorded.
-    """
+    """Records which saves wrote the files that the calling save is about to remove; returns the ids of those saves."""
     if not storage.uploads_are_hidden:
         return []
     names = sorted(names)
@@ -304,7 +288,6 @@ def recorded_uploads(storage: Storage, names: Iterable[str]) -> dict[str, dict[s
 
 
 def marks_of_uploads(recorded: Mapping[str, Iterable[str]]) -> list[str]:
-    """Returns the temporary names that mark files as those of `recorded_uploads`."""
     return [temporary_file_name(name, save_id) for save_id, names in recorded.items() for name in names]
 
 
@@ -365,8 +348,6 @@ _MARK = "_dcp_tensorizer_before_commit"  # attribute of an error that goes to th
 
 
 class WrittenFiles:
-    """The files of one rank in one save."""
-
     def __init__(self) -> None:
         self._storage: Storage | None = None
         self._names: tuple[str, ...] = ()
@@ -376,10 +357,7 @@ class WrittenFiles:
         self._storage, self._names = storage, tuple(names)
 
     def remove(self) -> None:
-        """Removes the recorded files of a save that will never be committed. Idempotent.
-
-        Files that cannot be removed stay.
-        """
+        """Removes the recorded files of a save that will never be committed. Idempotent."""
         if self._storage is not None:
             remove_with_records(self._storage, self._names)
         self._storage, self._names = None, ()

@@ -1,7 +1,4 @@
-"""The engine: the staging buffers and the writer process, which the writers of a process share.
-
-Frameworks make a writer for every save, so a writer is a cheap handle, and the engine holds what outlives it.
-"""
+"""The engine: the staging buffers and the writer process, which the writers of a process share."""
 
 from __future__ import annotations
 
@@ -33,9 +30,6 @@ class Engine:
     trainer's GPUs.
 
     Attributes:
-        saves: The staged saves and their buffers.
-        client: Writes staged saves through the writer process.
-        failures: Counts the saves in a row that were not committed.
         checked_keys: Keys whose objects have been checked, see `warn_about_untrusted`.
         sections: The sections of the last indexes, see `entries_section`.
         tables: The tables of locations of the last saves, see `KnownTables`.
@@ -77,7 +71,6 @@ class Engine:
             return not self._open
 
     def flushing(self, target: FlushTarget) -> Flushing:
-        """Returns the flush of a local folder."""
         known = self._flushings.get((target.local, target.name))
         if known is None or known.target != target:  # for example, with another writer's credentials
             known = self._flushings[target.local, target.name] = Flushing(self.client, target)
@@ -107,7 +100,6 @@ class Engine:
 
 
 def _exit(reference: weakref.ref[Engine]) -> None:
-    """Waits for the saves in progress at the end of the program. Logs those that are not committed."""
     engine = reference()
     if engine is not None:
         engine.saves.drain_at_exit()
@@ -124,9 +116,6 @@ in_child(_engines, _Engines.clear)
 
 
 def engine_of_process(*, devices: bool) -> Engine:
-    """Returns an engine of this process, which is made on first use.
-
-    There is one whose writer process sees the GPUs, and one whose writer process does not.
-    """
+    """Returns an engine of this process, which is made on first use."""
     # Without a lock: a signal handler that makes a writer could interrupt the lock's holder.
     return _engines.get(devices) or _engines.setdefault(devices, Engine(devices=devices))

@@ -44,20 +44,16 @@ class _Outcome:
 
 
 class FailuresInARow:
-    """The saves that have failed since the last committed save."""
-
     def __init__(self) -> None:
         self.count = 0
         self.last_error = ""
         self.last_committed = "none"
 
     def failed(self, error: str) -> None:
-        """Counts a save that was not committed."""
         self.count += 1
         self.last_error = error
 
     def committed(self, path: str) -> None:
-        """Resets the count after a save that was committed."""
         self.count, self.last_committed = 0, path
 
     def check(self, limit: int | None, count: int | None = None) -> None:
@@ -90,7 +86,6 @@ class FailureCounter:
         self._last_committed: str | None = None
 
     def begin(self, path: str, group: str | None = None) -> None:
-        """Begins a save of a process group on the calling thread. Ends the thread's previous save."""
         self.end()
         self._saves[threading.current_thread()] = _Outcome(path, group)
 
@@ -104,14 +99,12 @@ class FailureCounter:
             save.is_coordinator = self._is_coordinator[save.group] = is_coordinator
 
     def failed(self, error: BaseException) -> None:
-        """Records and logs why the calling thread's save fails on this rank."""
         save = self._saves.get(threading.current_thread())
         if save is not None:
             save.error = describe(error)
             logger.error("%s failed: %s", save.name, save.error)
 
     def committed(self) -> None:
-        """Ends the calling thread's save as committed."""
         save = self._saves.pop(threading.current_thread(), None)
         if save is not None:
             self._last_committed = save.path
@@ -137,10 +130,7 @@ class FailureCounter:
                 logger.error("%s was not committed: %s", save.name, save.cause)
 
     def check(self, limit: int | None, path: str, group: str | None = None) -> None:
-        """Raises `WriteError` when ``limit`` saves in a row of a process group to paths like ``path`` have failed.
-
-        If ``limit`` is None, never raises.
-        """
+        """Raises `WriteError` when ``limit`` saves in a row of a process group to paths like ``path`` have failed."""
         if (in_a_row := self._in_a_row.get(_counted_as(path, group))) is not None:
             in_a_row.last_committed = self._last_committed or "none"
             in_a_row.check(limit)

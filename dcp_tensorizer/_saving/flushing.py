@@ -240,7 +240,6 @@ class Flushing:
             logger.warning("%s: cannot resume the flush: %s", self.target.name, str(error))
 
     def _run(self) -> None:
-        """Checks the state of the flush until no save is left to follow or to flush."""
         while True:
             time.sleep(_POLL_SECONDS)
             # The folder may be unreadable for a while, or a callback may raise, even SystemExit.

@@ -2,8 +2,7 @@
 
 The bytes of a file follow from the names, dtypes, shapes, kinds and elements of its tensors. So two files with equal
 `TensorContent` in the same order are equal, even if their tensors' keys, chunks or ranks differ. Elements are compared
-by XXH3-128. A save adopts a file of an earlier save: the storage links or copies it under a new name
-(`Storage.adopt`), because each save has its own file names.
+by XXH3-128. A save adopts a file of an earlier save: the storage links or copies it under a new name (`Storage.adopt`).
 
 Only whole files can be adopted. So tensors that have not changed in the last saves, according to their digests, are
 written to separate files. If a tensor that counts as unchanging changes, it must stay the same for twice as many saves
@@ -42,10 +41,7 @@ _MIN_STEADY_BYTES = INDEX_CAPACITY  # the header of a smaller file takes more sp
 
 
 TensorContent = tuple[TensorSource, bytes]
-"""A tensor's description in a file (`_described`), and the digest of its elements.
-
-The bytes of a file follow from the `TensorContent` of each of its tensors, in order.
-"""
+"""A tensor's description in a file (`_described`), and the digest of its elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +70,7 @@ class _KnownFile:
     items: tuple[StoredItem, ...]  # their locations in it
     nbytes: int
     earlier: tuple[EarlierFile, ...]  # newest first
-    sha256: bool  # whether the file has SHA-256 hashes
+    sha256: bool
     uses: int = 0  # number of adoptions
     seen: int = 0  # the number of the last save that wrote or adopted the file
 
@@ -92,10 +88,7 @@ class KnownFiles:
     def begin(
         self, contents: Mapping[TensorSource, bytes]
     ) -> tuple[int, list[_KnownFile], dict[TensorSource, _History]]:
-        """Begins a save of tensors with the given digests.
-
-        Returns the save's number, the files that it may adopt, and the histories of its tensors.
-        """
+        """Returns the number of a new save, the files that it may adopt, and the histories of its tensors."""
         with self._changing:
             self._saves += 1
             number, files, before = self._saves, self._files, self._histories
@@ -204,7 +197,7 @@ class FilesOfSave:
         changed = self._changed(done, digest)
         results, known = [], []
         for request, result in zip(self._requests, done.files, strict=True):
-            file = self._adopted.get(request.name)  # an earlier file of the same bytes
+            file = self._adopted.get(request.name)
             if not result.adopted:
                 # In a job that saves to two storages in turn, an earlier file on the other storage cannot be adopted.
                 # The file that is written instead inherits the number of adoptions, so that neither file is adopted

@@ -58,9 +58,7 @@ logger = logging.getLogger("dcp_tensorizer")
 
 
 class SaveDescription(NamedTuple):
-    """The description of a save by the caller that stages the state."""
-
-    record: SaveRecord | None = None  # the manager's record, for the index
+    record: SaveRecord | None = None
     error: StagingError | None = None  # if this rank has no state: the error with which the save fails on all ranks
     omitted: frozenset[str] = frozenset()  # keys of tensors that other ranks write and this rank does not stage
     # Called with the staged copy, whose tensors may not have their values yet. The caller holds the copy's buffer
@@ -128,7 +126,6 @@ class Save:
     # --- DCP's hooks ------------------------------------------------------------------------------------------------
 
     def set_up(self, *, rank: int, is_coordinator: bool, use_collectives: bool) -> None:
-        """Sets this rank's role in the save."""
         self.rank = rank
         self.commits = is_coordinator or not use_collectives
         self.metadata_rank = None if use_collectives else rank
@@ -269,7 +266,6 @@ class Save:
         save.on_written(known)
 
     def _complete(self, metadata: Metadata, results: list[list[WriteResult]]) -> set[str]:
-        """Commits the save as the checkpoint at its path; returns the files of the checkpoint that it replaces."""
         parts = self._tables.completed([result.storage_data for of_rank in results for result in of_rank])
         files = dict(file for part in parts for file in part.files)
         cipher, record = self._saver.options.cipher, self._description.record
@@ -298,12 +294,10 @@ class Save:
         """Runs after the commit, before the replaced files are removed."""
 
     def _lap(self, name: str, nbytes: int = 0) -> None:
-        """Records a span that began when the previous span ended."""
         began, self._lapped = self._lapped, time.perf_counter()
         self._spans.append(Span(name, began, self._lapped, nbytes=nbytes))
 
     def _publish(self) -> SaveReport:
-        """Publishes the report of this rank, and returns it."""
         assert self._written is not None
         report = report_of(self._spans, self._written, path=self.path, save_id=self.id, rank=self.rank)
         self._saver.reports.publish(report)
@@ -330,8 +324,6 @@ class Save:
     # --- the directory ----------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Creates the directory. The rank that commits locks it, and removes the files of dead saves."""
-
         def opened() -> None:
             self.storage.make_directory()
             if self.commits:
@@ -354,7 +346,6 @@ class Save:
             )
 
     def _record_files(self, items: Sequence[Item]) -> None:
-        """Records the save, and finds the files that the commit will replace."""
         if self.commits:
             ask = functools.partial(replaced_files, self.storage, self.metadata_rank)
             self._replaced = in_background(ask, daemon=True)
@@ -370,7 +361,6 @@ class Save:
             return saver.engine.client.write(files, stored, self._staged, lambda: saver.closed, progress)
 
     def wrote(self, written: WriteDone) -> None:
-        """Records that this rank has written its files."""
         if self._description.files is not None:
             self._description.files.set(self.storage, [file.name for file in written.files])
 

@@ -51,11 +51,8 @@ class Saver:
         closed: The writer has been closed, and stages nothing.
 
     Attributes:
-        id: The writer's id.
         save_id: The id of the last save that began; before the first save, the first save's id.
         next_id: The id of the next save.
-        engine: The staging buffers and the writer process.
-        stager: Copies state dicts to the buffers.
         flushing: The flush of the local folder; None without ``local``.
         kind: The class of the writer's saves.
         freshness: Compares each save with the previous one.

@@ -39,10 +39,7 @@ has arrived, and give up after a timeout in which no file arrives."""
 
 
 class TieredSave(Save):
-    """A save to the local folder. If that fails on a rank, this rank saves to the remote.
-
-    Ranks do not access the local folders of other ranks, which may be on other nodes.
-    """
+    """A save to the local folder. If that fails on a rank, this rank saves to the remote."""
 
     meta = CommittedMeta
     shares_id = True  # so that the files of a lost node are recognised
@@ -54,7 +51,7 @@ class TieredSave(Save):
         name = self._flushing.target.name
         self.path = f"{name}/{self._subpath}" if self._subpath else name
         self._writing: Writing | None = None  # set while this rank's files are in the local folder
-        self._local_files: dict[str, int] = {}  # the files in the local folder, with their sizes
+        self._local_files: dict[str, int] = {}
         self._is_published = False
 
     def _storage_of(self, where: str | Path) -> Storage:
@@ -226,7 +223,6 @@ class TieredSave(Save):
         raise Refused(f"{words}: {trouble}" if trouble else words)
 
     def _publish(self) -> SaveReport:
-        """Publishes the report now, and once more when the remote has the save."""
         report, arrived = super()._publish(), self._saver.reports.arrived
         if self._is_published:
             arrived(report, report.durable_at)

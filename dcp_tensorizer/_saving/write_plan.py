@@ -70,7 +70,6 @@ class Item:
 
     @property
     def fqn(self) -> Any:
-        """The item's key in the state dict."""
         return self.key[0]
 
     @property
@@ -83,7 +82,6 @@ class Item:
         return self.tensor.numel() > 0
 
     def source(self, memory: int | MappedFile | None = None, offset: int = 0) -> TensorSource:
-        """Returns the description of the item's bytes and their location."""
         tensor = self.tensor
         return TensorSource(self.name, self.dtype, tuple(tensor.shape), tensor.nbytes, self.kind, memory, offset)
 
@@ -129,7 +127,7 @@ def resolve(
     return items
 
 
-@functools.cache  # once in a process
+@functools.cache
 def _recommend_planner() -> None:
     logger.info(
         "this rank saves thousands of items with torch's planner, which holds the GIL for 55 to 88 us per item while "

@@ -171,9 +171,9 @@ class WriterClient:
     ) -> tuple[PublishedVersion, LeaseRecord]:
         """Publishes a version in the writer process. If that process dies, retries once with a fresh one.
 
-        If ``is_closed`` returns true, does not retry. Raises `WriteError` if the version cannot be published, and
-        `WriterProcessDied` if the second process has also died, if a process was killed because it made no progress, or
-        if the first process has died and ``is_closed`` returns true.
+        Raises `WriteError` if the version cannot be published, and `WriterProcessDied` if the second process has also
+        died, if a process was killed because it made no progress, or if the first process has died and ``is_closed``
+        returns true.
         """
         done: tuple[PublishedVersion, LeaseRecord]
         try:
@@ -189,7 +189,6 @@ class WriterClient:
 
     @property
     def is_running(self) -> bool:
-        """Returns whether the writer process runs now."""
         return self._process is not None and self._process.alive
 
     def end_process(self, deadline: Deadline = NEVER) -> None:

@@ -43,14 +43,11 @@ operations are pending on a stream."""
 
 
 class Event:
-    """An event that was recorded on a stream of a device."""
-
     def __init__(self, event: torch.cuda.Event, index: int) -> None:
         self._event = event
         self._index = index
 
     def synchronize(self) -> None:
-        """Waits until the stream has reached the event."""
         with torch.cuda.device(self._index):
             self._event.synchronize()
 
@@ -163,8 +160,7 @@ class SideStreams(dict[int, SideStream]):
     def synchronize(self, tensors: Iterable[torch.Tensor]) -> None:
         """Waits for everything on the calling thread's current streams of these tensors' devices.
 
-        Afterwards other threads may read the tensors. Without this wait, other threads could read the tensors too
-        early, because their current streams do not wait for the calling thread's.
+        Call it before other threads read the tensors: their current streams do not wait for the calling thread's.
         """
         for stream in self.follow(tensors):
             stream.mark().synchronize()
@@ -294,7 +290,6 @@ class _CudaStream(SideStream):
 
 
 def _queue(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Queues copies on the current stream."""
     with torch.no_grad():
         if len(targets) == 1:  # unlike `copy_all`, `copy_` takes every dtype, and makes no temporary copy of lazy views
             targets[0].copy_(sources[0], non_blocking=True)
@@ -322,16 +317,13 @@ class Device:
         self._registering = free_in_child(threading.Lock())
 
     def index_of(self, tensor: torch.Tensor) -> int | None:
-        """Returns the index of a tensor's device, or None for host memory."""
         return tensor.device.index if tensor.is_cuda else None
 
     @property
     def is_capturing(self) -> bool:
-        """Whether the calling thread's current stream is being captured into a graph."""
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     def new_stream(self, index: int) -> SideStream:
-        """Returns a new stream on a device."""
         return _CudaStream(index, lambda: self._borders)
 
     def pin(self, address: int, nbytes: int, index: int) -> Callable[[], None]:
@@ -369,7 +361,6 @@ class Device:
         return undo
 
     def _record(self, *, new: int | None = None, gone: int | None = None) -> None:
-        """Adds or removes the start address of a registration."""
         with self._registering:
             known = {*self._borders, *(() if new is None else (new,))} - {gone}
             self._borders = tuple(sorted(number for number in known if number is not None))
@@ -429,6 +420,6 @@ def _has_other_accelerator() -> bool:
     return accelerator is not None and accelerator.type != "cuda"
 
 
-@functools.cache  # logs once per kind of device
+@functools.cache
 def _log_plain_copies(kind: str) -> None:
     logger.info("tensors on %s are staged by blocking copies: side streams need CUDA or ROCm", kind)

@@ -1,7 +1,4 @@
-"""The staged saves of all writers of an engine, in the order of staging, and the buffers that these writers share.
-
-When a save is over, a later save of any of these writers may reuse its buffer.
-"""
+"""The staged saves of all writers of an engine, in the order of staging, and the buffers that these writers share."""
 
 from __future__ import annotations
 
@@ -29,9 +26,8 @@ _START_SECONDS = 60.0
 class StagedSaves:
     """Staged saves in the order of their staging, and their buffers.
 
-    Saves that one stager or one thread has staged run one at a time, in that order, which is the same on every rank.
-    Other saves, and saves of different process groups, run concurrently. Ranks may have staged these in different
-    orders: if the saves waited for each other, the job could deadlock.
+    Saves that one stager or one thread has staged run one at a time, in that order. Other saves, and saves of different
+    process groups, run concurrently.
     """
 
     def __init__(self) -> None:
@@ -51,12 +47,10 @@ class StagedSaves:
         return [staged_save for staged_save in list(self._saves) if owner in staged_save.owners]
 
     def add(self, staged_save: StagedSave) -> None:
-        """Appends a save."""
         with self._lock:
             self._saves.append(staged_save)
 
     def remove(self, staged_save: StagedSave) -> None:
-        """Removes a save that will not happen."""
         with self._lock, suppress(ValueError):  # `close` may have removed it
             self._saves.remove(staged_save)
 
@@ -123,7 +117,6 @@ class StagedSaves:
                 staged_save.wait_over()
 
     def only_of(self, owner: object) -> bool:
-        """Returns whether all unfinished saves have ``owner``, a stager, as their only owner."""
         return all(staged_save.owners == (owner,) or staged_save.over() for staged_save in list(self._saves))
 
     def prewarm(self, nbytes: int, make: Callable[[int], SharedBuffer]) -> None:
@@ -139,7 +132,6 @@ class StagedSaves:
         self._prewarming = in_background(lambda: make(nbytes), name="prewarm", daemon=True)
 
     def wait_prewarmed(self, deadline: Deadline = NEVER) -> None:
-        """Waits for the buffer that `prewarm` is making, at most until the deadline."""
         with self._lock:
             prewarming, self._prewarming = self._prewarming, None
         if prewarming is not None:
@@ -162,7 +154,6 @@ class StagedSaves:
         return SharedBuffer(nbytes, pin_for)
 
     def has_buffer(self, nbytes: int) -> bool:
-        """Returns whether an idle buffer has at least ``nbytes`` bytes, or `prewarm` is making a buffer."""
         return self._prewarming is not None or any(buffer.fits(nbytes) for buffer in list(self._idle))
 
     def reclaim(self) -> None:

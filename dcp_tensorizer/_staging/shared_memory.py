@@ -1,9 +1,4 @@
-"""The staging buffer: one block of memory for the staged tensors, which the trainer and its writer process share.
-
-The buffer is one anonymous memory file. /dev/shm is not used: containers limit it to 64 MB, and writes beyond that
-raise SIGBUS. One descriptor serves all tensors. The pages are allocated before the first copy, so that a shortage of
-memory raises an error, not a signal during a copy.
-"""
+"""The staging buffer: one block of memory for the staged tensors, which the trainer and its writer process share."""
 
 from __future__ import annotations
 
@@ -104,10 +99,7 @@ class SharedBuffer:
         return self._descriptor.number
 
     def pin(self, device: Device, index: int) -> None:
-        """Registers the buffer for copies from a GPU, once, as `pin_if_possible` does.
-
-        The buffer is unregistered before its memory is unmapped.
-        """
+        """Registers the buffer for copies from a GPU, once, as `pin_if_possible` does."""
         if not self._pinning:
             self._pinning = True
             self.at_close(pin_if_possible(device, self._base, self.nbytes, index))

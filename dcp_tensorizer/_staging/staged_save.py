@@ -114,7 +114,6 @@ class StagedSave:
     # --- copying ------------------------------------------------------------------------------------------------
 
     def reach(self, progress: StagingState) -> None:
-        """Records the progress of copying, which never goes back."""
         with self._changed:
             self._progress = max(self._progress, progress)
             self._changed.notify_all()
@@ -170,8 +169,8 @@ class StagedSave:
     def _wait_for(self, progress: StagingState, timeout: float | None = None) -> bool:
         if self.is_interrupted:
             raise StagingError(
-                "a signal handler has interrupted the staging of a save, which continues only after the handler has "
-                "returned. Set a flag in the handler, and save after the handler has returned."
+                "a signal handler has interrupted the staging of a save. Set a flag in the handler, and save after the "
+                "handler has returned."
             )
         with self._changed:
             self._is_awaited = True
@@ -197,7 +196,6 @@ class StagedSave:
             future.complete()
 
     def watch(self, future: StagingFuture) -> None:
-        """Completes a future on release."""
         with self._changed:
             self._future = weakref.ref(future)
             released = self._progress == StagingState.RELEASED
@@ -226,7 +224,6 @@ class StagedSave:
     # --- the save -----------------------------------------------------------------------------------------------
 
     def take(self) -> None:
-        """Marks the calling thread as the save's thread."""
         with self._changed:
             if self.thread is not None:
                 return
@@ -291,11 +288,6 @@ def _no_future() -> StagingFuture | None:
 
 
 # --- the staged state dict of a save, or its error --------------------------------------------------------------------
-#
-# DCP may pass a staged state dict to any storage writer. A writer of this package knows the `StagedSave`, and raises
-# its error in DCP's first hook. Writers of other packages get the state only when everything is copied. If copying
-# failed, they get a value that raises the error when it is planned or pickled. In both cases DCP sends the error to
-# every rank.
 
 
 class StagedStateDict(dict[str, Any]):

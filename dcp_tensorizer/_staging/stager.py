@@ -220,5 +220,4 @@ class Stager:
         return tensors, shared, copies
 
     def _pin_for(self, copies: Copies) -> tuple[Device, int] | None:
-        """Returns the first device from which this process copies, for which the buffer is pinned, or None."""
         return (self._device, copies.devices[0]) if self.way.copies_from_devices and copies.devices else None

@@ -55,7 +55,6 @@ class TensorList(list[torch.Tensor]):
     have one key, both are staged: one of them is part of an object, which this rank may write.
 
     Attributes:
-        omitted_keys: The ``omitted`` keys.
         structure: The state dict, copied except for its tensors.
         memory: The tensors to copy. If training may assign to their ``data`` meanwhile, aliases that still refer to the
             same memory.
@@ -92,14 +91,13 @@ class TensorList(list[torch.Tensor]):
 
     @property
     def omitted(self) -> set[int]:
-        """The numbers of the plain tensors that are not staged."""
         return {number for numbers in self._omitted.values() for number in numbers}
 
     @property
     def inner(self) -> set[int]:
         """The numbers of the tensors that are not cast, because they are parts of a tensor that may need their dtypes.
 
-        A DTensor of one plain tensor does not, unless it describes its part.
+        The plain tensor of a DTensor that has only one is cast, unless the DTensor describes its part.
         """
         return {number for numbers in self._inner for number in numbers}
 
@@ -198,7 +196,7 @@ class _Described:
             whole = torch.empty(local.shape, dtype=local.dtype, device="meta")
         staged = rebuild_dtensor(tensor, whole) if isinstance(tensor, DTensor) else whole
         self.shards = list(shards)
-        del self.tensor  # the live one
+        del self.tensor
         staged.__dict__.update(
             self.fields,
             __create_write_items__=self.write_items,
@@ -208,14 +206,12 @@ class _Described:
         return staged
 
     def write_items(self, key: str, value: object) -> list[WriteItem]:
-        """Returns the write items of the live tensor, with another key."""
         return [replace(item, index=replace(item.index, fqn=key)) for item in self.items]
 
     def chunks(self) -> list[ChunkStorageMetadata]:
         return [item.tensor_data.chunk for item in self.items if item.tensor_data is not None]
 
     def shard(self, index: MetadataIndex) -> torch.Tensor:
-        """Returns the staged shard at the offset of an index."""
         for item, shard in zip(self.items, self.shards, strict=True):
             if item.index.offset == index.offset:
                 return shard

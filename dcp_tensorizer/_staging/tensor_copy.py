@@ -151,7 +151,6 @@ class Copies:
 
     @collector_paused()
     def begin(self, buffer: SharedBuffer) -> Sequence[torch.Tensor]:
-        """Allocates the staged tensors in a buffer, and begins the copies of host memory."""
         shapes = list(map(attrgetter("shape"), self.sources))
         if not self.devices:
             staged = buffer.allocate_all(self.dtypes, shapes)
@@ -188,21 +187,17 @@ class Copies:
 
     @property
     def streams(self) -> dict[int, SideStream]:
-        """The streams of the devices that sources are on."""
         return {index: self._streams[index] for index in self._on_device}
 
     @property
     def on_device(self) -> list[Pair]:
-        """The pairs whose sources are on devices."""
         return [pair for pairs in self._on_device.values() for _, pair in pairs]
 
     def start(self) -> None:
-        """Queues the copies from devices, and makes those from host memory."""
         self.queue_from_devices()
         self.copy_from_host()
 
     def queue_from_devices(self) -> None:
-        """Queues the copies from devices, without waiting for them."""
         for index, stream in self.streams.items():
             pairs = self._on_device[index]
             if stream.has_batches:
@@ -239,7 +234,6 @@ class Copies:
             copied.result()
 
     def wait(self) -> None:
-        """Waits for all copies that have begun."""
         concurrent.futures.wait(self._begun)
         for mark in self._marks:
             mark.synchronize()
@@ -298,8 +292,6 @@ def queue_on_device(pairs: Sequence[Pair], stream: SideStream, limits: GatherLim
 
 
 class _Small(NamedTuple):
-    """A small tensor on a device, and its staged tensor."""
-
     address: int  # of the staged tensor
     nbytes: int
     is_same: bool  # whether the source has the staged tensor's dtype, and its memory is in C order
@@ -392,7 +384,6 @@ def _copy(staged: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> No
 def _shares(
     staged: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], sizes: Sequence[int], threads: int
 ) -> list[_Share]:
-    """Cuts large tensors into pieces, and divides all pieces among threads, in order."""
     if max(sizes) > _PIECE:
         pairs = [piece for pair in zip(staged, sources, strict=True) for piece in _pieces(*pair)]
         staged, sources = zip(*pairs, strict=True)
@@ -404,7 +395,6 @@ def _shares(
 
 
 def _pieces(staged: torch.Tensor, source: torch.Tensor) -> list[Pair]:
-    """Cuts a large pair into pieces that several threads can copy."""
     count = -(-staged.nbytes // _PIECE)
     if count < 2 or not source.is_contiguous():
         return [(staged, source)]

@@ -2,9 +2,6 @@
 
 File names are literal, never globbed. Only `LocalStorage` and `SftpStorage` rename files: S3 has no rename, and that of
 fsspec copies and globs.
-
-Saves and loads find a checkpoint's files through its index. They list a directory only to find leftovers, or models
-without an index. The manager and the tools list directories to find checkpoints.
 """
 
 from __future__ import annotations
@@ -29,7 +26,6 @@ from .redact import redact
 # --- tuning of reads --------------------------------------------------------------------------------------------------
 
 UNLIMITED = sys.maxsize
-"""No limit on a number of bytes or threads."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +63,8 @@ class Refused(WriteError):
 class Sink(abc.ABC):
     """A new file, written in parts of equal size. Unless `in_order` is set, threads may write parts in any order.
 
-    A storage's sink defines `_put_part`, `_complete` and `_abort`. The sink of a `SharedFile` writes the parts of one
-    process: `complete` completes only these parts, and `abort` does not remove the file.
+    The sink of a `SharedFile` writes the parts of one process: `complete` completes only these parts, and `abort` does
+    not remove the file.
     """
 
     part_bytes: int
@@ -80,11 +76,10 @@ class Sink(abc.ABC):
 
     def __init__(self) -> None:
         self.bytes_written = 0
-        """The number of bytes written so far. It grows as long as the write makes progress."""
+        """The number of bytes written so far."""
         self.write_seconds = 0.0
         """Seconds spent in `put`, added up over threads."""
         self.complete_seconds = 0.0
-        """Seconds spent in `complete`."""
         self.parts: dict[int, dict[str, str]] = {}
         """The parts that this process wrote, for `Storage.complete_shared`."""
         self._lock = free_in_child(threading.Lock())
@@ -153,7 +148,6 @@ class SharedFile(NamedTuple):
     """The storage's name for the incomplete file."""
     nbytes: int
     save_id: str
-    """The id of the save that writes the file."""
 
 
 class RangeReader(abc.ABC):
@@ -206,8 +200,7 @@ class FileInfo(NamedTuple):
 class DirectoryLock:
     """A lock on a directory. Saves share it. The removal of leftovers or of a checkpoint needs it exclusively.
 
-    A ``with`` block releases the lock at its end. Other jobs see the lock if `Storage.locks_are_visible` is set. This
-    base class locks nothing. Storages without locks use it.
+    This base class locks nothing. Storages without locks use it.
     """
 
     def __enter__(self) -> DirectoryLock:
@@ -403,8 +396,7 @@ class Storage(abc.ABC):
             name: The name of the file.
             expected: The contents that the file must have now. None if it must not exist.
             data: Its new contents.
-            sync: As for `put`.
-            save_id: As for `put`.
+            sync, save_id: As for `put`.
 
         Raises:
             ReadError: the current contents cannot be read.
@@ -560,7 +552,6 @@ class Storage(abc.ABC):
 
 
 def rest_of(buffers: Iterable[memoryview], count: int) -> list[memoryview]:
-    """Returns the buffers without their first ``count`` bytes."""
     rest = []
     for buffer in buffers:
         if count < buffer.nbytes:
@@ -570,7 +561,6 @@ def rest_of(buffers: Iterable[memoryview], count: int) -> list[memoryview]:
 
 
 def temporary_file_name(name: str, save_id: str = "") -> str:
-    """Returns the temporary name of a file: one name for each save. Without a save, each call returns a new name."""
     return f"{name}.{save_id or uuid.uuid4().hex}.tmp"
 
 

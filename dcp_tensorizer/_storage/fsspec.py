@@ -1,7 +1,4 @@
-"""Opens URLs with fsspec's filesystems: S3's as an `S3Storage`, local ones as a path, others as a `StreamStorage`.
-
-Only this module imports fsspec.
-"""
+"""Opens URLs with fsspec's filesystems: S3's as an `S3Storage`, local ones as a path, others as a `StreamStorage`."""
 
 from __future__ import annotations
 
@@ -35,7 +32,6 @@ _sharing = free_in_child(threading.Lock())
 
 
 def is_known(url: str) -> bool:
-    """Returns whether fsspec knows the protocols of a URL: one, or several that are chained by ``::``."""
     import fsspec
 
     return {*fsspec.available_protocols(), *fsspec.registry}.issuperset(protocols_of(url))
@@ -59,8 +55,7 @@ def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: flo
 
     Creates new filesystems instead of taking them from fsspec's cache, so that they have the current credentials and no
     old listings. Azure's filesystems are shared, because adlfs never frees one, and each has its own connections. No
-    request is retried after ``timeout`` seconds. A request to Google Cloud Storage times out after half of that time,
-    and a connection of an `S3Storage` or to Azure after a tenth of it without data.
+    request is retried after ``timeout`` seconds.
     """
     import fsspec.core
     from fsspec.implementations.local import LocalFileSystem
@@ -86,7 +81,6 @@ def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: flo
 
 
 def _shared_filesystem(protocol: str, url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """Returns this process's shared filesystem for the options and credentials of a URL, and the URL's path in it."""
     import fsspec
 
     kind = fsspec.get_filesystem_class(protocol)
@@ -111,9 +105,6 @@ _swapping = free_in_child(threading.Lock())  # held while a file in this process
 
 class StreamStorage(RemoteStorage):
     """A directory of any fsspec filesystem. Uses only methods that all filesystems have.
-
-    Filesystems with an event loop, and those in `_FOR_THREADS`, serve several threads concurrently. Others get one
-    request at a time.
 
     Google Cloud Storage and Azure show an object only when its stream is closed. Others may show an incomplete data
     file. That is harmless, because no reader reads a data file before ``.metadata`` names it.
@@ -212,7 +203,6 @@ class StreamStorage(RemoteStorage):
 
 
 def _modified(entry: Mapping[str, Any]) -> float | None:
-    """Returns the time of a file's last write, for which each filesystem has its own key and type."""
     for key in ("LastModified", "last_modified", "mtime", "updated", "modified", "created"):
         value = entry.get(key)
         with suppress(ValueError):
@@ -225,8 +215,6 @@ def _modified(entry: Mapping[str, Any]) -> float | None:
 
 
 class _StreamSink(Sink):
-    """Sink of an fsspec stream, which takes parts in order, and may send them before the file is complete."""
-
     part_bytes = 8 << 20
     in_order = True
 

@@ -1,9 +1,4 @@
-"""The lease of a folder of checkpoints: a file that names the run that may change the folder.
-
-A run takes the lease with its first save. From then on the run checks the lease right before it commits or deletes
-anything in the folder. A run may be stopped, or cut off from the network, while another run takes the lease. If the
-first run then continues, it changes nothing in the folder, and its next save raises an error.
-"""
+"""The lease of a folder of checkpoints: a file that names the run that may change the folder."""
 
 from __future__ import annotations
 

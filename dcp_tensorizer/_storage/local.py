@@ -57,8 +57,6 @@ _FEW_CORES = 4
 
 
 class LocalStorage(Storage):
-    """A directory on a file system."""
-
     adopts = True
     may_hang = True
 
@@ -371,7 +369,6 @@ class _FileLock(DirectoryLock):
         self._release()
 
     def _open(self) -> None:
-        """Opens the directory. If it was removed, creates it again."""
         try:
             with suppress(FileExistsError):
                 self._root.mkdir()
@@ -382,7 +379,6 @@ class _FileLock(DirectoryLock):
         self._release = Finalizer(self, _unlock, self._directory)
 
     def _is_current(self) -> bool:
-        """Returns whether the path still names the locked directory."""
         with suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(self._directory.number), os.stat(self._root))
         return False
@@ -543,7 +539,6 @@ def _is_valid(path: Path, descriptor: int) -> bool:
 
 
 def _inodes(path: Path, descriptor: int) -> str:
-    """Returns the device and inode of a record's directory, and those of the record."""
     return "".join(f"{state.st_dev} {state.st_ino}\n" for state in (os.stat(path.parent), os.fstat(descriptor)))
 
 
@@ -556,7 +551,6 @@ _WRITABLE = stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH
 
 
 def identity_of(status: os.stat_result) -> FileIdentity | None:
-    """Returns device, inode, size and mtime of a regular file, and None for any other kind."""
     if not stat.S_ISREG(status.st_mode):
         return None
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -25,8 +25,6 @@ _LEAST_UNCACHED = 1 << 20  # for smaller reads, querying the cache costs more th
 
 
 class LocalFile(RangeReader):
-    """Reader of a local file, for several threads: through the page cache or, with `once`, bypassing it."""
-
     def __init__(self, path: Path) -> None:
         self._fds = [os.open(path, os.O_RDONLY | os.O_CLOEXEC)]
         self._own = threading.local()
@@ -106,7 +104,7 @@ class _Uncached:
             self._residency.close()
 
 
-_bounce = threading.local()  # holds each thread's buffer, which is replaced when it is too small
+_bounce = threading.local()
 
 
 class UncachedFile(LocalFile):
@@ -127,7 +125,6 @@ class UncachedFile(LocalFile):
         super().read_into([first[count:], *others], offset + count)
 
     def _read_direct(self, buffer: memoryview, offset: int) -> int:
-        """Reads whole blocks with O_DIRECT; returns the number of bytes read, which may be 0."""
         whole = buffer.nbytes // BLOCK * BLOCK
         if self._direct_fd is None or offset % BLOCK or not whole:
             return 0
@@ -182,7 +179,6 @@ class LocalSink(Sink):
     that two processes write, threads then wait 726 times instead of 984.
 
     Args:
-        path: The file.
         nbytes: The size of a new file, which must not exist. None opens a file that `make_shared` has created, for
             the parts of this process.
         sync: Make the data durable.
@@ -277,7 +273,6 @@ def make_shared(path: Path, nbytes: int, *, preallocate: bool, umask: int | None
 
 
 def new_file(path: Path, umask: int | None = None) -> int:
-    """Creates a file with the usual mode (see `give_mode`); returns its descriptor."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -288,10 +283,7 @@ def new_file(path: Path, umask: int | None = None) -> int:
 
 
 def explained(error: OSError) -> OSError:
-    """Returns an error with advice if it was caused by a permission or a limit, otherwise the error itself.
-
-    For a missing permission, also names the owner of the file or folder that refused the access.
-    """
+    """Returns an error with advice if it was caused by a permission or a limit, otherwise the error itself."""
     if advice := limit_advice(error):
         return OSError(error.errno, f"{os.strerror(error.errno or 0)}{advice}")
     if not isinstance(error, PermissionError) or not error.filename:
@@ -317,7 +309,7 @@ def give_mode(made: int | Path, full: int, umask: int | None) -> None:
     """Sets the mode of a new file or directory to ``full & ~umask``, by default with the umask of the process.
 
     The process may have changed its umask since the save began. Also, a thread that reads the umask sets another one
-    for a moment, and the file may have been created with that one. A mode that locks out the owner is corrected, too.
+    for a moment, and the file may have been created with that one. Also corrects a mode that locks out the owner.
     In a directory with default ACLs, umasks have no effect, and this function changes nothing.
     """
     with suppress(OSError):  # the file system does not support modes
@@ -333,7 +325,6 @@ def give_mode(made: int | Path, full: int, umask: int | None) -> None:
 
 
 def open_direct(path: Path, access: int) -> int | None:
-    """Opens a file with O_DIRECT. If that fails, returns None."""
     if not hasattr(os, "O_DIRECT"):
         return None
     try:
@@ -383,10 +374,7 @@ class Residency:
         self._runs: dict[int, bool] = {}
 
     def holds(self, offset: int) -> bool:
-        """Returns whether the run around an offset was in the cache at the first query of that run.
-
-        The run counts as cached if at least half of the `_PROBES` were.
-        """
+        """Returns whether the run around an offset was in the cache at the first query of that run."""
         run = offset // _RUN
         if run not in self._runs:
             start, stop = run * _RUN, min(run * _RUN + _RUN, len(self._mapping))

@@ -1,8 +1,7 @@
 """Opens the storage that a path or a URL names.
 
 A URL is opened by the package that registered a storage for its protocol, by this package's own storages, or by fsspec,
-in this order. A package registers a storage with an entry point of the group `STORAGES`. The name of the entry point is
-the protocol, and its object is an `Opener`.
+in this order.
 """
 
 from __future__ import annotations
@@ -112,7 +111,6 @@ def check_location(path: str | os.PathLike[str], options: Mapping[str, Any] | No
 
 
 _OWN_PROTOCOLS = "(sftp|ssh)(://|::)"
-"""Matches the beginning of a URL for which this package has its own storage."""
 
 
 def _own_storage(url: str) -> Callable[[str, Mapping[str, Any], Scrubber, float], Storage] | None:
@@ -144,7 +142,6 @@ def _translated(url: str, scrub: Scrubber) -> Iterator[None]:
 
 
 def _registered(url: str) -> list[EntryPoint]:
-    """Returns the entry points of a URL's protocol: none for ``file:`` and ``local:``, or if ``::`` chains URLs."""
     protocol, separator, _ = url.partition("://")
     if not separator or "::" in url or protocol in ("file", "local"):
         return []
@@ -160,7 +157,6 @@ def _entry_points(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 
 
 def _opener(points: list[EntryPoint], url: str, scrub: Scrubber) -> Opener:
-    """Loads the object that the entry points name; raises `WriteError`, also if they name several."""
     if len({point.value for point in points}) > 1:
         named = " and ".join(f"{point.value} of {point.dist.name if point.dist else '?'}" for point in points)
         raise WriteError(scrub(f"cannot open {url}: its protocol is registered by {named}. Uninstall all but one"))

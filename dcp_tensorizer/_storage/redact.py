@@ -48,7 +48,6 @@ def shown(
 
 
 def _possible_secrets(value: Any) -> list[str]:
-    """Returns the strings and whole numbers in options, except those of server addresses and regions."""
     if isinstance(value, Mapping):
         secret = (item for name, item in value.items() if not _PUBLIC_OPTIONS.search(str(name)))
         return [text for item in secret for text in _possible_secrets(item)]

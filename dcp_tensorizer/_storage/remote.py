@@ -1,8 +1,4 @@
-"""The base class of storages behind a URL. It translates errors, and removes credentials from them.
-
-A storage defines `create`, `open` and `remove`, and the methods `_read`, `_head`, `_list` and `_put_file`, which may
-raise any exception. All other methods have defaults.
-"""
+"""The base class of storages behind a URL. It translates errors, and removes credentials from them."""
 
 from __future__ import annotations
 
@@ -200,11 +196,7 @@ def silence_timeout(timeout: float) -> float:
 
 
 def is_transient(error: Exception) -> bool:
-    """Returns whether a request that failed with ``error`` may succeed later, as after a timeout or a lost connection.
-
-    fsspec's backends raise errors of their own libraries. Each of these errors has a status, an ``errno`` or a built-in
-    base class, or is listed in `_NAMES`.
-    """
+    """Returns whether a request that failed with ``error`` may succeed later, as after a lost connection."""
     import asyncio  # not at the top: the writer process imports it only if a request fails
 
     for name in ("status", "status_code", "code"):
@@ -240,10 +232,7 @@ class Retries:
         transient: Callable[[Exception], bool] = is_transient,
         recover: Callable[[], object] = lambda: None,
     ) -> _T:
-        """Calls ``operation`` until it succeeds, and returns its result; raises the error of the last attempt.
-
-        Retries if ``transient`` returns True for the error. Calls ``recover`` before each retry.
-        """
+        """Calls ``operation``, and ``recover`` before each retry; raises the error of the last attempt."""
         waits = self.waits()
         while True:
             try:

@@ -3,9 +3,8 @@
 s3fs interprets the user's URL and ``storage_options``, and botocore, on which s3fs is built, transfers the bytes.
 Threads that call botocore take half of the CPU time of s3fs's event loop (0.6 instead of 1.1 s/GB for reads, 1.1
 instead of 2.0 for writes), send parts without a copy, and need no event loop, which a fork or the end of the process
-would break. obstore needs less CPU time for saves, but its loads were not faster when measured. It can neither list nor
-abort multipart uploads, so an incomplete upload would stay if a process is killed or a response is lost. An expired
-token makes its uploads fail, and it does not read the profiles in ``~/.aws``.
+would break. obstore can neither list nor abort multipart uploads, so an incomplete upload would stay if a process is
+killed or a response is lost. An expired token makes its uploads fail, and it does not read the profiles in ``~/.aws``.
 """
 
 from __future__ import annotations
@@ -44,8 +43,6 @@ from .base import (
 from .remote import RemoteStorage, Retries, is_transient, silence_timeout
 
 # --- the client: botocore's, whose errors become built-in ones --------------------------------------------------------
-#
-# Only this module imports botocore.
 
 # Defaults for the user's config_kwargs.
 _CONFIG: dict[str, Any] = {
@@ -149,10 +146,6 @@ class S3Client:
         return {"ChecksumCRC32": base64.b64encode(crc32(data).to_bytes(4, "big")).decode()}
 
     def names_of_part(self) -> list[str]:
-        """Returns the names of a part's fields that are needed to complete an upload.
-
-        These are its ETag, and its checksum if the user has chosen an algorithm.
-        """
         chosen = self._filesystem.s3_additional_kwargs.get("ChecksumAlgorithm")
         return ["ETag"] if chosen is None else ["ETag", f"Checksum{chosen}"]
 
@@ -244,7 +237,6 @@ def _code(error: Any) -> str:
 
 
 def translated(error: Any, bucket: object = None) -> OSError:
-    """Translates a botocore error to a built-in one, with the server's message."""
     from botocore.exceptions import (
         ConnectionError as NotConnected,
     )  # not a subclass of the built-in error, nor of HTTPClientError
@@ -386,7 +378,6 @@ class S3Storage(RemoteStorage):
         return answer
 
     def complete_upload(self, name: str, upload: str, parts: Mapping[int, Mapping[str, str]], owner: str) -> None:
-        """Completes an upload that `create_upload` started for ``owner``; raises `OSError`."""
         listed = [{"PartNumber": number, **part} for number, part in sorted(parts.items())]
         whole = {"MultipartUpload": {"Parts": listed}, "UploadId": upload}
         try:
@@ -492,11 +483,9 @@ class S3Storage(RemoteStorage):
         return dataclasses.replace(self.retries, attempts=most).call(request, may_succeed)
 
     def send(self, operation: str, name: str, data: memoryview, **arguments: Any) -> Any:
-        """Like `once`, with a body."""
         return self.once(operation, name, Body=_Body(data), **self._client.checksum(data), **arguments)
 
     def part(self, answer: Mapping[str, Any]) -> dict[str, str]:
-        """Returns the fields of the response to a part that are needed to complete the upload."""
         return {name: answer[name] for name in self._client.names_of_part() if name in answer}
 
     def _put(self, name: str, data: bytes, condition: Mapping[str, str], *, is_new: bool = False) -> None:
@@ -572,7 +561,6 @@ class S3Reader(RangeReader):
             self._storage.call_until_timeout(receive_rest)
 
     def read(self, most: int | None) -> bytes:
-        """Reads the whole object, or at most its first ``most`` bytes."""
         limits = {} if most is None else {"Range": f"bytes=0-{most - 1}"}
         answer = self._storage.retries.call(lambda: self._get(**limits))
         if "ContentLength" not in answer:  # some proxies send chunked responses
@@ -592,7 +580,6 @@ class S3Reader(RangeReader):
         return answer
 
     def _receive(self, buffers: Sequence[memoryview], offset: int, stop: int) -> int:
-        """Requests a range once; returns the number of bytes that arrived."""
         wanted = f"bytes={offset}-{stop - 1}"
         answer = self._get(Range=wanted)
         if offset and not str(answer.get("ContentRange", "")).startswith(f"bytes {offset}-"):

@@ -1,8 +1,7 @@
 """A checkpoint's directory on an SFTP server.
 
-Parts are written at any offset. Small files are written under temporary names, and then renamed atomically. fsspec's
-SFTP has one channel, which breaks when two threads use it. It requests one part at a time, waits without a timeout,
-never reconnects, and has no fsync.
+fsspec's SFTP has one channel, which breaks when two threads use it. It requests one part at a time, waits without a
+timeout, never reconnects, and has no fsync.
 """
 
 from __future__ import annotations
@@ -188,8 +187,6 @@ class _SftpSink(Sink):
         self._client.call(write)
 
     def _complete(self) -> None:
-        """Syncs the file, and checks its size on the server."""
-
         def finish(channel: Any) -> int:
             with channel.open(self._path, "r+b") as file:
                 if self._sync:
@@ -205,8 +202,6 @@ class _SftpSink(Sink):
 
 
 # --- the connection ---------------------------------------------------------------------------------------------------
-#
-# Only this module imports paramiko.
 
 LOST = (ConnectionError, TimeoutError)
 """Errors after which the outcome of a request is unknown."""
@@ -264,7 +259,7 @@ class SftpClient:
 
     def _begin(self) -> None:
         self._free = threading.BoundedSemaphore(_CHANNELS)
-        self.idle: list[Any] = []  # the channels that no thread uses
+        self.idle: list[Any] = []
         self._connection: Any = None
         self._failure: OSError | None = None
 
@@ -288,7 +283,7 @@ class SftpClient:
         """
 
         def may_succeed(error: Exception) -> bool:
-            return is_transient(error) and not isinstance(error, EOFError)  # an EOFError is the end of a file
+            return is_transient(error) and not isinstance(error, EOFError)
 
         return self.retries.call(lambda: self.attempt(use), may_succeed)
 
@@ -442,7 +437,6 @@ class _Piece:
             self._channel._convert_status(message)
 
     def whole(self) -> bytes:
-        """Waits for the response. If it has too few bytes, requests the rest."""
         while self._data is None:
             self._channel._read_response()
         rest = self._nbytes - len(self._data)
@@ -452,7 +446,6 @@ class _Piece:
 
 
 def sync_file(channel: Any, file: Any) -> None:
-    """Syncs an open file, if the server has the extension for it."""
     if _FSYNC in channel.extensions:
         channel._request(CMD_EXTENDED, _FSYNC, file.handle)
 

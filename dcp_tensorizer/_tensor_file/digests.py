@@ -27,7 +27,6 @@ class Digester:
         self._digests: list[bytes] = []
 
     def update(self, data: memoryview) -> None:
-        """Hashes the next piece."""
         self._whole.update(data)
         while data.nbytes:
             part = data[: self._left]

@@ -68,7 +68,6 @@ def has_memory(tensor: torch.Tensor) -> bool:
 
 
 def is_plain_class(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is a `torch.Tensor` or a `Parameter`, not of a subclass."""
     return type(tensor) in _PLAIN
 
 
@@ -99,7 +98,6 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 
 def copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a uint8 view of a dtype that torch does not copy in every layout, otherwise the tensor."""
     return tensor.view(torch.uint8) if tensor.dtype in UNCOPYABLE else tensor
 
 

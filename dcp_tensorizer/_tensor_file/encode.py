@@ -4,9 +4,6 @@ Hashing limits the speed of a save to a fast disk. It is up to twice as fast on 
 thread takes a tensor, and processes it in pieces that fit in that cache. For each piece it computes the digests,
 CRC-32, and SHA-256 if requested, and copies the piece into its part of the file. Other threads write complete parts to
 the sink at the same time.
-
-With encryption, each block of a tensor is encrypted into a buffer of one block, digested there, and copied into its
-part. The tensor's own memory is only read.
 """
 
 from __future__ import annotations
@@ -133,7 +130,6 @@ class _Encoding(Generic[T]):
         self._helpers: Workers | None = None
 
     def run(self) -> list[StoredItem]:
-        """Hashes or encrypts the tensors and fills the parts in several threads, in any order."""
         entries = self._layout.entries
         self._parts.fill(0, np.frombuffer(self._layout.head, dtype=np.uint8))
         numbers = iter(range(len(entries)))
@@ -227,7 +223,6 @@ class _Encoding(Generic[T]):
             self._encrypt_blocks(_Encryption.of(self._layout.cipher, entry, data, nonce, fill=True))
 
     def _hash(self, number: int, data: memoryview, *, fill: bool) -> bytes:
-        """Hashes a tensor, stores its item, and returns its header. With ``fill``, also copies the data to parts."""
         entry = self._layout.entries[number]
         digester = Digester(block_size(data.nbytes))
         hashes = TensorHashes(entry.header, digester, sha256=entry.has_sha256)
@@ -338,7 +333,6 @@ class PartMemory:
         return buffer
 
     def release(self, buffer: np.ndarray) -> None:
-        """Releases the memory of a part to the pool."""
         with self.changed:
             self._keep(buffer)
             self.changed.notify_all()
@@ -445,7 +439,6 @@ class FileParts:
             self._changed.notify_all()
 
     def _part(self, number: int) -> np.ndarray:
-        """Returns the memory of an incomplete part. Allocates it for the first thread that fills the part."""
         part = self._filling.get(number)
         if part is not None and self._error is None:
             return part

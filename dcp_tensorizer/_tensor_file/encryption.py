@@ -56,7 +56,6 @@ class Cipher:
 
     @staticmethod
     def new_nonce() -> bytes:
-        """Returns a new random nonce for an item."""
         return os.urandom(NONCE_BYTES)
 
     def decrypt(self, data: memoryview, nonce_and_macs: bytes, number: int) -> bool:
@@ -79,7 +78,6 @@ class Cipher:
         return hashlib.blake2b(fingerprint, key=key, digest_size=32).digest()
 
     def opens(self, check: bytes) -> bool:
-        """Returns whether a check value was made with this key."""
         nonce_and_macs, block = check[:-_CHECK_BYTES], bytearray(check[-_CHECK_BYTES:])
         return len(block) == _CHECK_BYTES and self.decrypt(memoryview(block), nonce_and_macs, 0)
 
@@ -201,8 +199,7 @@ def unlock(
 def _check_seal(cipher: Cipher, seal: Seal, path: str) -> None:
     if not hmac.compare_digest(cipher.sign(seal.fingerprint), seal.mac):
         raise DecryptionError(
-            f"{path}: its metadata was changed without its key after the save. Nothing in it can be "
-            f"trusted: load another checkpoint."
+            f"{path}: its metadata was changed without its key after the save. Load another checkpoint."
         )
 
 

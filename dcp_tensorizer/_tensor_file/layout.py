@@ -9,8 +9,7 @@ can encode the parts of a file at the same time.
 
 The padding aligns the data. A header may hold several hashes. In an unencrypted file, this package always writes a
 CRC-32, which costs a fifteenth of the CPU time of a SHA-256. A SHA-256 is optional. With SHA-256, and without padding,
-the file equals that of ``tensorizer.TensorSerializer`` byte for byte (the tests compare them). ``TensorSerializer``
-hashes each tensor in two passes over memory, with several queued tasks per tensor. `encode` usually needs one pass.
+the file equals that of ``tensorizer.TensorSerializer`` byte for byte (the tests compare them).
 
 In an encrypted file, a header describes the encryption of its tensor, with a MAC for each block. It holds no hashes.
 ``TensorSerializer`` stores a SHA-256 of the unencrypted tensor there. With this hash, a reader without the key can find

@@ -75,7 +75,6 @@ class StoredItem(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Returns the size of a block in bytes. The last block may be shorter."""
         return block_size(self.length, encrypted=bool(self.nonce_and_macs))
 
 
@@ -96,10 +95,7 @@ class Seal(NamedTuple):
 
 
 def block_size(nbytes: int, *, encrypted: bool = False) -> int:
-    """Returns the size of a block, in bytes, of an item of ``nbytes`` bytes. The item's last block may be shorter.
-
-    Each block has a digest.
-    """
+    """Returns the size of a block, in bytes, of an item of ``nbytes`` bytes. The item's last block may be shorter."""
     if nbytes <= _MIN_BLOCK:  # most tensors are small
         return _MIN_BLOCK
     per_block = -(-nbytes // _MAX_BLOCKS)
@@ -114,7 +110,6 @@ def metadata_file_name(rank: int | None = None) -> str:
 
 
 def is_metadata_file_name(name: str) -> bool:
-    """Returns whether `metadata_file_name` makes ``name``."""
     return _METADATA_FILE.fullmatch(name) is not None
 
 
@@ -158,7 +153,6 @@ def record_file_name(save_id: str) -> str:
 
 
 def is_record_file_name(name: str) -> bool:
-    """Returns whether `record_file_name` makes ``name``."""
     return _RECORD_FILE.fullmatch(name) is not None
 
 
@@ -184,7 +178,6 @@ def is_of_save(name: str) -> bool:
 
 
 def data_file_rank(name: str) -> int:
-    """Returns the rank that wrote a data file."""
     return int(name.split("_")[2])
 
 

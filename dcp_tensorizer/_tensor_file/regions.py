@@ -29,7 +29,6 @@ class Region(NamedTuple):
     size: tuple[int, ...]
 
     def intersect(self, other: Region) -> Region | None:
-        """Returns the region of the elements in both regions, or None."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(
             min(a + m, b + n) for a, m, b, n in zip(self.start, self.size, other.start, other.size, strict=True)
@@ -38,7 +37,6 @@ class Region(NamedTuple):
         return Region(start, size) if all(extent > 0 for extent in size) else None
 
     def moved(self, offset: Sequence[int]) -> Region:
-        """Returns the region of the same size, shifted by ``offset``."""
         return Region(tuple(map(sum, zip(self.start, offset, strict=True))), self.size)
 
     def within(self, outer: Region) -> Region:

@@ -1,8 +1,7 @@
 """Flushes a local folder to the remote in the order of its saves: for each save, first the files, then the metadata.
 
 The state of each save is in its record in the local folder (see `queue`), so that another process can continue if this
-one dies. If the local disk refuses a new state, only this process knows that state. The next process then repeats the
-step. That changes nothing on a remote that already has the files.
+one dies. Repeating a step changes nothing on a remote that already has the files.
 """
 
 from __future__ import annotations
@@ -82,7 +81,6 @@ class Flusher:
         return self._wait
 
     def _open(self) -> list[tuple[FlushEntry, FlushRecord]]:
-        """Returns the saves that are not on the remote yet, in order."""
         return self._queue.records(OPEN, self.target.name)
 
     def _lose_unreadable(self) -> bool:
@@ -173,7 +171,6 @@ class Flusher:
         return self._failing.setdefault(entry.stem, self.target.progress_timeout()).is_over()
 
     def _reporting(self, entry: FlushEntry) -> Callable[[], None]:
-        """Returns a gate that also records progress."""
         last = time.monotonic()
 
         def gate() -> None:
@@ -279,7 +276,6 @@ class Flusher:
         return index
 
     def _check_arrival(self, entry: FlushEntry, record: FlushRecord) -> None:
-        """Checks whether a rank's files are part of a checkpoint on the remote."""
         committed = self._committed_here(record)
         if committed is None:  # the coordinator is on another node
             # Find later saves before reading the metadata. Saves are committed in order: if a later save is already on
@@ -319,7 +315,6 @@ class Flusher:
         return None
 
     def _give_up(self, entry: FlushEntry, record: FlushRecord, reason: str) -> None:
-        """Gives up a save or a rank's part, and removes the files on this node and on the remote."""
         files = record.files if record.commit is None else record.commit.files
         self._queue.give_up(entry, record, reason)
         with suppress(OSError, CheckpointError):
@@ -476,9 +471,6 @@ def publish(
     Idempotent: call it again after a lost response or the death of a process.
 
     Args:
-        remote: The checkpoint's directory.
-        index: The metadata.
-        commit: The save to commit.
         earlier: Ids of saves that are known to be earlier, whatever their times.
         check: Called just before the metadata is put; raises if it must not be put. Metadata that another run puts
             after the check is not replaced, if the storage can detect it (`Storage.put_if`).
@@ -547,10 +539,7 @@ def _is_later(there: Head, own: Head, earlier: Container[str]) -> bool:
 
 
 def _committed(remote: Storage, name: str) -> IndexFile | None:
-    """Reads an index as `committed` does, but returns None if it is damaged, or of another package.
-
-    Raises `ReadError`.
-    """
+    """Reads an index as `committed` does, but returns None if it is damaged, or of another package."""
     try:
         return committed(remote, name)
     except MetadataError:

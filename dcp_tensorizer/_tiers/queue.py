@@ -179,8 +179,7 @@ class Queue:
     ) -> list[tuple[FlushEntry, FlushRecord]]:
         """Reads the records in some states, in the order of their saves; raises `ReadError`.
 
-        Entry and record belong together: if another process moves a record while it is read, the entry has the later
-        state.
+        If another process moves a record while it is read, the entry has the later state.
         """
         found = [self._read(entry) for entry in self.entries() if entry.state in states]
         return [(e, r) for e, r in found if r is not None and e.state in states and remote in (None, r.remote)]
@@ -242,11 +241,7 @@ class Queue:
         return found
 
     def move(self, entry: FlushEntry, state: str) -> FlushEntry:
-        """Moves a record to another state. If several processes do so at once, one succeeds, and the others
-        raise `FileNotFoundError`.
-
-        If the disk refuses the new state, only this object knows it (see `retry`).
-        """
+        """Moves a record to another state. Raises `FileNotFoundError` if another process has moved it first."""
         moved, path = entry._replace(state=state, changed=time.time()), self._path(entry)
         try:
             os.utime(path)
@@ -269,8 +264,7 @@ class Queue:
     def give_up(self, entry: FlushEntry, record: FlushRecord, reason: str, state: str = LOST) -> None:
         """Records that a save will not be on the remote, so that its files can be removed.
 
-        Pass `REPORTED` as ``state`` if the loss has already been reported. If the disk refuses the new state, only this
-        object knows it (see `retry`).
+        Pass `REPORTED` as ``state`` if the loss has already been reported.
         """
         lost, record = entry._replace(state=state), msgspec.structs.replace(record, reason=reason)
         path = self._path(entry)
@@ -324,7 +318,7 @@ class Queue:
         return True
 
     def drop_written(self, entry: FlushEntry, record: FlushRecord) -> None:
-        """Removes the files of an unfinished save, and then its record. If the folder is then unused, removes it."""
+        """Removes the files of an unfinished save, and then its record."""
         local = LocalStorage(self.root / record.subpath)
         with suppress(CheckpointError, OSError):
             names = [file.name for file in local.listing()[0]]
@@ -348,7 +342,6 @@ class Queue:
         self._try_to_put(f"{entry.stem}.committed", b"")
 
     def is_confirmed(self, entry: FlushEntry) -> bool:
-        """Returns whether `confirm` was called for a record."""
         return (self.folder / f"{entry.stem}.committed").exists()
 
     def trouble(self, entry: FlushEntry) -> str | None:
@@ -388,7 +381,6 @@ class Queue:
             os.close(descriptor)
 
     def is_alive(self, writer: str) -> bool:
-        """Returns whether a writer that has saved here is alive."""
         try:
             descriptor = os.open(self.folder / f"{writer}{_ALIVE}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:

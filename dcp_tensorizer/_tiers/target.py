@@ -44,7 +44,6 @@ class FlushTarget:
         return redact(self.remote).rstrip("/")
 
     def progress_timeout(self) -> ProgressTimeout:
-        """Returns a new timeout for a flush that makes no progress."""
         return ProgressTimeout(self.timeout, _LONGEST_PAUSE)
 
     def open(self, subpath: str = "") -> Storage:
@@ -56,12 +55,10 @@ class FlushTarget:
         return below(storage, subpath)
 
     def folder(self, subpath: str = "") -> Path:
-        """Returns the local folder, or the directory of a checkpoint in it."""
         return Path(self.local, subpath)
 
 
 def below(root: Storage, subpath: str) -> Storage:
-    """Returns the storage of a path below a root."""
     for name in filter(None, subpath.split("/")):
         root = root.child(name)
     return root
@@ -87,10 +84,8 @@ def target_of(
 ) -> FlushTarget:
     """Returns the target of a writer or reader with a local folder.
 
-    Raises:
-        TypeError: ``local`` is not a path.
-        ValueError: ``local`` is a URL, ``path`` is None or in memory, or one of the two contains the other.
-        WriteError: one of the two is relative, and there is no working directory.
+    Raises `TypeError` or `ValueError` if a path is invalid, and `WriteError` if it is relative and the working
+    directory no longer exists.
     """
     if not isinstance(local, str | os.PathLike) or not isinstance(os.fspath(local), str):
         raise TypeError(f"local must be a str or an os.PathLike, got {type(local).__name__}")

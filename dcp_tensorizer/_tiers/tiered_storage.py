@@ -32,10 +32,7 @@ class _Copies(NamedTuple):
 class NearestStorage(Storage):
     """A directory on the remote, of which this node may have a copy. Writes to the remote only.
 
-    Args:
-        target: The local folder and the remote one.
-        remote: The directory itself.
-        subpath: The path of the directory, relative to both folders; empty for the folders themselves.
+    ``remote`` is the directory itself, not the remote folder of ``target``.
     """
 
     def __init__(self, target: FlushTarget, remote: Storage, subpath: str) -> None:
@@ -172,8 +169,6 @@ def nearest(
 
     Args:
         path: The folder that the local folder mirrors.
-        options, timeout: As for `open_storage`.
-        local: The local folder, if any.
 
     Raises:
         TypeError, ValueError, WriteError: see `target_of`.

@@ -5,9 +5,7 @@ results of its calls. None of these names is looked up or imported.
 the same tuple twice takes two bytes, and doubles the time of hashing. With Python's unpickler a pickle can also change
 every class that it may look up (with the opcode BUILD).
 
-Subclasses decide what a pickle may do. `objects` checks the pickles of saved objects before they are loaded.
-`_formats.torch_archive` checks pickles before torch loads them with its weights-only rules. `_formats.torch_metadata`
-accepts only the parts of DCP's records.
+Subclasses decide what a pickle may do.
 """
 
 from __future__ import annotations
@@ -63,11 +61,9 @@ class Value:
         raise Unexpected
 
     def extend(self, items: Sequence[Any]) -> None:
-        """Adds members."""
         raise Unexpected
 
     def update(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        """Sets keys and values."""
         raise Unexpected
 
 
@@ -99,9 +95,8 @@ class Made(Value):
 def hash_cost(key: Any, most: int) -> int:
     """Returns the cost of hashing a key: 1 for each value in it, and 1 for each 64 bits of an integer.
 
-    A value that the key contains several times counts each time.
-
-    Raises `Malformed` if the cost exceeds ``most``, if values are nested too deeply, or if one is not hashable.
+    A value that the key contains several times counts each time. Raises `Malformed` if the cost exceeds ``most``, if
+    values are nested too deeply, or if one is not hashable.
     """
     cost = 0
     left: list[tuple[Any, int]] = [(key, 0)]
@@ -153,7 +148,6 @@ class Inert:
         return Named(f"{module}.{name}")
 
     def call(self, what: Named, arguments: tuple[Any, ...]) -> Any:
-        """Makes the placeholder for the result of a call."""
         return Made(what.name, arguments)
 
     def new(self, what: Named, arguments: tuple[Any, ...]) -> Any:
@@ -165,7 +159,6 @@ class Inert:
         return self.call(Named("persistent.id"), (reference,))
 
     def build(self, target: Any, state: Any) -> None:
-        """Sets the state of the result of a call."""
         self._change(target, "build", state)
 
     def update(self, target: Any, members: list[Any]) -> None:

@@ -24,7 +24,6 @@ Maker = Callable[[str, Arguments], Any]
 
 
 def need(condition: object) -> None:
-    """Raises `Unexpected` unless a condition holds."""
     if not condition:
         raise Unexpected
 
@@ -34,7 +33,6 @@ def _check_attributes(state: Any) -> None:
 
 
 def _check_stream(state: Any) -> None:
-    """Checks the state of a `BytesIO`: its bytes, its position and its attributes."""
     need(type(state) is tuple and tuple(map(type, state[:2])) == (bytes, int) and len(state) == 3)
     content, position, attributes = state
     need(0 <= position <= len(content))
@@ -191,8 +189,6 @@ class _DType(Value):
 
 
 class _Array(Value):
-    """A placeholder for an array. `build` checks its shape, dtype and contents."""
-
     def build(self, state: Any) -> None:
         need(type(state) is tuple and len(state) == 5 and state[0] == 1)
         _, shape, dtype, order, content = state

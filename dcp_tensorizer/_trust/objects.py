@@ -50,7 +50,6 @@ def load_object(content: bytes) -> Any:
 
 
 def advice(names: Sequence[str]) -> str:
-    """Returns advice for an error about objects that need these types."""
     types = "this type, import its module" if len(names) == 1 else "these types, import their modules"
     return (
         f"If you trust {types} and call torch.serialization.add_safe_globals([{', '.join(names)}]) before the load. If "

@@ -1,7 +1,4 @@
-"""Casts tensors for shared files, with torch, so that NaNs and rounding are the same as with ``tensor.to(dtype)``.
-
-The module runs in the writer process, which imports it when a request needs it.
-"""
+"""Casts tensors for shared files, with torch, so that NaNs and rounding are the same as with ``tensor.to(dtype)``."""
 
 from __future__ import annotations
 

@@ -115,7 +115,6 @@ class FileJob:
             self._memory.clear()  # now, because an error or a progress report may keep the job alive for a while
 
     def remove(self) -> None:
-        """Removes this job's files."""
         for file in self._files:
             with suppress(Exception):
                 self._storage.discard(file.name)

@@ -1,8 +1,7 @@
 """The messages between a trainer and its writer process.
 
-Messages carry offsets into shared memory, never tensors: a request stays small, and one descriptor serves any number of
-tensors. Records that exist once for each tensor are tuples: they pickle in a tenth of the time of a dataclass, and
-pickling holds the trainer's GIL.
+Records that exist once for each tensor are tuples: they pickle in a tenth of the time of a dataclass, and pickling
+holds the trainer's GIL.
 """
 
 from __future__ import annotations
@@ -187,5 +186,4 @@ class WriteDone:
         )
 
     def items(self) -> dict[str, StoredItem]:
-        """Returns the location of each tensor by its name."""
         return {item.name: item for file in self.files for item in file.tensors}

@@ -46,12 +46,10 @@ class Pieces:
         return Pieces(*(column[rows] for column in columns))
 
     def sorted(self) -> Pieces:
-        """Returns the pieces in the order of files and offsets."""
         return self.select(np.lexsort((self.offset, self.file)))
 
     @classmethod
     def joined(cls, parts: Sequence[Pieces]) -> Pieces:
-        """Concatenates several tables of pieces."""
         columns = [[part.file, part.offset, part.nbytes, part.source, part.start] for part in parts]
         none = [np.zeros(0, dtype=np.int64)] * 5
         return cls(*(np.concatenate(column) for column in zip(none, *columns, strict=True)))
@@ -70,8 +68,6 @@ class Pieces:
 
 
 class SharedFilePart(NamedTuple):
-    """A shared file, and the size of the blocks in which processes write it."""
-
     file: SharedFile
     granule: int
     """See `Storage.granule_of`."""
@@ -158,10 +154,6 @@ class SharedWriteJob:
                 sink.abort()  # closes the file of an incomplete part
 
     def _threads(self, sizes: Integers, pieces: Pieces) -> int:
-        """Returns the number of threads that copy and write.
-
-        This is the storage's concurrency or ``thread_count``, whichever is larger, within the limit of the memory.
-        """
         if not len(pieces):
             return 1
         wanted = max(self._sink(int(number)).concurrency for number in np.unique(pieces.file)[:1])

@@ -1,8 +1,4 @@
-"""The writer process: answers its trainer's requests, such as to write files, to flush a folder, or to publish a model.
-
-The process shares no interpreter with the trainer, so hashing and writing never hold the trainer's GIL. It runs at low
-priority, ignores the terminal's signals (the trainer decides when to stop), and ends with its trainer.
-"""
+"""The writer process: answers its trainer's requests, such as to write files or to publish a model."""
 
 from __future__ import annotations
 
@@ -90,8 +86,6 @@ def _thread_ids() -> set[int]:
 
 
 class Worker:
-    """Server of the requests of one trainer, in the writer process."""
-
     def __init__(self, channel: Channel, snapshots: Snapshots | None) -> None:
         self._channel = channel
         self._snapshots = snapshots
@@ -99,13 +93,12 @@ class Worker:
         self._shared: dict[MappedFile, mmap.mmap] = {}
         self._mapping = free_in_child(threading.Lock())
         self._part_memory = PartMemory(_CACHED_BYTES)
-        self._progress: Callable[[], int] | None = None  # of the request in progress
+        self._progress: Callable[[], int] | None = None
         self._job: FileJob | None = None
         self._connection: object = None
         self._flushes: FlushThread | None = None
 
     def serve(self) -> None:
-        """Answers requests until the trainer closes the channel."""
         self._send(Ready())
         threading.Thread(target=self._report_progress, name="progress", daemon=True).start()
         self._channel.serve(self._answer)
@@ -174,7 +167,6 @@ class Worker:
         return self._run(lambda: publication.publish(progress), lambda: done[0])
 
     def write(self, request: WriteRequest) -> WriteDone:
-        """Writes the files of a request. Raises `WriteError` if that fails."""
         options = request.options
         storage = open_storage(request.path, options.storage_options, options.limits.timeout)
         self._connection = storage.connection

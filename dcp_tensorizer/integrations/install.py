@@ -1,7 +1,7 @@
 """Replaces torch's storage and planners with this package's, for a whole process: `install`.
 
 Most frameworks do not let the user pass a storage: they make a ``FileSystemWriter(path)`` for every save. So `install`
-changes torch's own functions and classes. This also works for modules that have already imported them.
+changes torch's own functions and classes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def install(
       ``isinstance``, and also loads torch's own checkpoints;
     - ``dcp.async_save`` without a stager, and without a storage writer that stages, stages into this package's buffer;
     - ``DefaultSavePlanner(...)`` and ``DefaultLoadPlanner(...)``, which DCP makes by default, make a `SavePlanner` and
-      a `LoadPlanner`. For many tensors, these take a fraction of the time of torch's planners.
+      a `LoadPlanner`.
 
     This also applies to functions and classes that were imported before. Subclasses, such as torch's ``FsspecWriter``
     and ``HuggingFaceStorageWriter``, and stagers that are passed to ``async_save`` are not changed. A later call of
@@ -182,7 +182,6 @@ def _torch_path(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 
 def _replace() -> None:
-    """Replaces functions and classes in DCP's modules, and makes torch's classes create this package's objects."""
     process_executor = getattr(saver, PROCESS_EXECUTOR)
 
     class ProcessExecutor(process_executor):  # type: ignore[misc,valid-type]
@@ -199,7 +198,7 @@ def _replace() -> None:
             return set_up(storage, checkpoint_id, reader)
         return (InstalledReader if reader else InstalledWriter)(checkpoint_id)
 
-    def stager(*args: object) -> DescribedStager:  # for a save without a stager, and without a writer that stages
+    def stager(*args: object) -> DescribedStager:
         assert _installation is not None
         return DescribedStager(_installation.stager)
 
@@ -285,7 +284,6 @@ def run(namespace: dict[str, Any]) -> None:
 
 
 def _take_arguments() -> None:
-    """Sets ``sys.argv`` and ``sys.path`` for the script or module, and names it in the environment."""
     arguments = sys.argv[1:]
     is_module = arguments[:1] == ["-m"]
     arguments = arguments[1:] if is_module else arguments

@@ -63,8 +63,7 @@ _META_KEY = "lightning_meta"
 class _Asynchronous:
     """Common base of both strategies, with one writer and at most one save in progress.
 
-    Takes the arguments of ``ModelParallelStrategy``, and ``writer_options`` of `TensorizerStorageWriter`. Raises
-    `TypeError` or `ValueError` for invalid arguments, and `ValueError` if ``save_distributed_checkpoint`` is False.
+    Takes the arguments of ``ModelParallelStrategy``, and ``writer_options`` of `TensorizerStorageWriter`.
     """
 
     is_global_zero: bool
@@ -180,7 +179,7 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
     """
 
     def setup(self, trainer: Trainer) -> None:
-        """Sets up the strategy. The trainer calls this before training.
+        """Sets up the strategy.
 
         Raises:
             ValueError: a ``ModelCheckpoint`` has ``save_last="link"``: the link would be made before the commit.

@@ -39,7 +39,6 @@ class OpenTelemetrySpans:
         self._tracer = trace.get_tracer("dcp_tensorizer", tracer_provider=provider)
 
     def __call__(self, report: SaveReport | LoadReport) -> None:
-        """Makes and ends the spans of a report."""
         common: dict[str, Any] = {
             "checkpoint.path": report.path,
             "checkpoint.save_id": report.save_id,

@@ -60,8 +60,7 @@ class TensorizerCheckpointManager(CheckpointManager):
     - An item with a ``DefaultResharder`` is saved once for all ranks: its DTensors as shards. Its other values must be
       the same on all ranks. An item without a resharder is separate for each rank, and only the rank with the same
       number loads it.
-    - A save waits for the previous one. torch_checkpointing's own manager raises an error if that takes longer than a
-      timeout.
+    - A save waits for the previous one without a timeout.
     - The configuration needs no barrier, because the ranks agree over a gloo group that the manager makes. So all ranks
       must make the manager, and close it before ``destroy_process_group``.
     - torch_checkpointing itself loads its own checkpoints, from local disks.
@@ -92,7 +91,6 @@ class TensorizerCheckpointManager(CheckpointManager):
         reader_options: ReaderOptions = field(default_factory=ReaderOptions)
 
         def build(self) -> TensorizerCheckpointManager:
-            """Makes the manager."""
             return TensorizerCheckpointManager(self)
 
     def __init__(self, config: Config | None = None) -> None:
@@ -112,7 +110,7 @@ class TensorizerCheckpointManager(CheckpointManager):
         unused.close()
         callback, storage = config.finalize_callback, self._storage_config
 
-        def finalize(path: str) -> None:  # calls the user's callback for a committed checkpoint
+        def finalize(path: str) -> None:
             if callback is not None:
                 callback(CallbackArgs(path, storage.create_storage(), EventLogger()))
 
@@ -167,14 +165,12 @@ class _Saver(CheckpointSaver):
         return staged, _then(response, lambda: self._finalize(path))
 
     def close(self) -> None:
-        """Waits for the save in progress, ends the writer process, and destroys the group of the saves."""
         self.writer.close()
         if self._group is not None:
             self._group.destroy()
 
     @property
     def stager(self) -> AsyncStager:
-        """Returns the writer, which stages."""
         return self.writer
 
 
@@ -299,7 +295,6 @@ def _found(key: str, item: CheckpointItem, rank: int, there: set[str]) -> str:
 
 
 def _check(key: str, item: CheckpointItem) -> None:
-    """Raises `ValueError` if an item needs an unsupported feature."""
     if item.layout is not None:
         raise ValueError(
             f"item {key!r} has a layout, but files of this package have their own. Remove the item's layout."

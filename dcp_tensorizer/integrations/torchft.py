@@ -1,10 +1,4 @@
-"""Checkpoint transport for torchft, which sends a healthy replica's state to joining ones: `TensorizerTransport`.
-
-healthy replica                                        joining replica
-send_checkpoint(): state ──▶ shared memory
-                   its keeper process serves it   ──▶  recv_checkpoint(): byte ranges, in parallel, each verified
-training continues                                     into its own tensors, or new ones
-"""
+"""Checkpoint transport for torchft, which sends a healthy replica's state to joining ones: `TensorizerTransport`."""
 
 from __future__ import annotations
 
@@ -64,8 +58,7 @@ class TensorizerTransport:
       copy: encrypted, and only to clients that know the secret in ``metadata``, which torchft distributes.
     - ``recv_checkpoint`` by default compares all bytes with their digests, and loads objects without running code from
       the sender.
-    - ``disallow_checkpoint`` frees the copy. A replica that is still reading the copy gets a `ReadError`. Under
-      torchft's manager this does not happen: a step ends when the joining replicas have their state.
+    - ``disallow_checkpoint`` frees the copy. A replica that is still reading the copy gets a `ReadError`.
 
     On a joining replica, torchft logs the metadata of the transport that it reads from. With that log and access to the
     network of the job, anyone can read the state while it is offered. So the next state has another secret.
@@ -234,7 +227,6 @@ class _Sharding(NamedTuple):
         return cls(names, shape, tuple(tensor.placements), tuple(tensor.size()), tuple(tensor.stride()))
 
     def around(self, local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-        """Makes a DTensor with this sharding from its local part, which is moved to the mesh's device if necessary."""
         local = local.to(mesh.device_type)
         return DTensor.from_local(
             local, mesh, self.placements, run_check=False, shape=torch.Size(self.size), stride=self.stride
@@ -248,7 +240,6 @@ def _name_of(mesh: DeviceMesh) -> tuple[tuple[str, ...] | None, tuple[int, ...]]
 
 
 def _leaves(state: Any) -> list[tuple[str, Any]]:
-    """Lists the values in nested containers, each with its key."""
     return [(pytree.keystr(path), value) for path, value in pytree.tree_flatten_with_path(state)[0]]
 
 
@@ -326,10 +317,6 @@ def _state_id(step: int) -> str:
 
 
 def _own_address() -> str:
-    """Returns this host's address towards torchft's lighthouse; or else that of the host's name or default route.
-
-    If all of these are missing or local, returns a loopback address.
-    """
     lighthouse = urlsplit(os.environ.get("TORCHFT_LIGHTHOUSE", "")).hostname
     for name in (lighthouse, socket.gethostname(), _ELSEWHERE):
         with suppress(OSError):

@@ -48,12 +48,10 @@ class StorageTests:
 
     @pytest.fixture
     def url(self) -> str:
-        """The URL or path of a directory that does not exist yet."""
         raise NotImplementedError(f"{type(self).__name__} must define the fixture `url`")
 
     @pytest.fixture
     def options(self) -> dict[str, Any]:
-        """The ``storage_options``."""
         return {}
 
     @pytest.fixture

@@ -1,12 +1,7 @@
 """The commands of ``dcp-tensorizer`` as Python functions.
 
-Each function returns an instance of a frozen dataclass, or a tuple of such instances. ``publish add`` and ``publish
-apply`` are in the package itself, as `dcp_tensorizer.publish` and `dcp_tensorizer.apply_delta`.
-
-    from dcp_tensorizer.tools import list_checkpoints, verify
-
-    newest = next(found for found in list_checkpoints("run") if found.state == "committed")
-    assert not verify(newest.path).damages
+``publish add`` and ``publish apply`` are in the package itself, as `dcp_tensorizer.publish` and
+`dcp_tensorizer.apply_delta`.
 
 A checkpoint is given as a local path, or as a URL that fsspec opens. No command runs code from a checkpoint, and none
 needs a GPU or a process group. Commands read tensors in blocks. But `convert` may need memory for the largest tensor,

@@ -22,11 +22,7 @@ _SHOWN = 50  # characters of the final name in a temporary name, so that error m
 
 
 def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
-    """Returns the storage of a file's directory, and the file's name in it.
-
-    Raises `ConversionError` if a URL has no file name or no directory, and `WriteError` if a local path is invalid, or
-    the storage of a URL cannot be opened.
-    """
+    """Returns the storage of a file's directory, and the file's name in it."""
     if "://" in path or "::" in path:
         folder, _, name = path.rpartition("/")
         if not name or folder.endswith(":/"):
@@ -44,12 +40,7 @@ def shown_path(path: str) -> str:
 
 @contextmanager
 def new_directory(target: str, options: Mapping[str, Any], files: str) -> Iterator[Storage]:
-    """Creates a directory. A local directory has a temporary name until it is complete.
-
-    On other storages, a failure removes the new files whose names match the pattern ``files``. Raises `ConversionError`
-    if ``target`` is a file, a directory with anything in it, the working directory or a mount point, `ReadError` if it
-    cannot be listed, and `WriteError` if it cannot be written.
-    """
+    """Creates a directory. If the storage is not local, a failure removes the new files whose names match ``files``."""
     storage = open_storage(target, options)
     with suppress(NotCommitted):
         if any(storage.listing()):
@@ -94,11 +85,6 @@ def new_directory(target: str, options: Mapping[str, Any], files: str) -> Iterat
 
 @contextmanager
 def new_file(path: str, options: Mapping[str, Any]) -> Iterator[tuple[Storage, str]]:
-    """Creates a file. A local file has a temporary name until it is complete.
-
-    Raises `ConversionError` if the path exists, `ReadError` if that cannot be determined, and `WriteError` if the file
-    cannot be written.
-    """
     storage, name = beside(path, options)
     if storage.head(name) is not None:
         raise ConversionError(f"{storage.path}/{name} exists. Choose another destination.")

@@ -1,8 +1,4 @@
-"""Converts checkpoints to other formats and back.
-
-Shards are assembled into whole tensors. Each tensor is read right before it is written, so a conversion may need memory
-for the largest tensor, but not for the whole checkpoint.
-"""
+"""Converts checkpoints to other formats and back."""
 
 from __future__ import annotations
 
@@ -107,8 +103,6 @@ def convert(
 
 
 def _select(view: CheckpointView, options: ConvertOptions) -> CheckpointView:
-    """Selects the values to convert, and gives them their new keys and dtypes."""
-
     def is_in(key: str, patterns: Sequence[str]) -> bool:
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 

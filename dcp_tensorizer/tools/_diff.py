@@ -66,7 +66,7 @@ class Difference:
         removed: Keys that only the first checkpoint has.
         changed: Differences of keys that both have.
         same: Number of keys with equal values.
-        nbytes: Bytes of tensors read from both checkpoints. Tensors with equal digests are not read.
+        nbytes: Bytes of tensors read from both checkpoints.
     """
 
     added: tuple[str, ...]
@@ -128,10 +128,6 @@ def diff_views(
     block_bytes: int = _BLOCK,
     elements_at_once: int = _ELEMENTS,
 ) -> Difference:
-    """Compares two opened checkpoints (see `diff`).
-
-    Each thread reads ``block_bytes`` of a tensor at a time, and compares ``elements_at_once`` elements at a time.
-    """
     old, new = before.paths, after.paths
     changes: dict[str, Change] = {}
     to_read: list[_Pair] = []

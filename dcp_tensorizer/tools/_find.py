@@ -176,7 +176,6 @@ def list_checkpoints(
 
 
 def step_of(name: str) -> int | None:
-    """Returns the last number in the name of a checkpoint's directory."""
     numbers = _NUMBER.findall(name)
     return int(numbers[-1]) if numbers else None
 
@@ -198,7 +197,7 @@ def checkpoints_in(storage: Storage) -> list[str]:
 
 
 def where_below(storage: Storage) -> str:
-    """Returns a hint that names checkpoints below a directory. If none is found, returns an empty string."""
+    """Returns a hint that names checkpoints below a directory; without any, an empty string."""
     try:
         found = list(itertools.islice(_checkpoints_below(storage, _MAX_DEPTH), _MAX_NAMED + 1))
     except CheckpointError:
@@ -209,7 +208,7 @@ def where_below(storage: Storage) -> str:
 
 
 def _checkpoints_below(storage: Storage, depth: int) -> Iterator[str]:
-    """Yields the relative paths of checkpoints below a directory, recognised by the names of their metadata files."""
+    """Yields the relative paths of checkpoints, the highest step first."""
     for name in sorted(storage.listing()[1], key=lambda name: (step_of(name) or 0, name), reverse=True):
         child = storage.child(name)
         if any(is_metadata_file_name(file.name) for file in child.listing()[0]):
@@ -219,10 +218,6 @@ def _checkpoints_below(storage: Storage, depth: int) -> Iterator[str]:
 
 
 def walk(storage: Storage) -> Folder:
-    """Lists a directory and all directories below it.
-
-    Raises `NotCommitted` if there is no such directory, and `ReadError` if it cannot be listed.
-    """
     around: dict[str, str] = {}
     if isinstance(storage, LocalStorage):
         for folder in Path(storage.real_path).parents:
@@ -264,7 +259,6 @@ class _Uploads(NamedTuple):
         return [file for file in begun if is_data_file_name(file.name) or file.name in recorded]
 
     def below(self) -> dict[str, _Uploads]:
-        """Returns the uploads below the directory, by subdirectory."""
         found: dict[str, list[FileInfo]] = {}
         for file in self.files:
             folder, slash, rest = file.name.partition("/")
@@ -308,7 +302,6 @@ def _local_saves(folder: Path) -> dict[str, str]:
 
 
 def _with_checkpoint(folder: Folder, saves: Mapping[str, str], uploads: Sequence[FileInfo], unseen: str) -> Folder:
-    """Returns the folder with its checkpoint, or with the leftovers of a save."""
     storage, files = folder.storage, folder.files
     left, dead, unknown = _leftovers(storage, files, saves)
     leftovers = (*uploads, *left)
@@ -436,17 +429,13 @@ def lines_of_steps(folder: Folder, *, in_step: bool = False) -> Iterator[tuple[F
 
 
 def _counted(folders: Sequence[Folder]) -> list[Folder]:
-    """Returns the committed checkpoints with a step.
-
-    If each rank saves for itself, a checkpoint of fewer ranks than another may be incomplete, and does not count.
-    """
+    """If each rank saves for itself, a checkpoint of fewer ranks than another may be incomplete, and does not count."""
     committed = [one for one in folders if one.info is not None and one.info.state == "committed"]
     most = max((one.parts for one in committed), default=0)
     return [one for one in committed if one.step is not None and one.parts in (0, most)]
 
 
 def steps_of(folders: Sequence[Folder]) -> list[Step]:
-    """Returns the folders of `lines_of_steps` as a manager's `Step` objects."""
     return [
         Step(folder.step, folder.name, saved_at=int(folder.saved * 1e9), record=folder.record)
         for folder in folders

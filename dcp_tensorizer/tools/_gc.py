@@ -99,15 +99,7 @@ def collect(
 def plan_collection(
     storage: Storage, keep: int | None, older_than: float | None, *, only_data: bool = False
 ) -> list[Removal]:
-    """Plans what `collect` removes in and below a directory.
-
-    Steps are those of `lines_of_steps`. A step is removed only if it is neither among the ``keep`` newest nor among the
-    ``keep`` highest, is older than ``older_than`` seconds, is not retained by a manager's rule, and is not the target
-    of a link. The newest step is never removed, nor is the highest, from which a job would resume. Without ``keep`` and
-    ``older_than``, no checkpoint is removed. ``only_data`` retains files that this package did not write.
-
-    Raises `NotCommitted` if there is no such directory, and `ReadError` if it cannot be listed.
-    """
+    """Plans what `collect` removes; its docstring has the rules. Steps are those of `lines_of_steps`."""
     top = walk(storage)
     removals: list[Removal] = []
     if keep is not None or older_than is not None:
@@ -135,7 +127,7 @@ def _removal(
 
 
 def remove(removal: Removal) -> Collected:
-    """Carries out a plan, unless the plan has a reason against it. Returns the result."""
+    """Carries out a plan, unless the plan has a reason against it."""
     folder, planned = removal
     if planned.kept is not None:
         return planned
@@ -199,7 +191,7 @@ def _file_set(top: Folder) -> set[tuple[str, FileInfo, bool]]:
 
 
 def _chosen(folder: Folder, planned: Collected) -> list[FileInfo]:
-    """Returns the files of a plan. Files in incomplete uploads are among the leftovers, but not in a listing."""
+    """Files in incomplete uploads are among the leftovers, but not in a listing."""
     names = set(planned.files)
     found = {file.name: file for file in (*folder.leftovers, *_files_below(folder))}
     return [file for name, file in found.items() if name in names]
@@ -221,7 +213,6 @@ def _with_shared(removals: Sequence[Removal]) -> list[Removal]:
 
 
 def _leftovers(folder: Folder, older_than: float | None) -> Iterator[Removal]:
-    """Yields the leftovers to remove from a directory and, separately, those that stay, with the reason."""
     others = tuple(file for file in folder.leftovers if file not in folder.dead)
     are_old = _are_old(others, older_than)
     if files := folder.leftovers if are_old else folder.dead:

@@ -206,7 +206,7 @@ def _metric_of_best(storage: Storage, record: SaveRecord, options: Mapping[str, 
 def inspect_view(view: CheckpointView, files: Mapping[str, int], pattern: str = "*") -> Inspection:
     """Lists the values whose keys match a shell-style pattern, in which ``*`` also matches dots.
 
-    ``files`` maps the names of the data files to their sizes. Raises `CheckpointError` if no key matches.
+    ``files`` maps the names of the data files to their sizes.
     """
     tensors = [t for t in view.tensors.values() if fnmatch.fnmatchcase(t.key, pattern)]
     objects = [o for o in view.objects.values() if fnmatch.fnmatchcase(o.key, pattern)]
@@ -271,7 +271,6 @@ def _object(stored: StoredObject) -> ObjectInfo:
 
 
 def _location(item: StoredItem | None) -> tuple[int | None, str | None, int | None]:
-    """Returns an item's rank, its file, and the offset of its first byte there. Without a file, all are None."""
     return (_rank(item.file), item.file, item.offset) if item is not None and item.file else (None, None, None)
 
 

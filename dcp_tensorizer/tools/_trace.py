@@ -30,7 +30,7 @@ _TRACK_OF = {
     "read": "load",
     "read file": "read",
 }
-"""The track of each span, by its name. Other spans are on the track ``save``."""
+"""The track of a span, by its name. Other spans are on the track ``save``."""
 _ROWS = 1000  # maximum number of rows per track
 
 

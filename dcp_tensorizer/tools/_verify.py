@@ -75,8 +75,7 @@ class Verified:
         seconds: The time taken.
         damages: The damages of each checkpoint, sorted by file and offset.
         checkpoints: Number of verified checkpoints: 1, or for a folder, how many in it have undamaged metadata.
-        digests: Whether the format has digests. Without digests, `verify` checks only the sizes, and that all values
-            can be read.
+        digests: Whether the format has digests.
     """
 
     files: int
@@ -97,7 +96,7 @@ def verify(
 ) -> Verified:
     """Compares a checkpoint's files with what was saved. An encrypted checkpoint needs no key.
 
-    For a checkpoint of this package, each thread needs a few MiB of memory, whatever the size of the tensors. Of the
+    For a checkpoint of this package, each thread needs about 8 MiB of memory, whatever the size of the tensors. Of the
     other formats that `convert` reads, only tensorizer's has digests. Of a checkpoint without digests, `verify` checks
     only the sizes, and that all values can be read.
 
@@ -138,7 +137,7 @@ def _verify_each(
     storage_options: Mapping[str, Any] | None,
     on_progress: Callable[[int, int], object],
 ) -> Verified:
-    """Verifies the checkpoints of a folder. Skips a checkpoint that is deleted before its turn."""
+    """Skips a checkpoint that is deleted before its turn."""
     started = time.monotonic()
     results: list[Verified] = []
     damages: list[Damage] = []
@@ -173,7 +172,6 @@ def _verify_each(
 def _verify_foreign(
     view: CheckpointView, files: Mapping[str, int], on_progress: Callable[[int, int], object]
 ) -> Verified:
-    """Reads every value of a checkpoint of another format."""
     started, done = time.monotonic(), 0
     total = sum(value.nbytes for value in view.values.values())
     damages: list[Damage] = []
@@ -205,7 +203,6 @@ def verify_files(
     full: bool = False,
     on_progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Verified:
-    """Compares a checkpoint's files with its metadata (see `verify`)."""
     started = time.monotonic()
     files = {name: (nbytes, part) for part in parts.values() for name, nbytes in part.storage_data["files"].items()}
     items = items_by_file(parts)
@@ -302,7 +299,6 @@ def _size(storage: Storage, name: str) -> int | str:
 
 
 def _lost(keys: Sequence[str]) -> str:
-    """Describes the keys that are lost with a file."""
     names = ", ".join(map(repr, keys[:_MAX_NAMED])) + (", ..." if len(keys) > _MAX_NAMED else "")
     return f"lost: {names} ({len(keys):,} in all)" if keys else "it held no data"
 
@@ -344,7 +340,6 @@ class _Check:
         self._buffers = threading.local()
 
     def run(self, run: _ReadRun) -> list[Damage]:
-        """Reads and checks a run of sections; returns the damages, unreadable ranges included."""
         try:
             reader = self._storage.open_uncached(run.file)
         except OSError as error:
@@ -380,7 +375,6 @@ class _Check:
                 self._progress(self.done, self._total)
 
     def _check_damage(self, file: str, error: Exception) -> None:
-        """Raises `ReadError` if the error does not prove damage."""
         if not _is_damage(self._storage, error):
             message = f"cannot read {self._storage.path}/{file}: {type(error).__name__}: {error}"
             raise ReadError(self._storage.scrub(message)) from self._storage.cause(error)
@@ -401,8 +395,6 @@ Problem = tuple[str | None, int, str]
 
 
 class KeyedItem(NamedTuple):
-    """A stored item, with its key and shape."""
-
     key: str
     item: StoredItem
     shape: tuple[int, ...]
@@ -487,8 +479,6 @@ def _layouts(items: Sequence[KeyedItem], cipher: Cipher | None) -> list[FileLayo
 
 
 class _Blocks:
-    """Blocks of an item, which are compared with their digests."""
-
     def __init__(self, key: str, item: StoredItem, start: int, stop: int) -> None:
         self.start, self.stop = item.offset + start, item.offset + stop
         self._key = key
@@ -553,8 +543,6 @@ class _TensorWithHeader:
 
 
 class _Constant:
-    """A range whose bytes are known from the metadata."""
-
     def __init__(self, start: int, expected: bytes, name: str) -> None:
         self.start, self.stop = start, start + len(expected)
         self._expected = expected

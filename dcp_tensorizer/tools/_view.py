@@ -1,8 +1,4 @@
-"""A view of a checkpoint of any format: its tensors, the locations of their chunks, and its objects.
-
-Tensors appear unsharded. `read_region` assembles a region from the chunks that overlap it, and needs memory only for
-that region.
-"""
+"""A view of a checkpoint of any format: its unsharded tensors, the locations of their chunks, and its objects."""
 
 from __future__ import annotations
 
@@ -51,7 +47,6 @@ Path = tuple[str | int, ...]
 
 
 def key_of(path: Path) -> str:
-    """Returns the key of the value at a path in the nested state dict."""
     return ".".join(map(str, path))
 
 
@@ -68,8 +63,6 @@ class NonStringKey(str):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint, and how to read it."""
-
     key: str
     path: Path
     dtype: torch.dtype
@@ -83,7 +76,6 @@ class StoredTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read_all(self) -> torch.Tensor:
-        """Reads the whole tensor. Raises `CheckpointError`."""
         return self.read(whole(self.shape))
 
 
@@ -106,8 +98,6 @@ StoredValue = StoredTensor | StoredObject
 
 @dataclass(frozen=True)
 class CheckpointView:
-    """A checkpoint of any format."""
-
     path: str
     format: str
     values: Mapping[str, StoredValue]  # in the checkpoint's order
@@ -123,12 +113,10 @@ class CheckpointView:
 
     @property
     def paths(self) -> dict[str, Path]:
-        """The path of each value in the nested state dict."""
         return {key: value.path for key, value in self.values.items()}
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
@@ -170,28 +158,23 @@ def read_parts(storage: Storage) -> dict[int | None, Metadata]:
 
 
 def data_files(parts: Mapping[int | None, Metadata]) -> dict[str, int]:
-    """Returns the sizes of a checkpoint's data files by name (``parts`` as from `read_parts`)."""
+    """Returns the sizes of a checkpoint's data files by name."""
     return {name: nbytes for part in parts.values() for name, nbytes in part.storage_data["files"].items()}
 
 
 def saved_at(parts: Mapping[int | None, Metadata]) -> float:
-    """Returns the recorded time of a save, in seconds since the epoch (``parts`` as from `read_parts`)."""
+    """Returns the recorded time of a save, in seconds since the epoch."""
     return float(max(part.storage_data["saved_at"] for part in parts.values())) / 1e9
 
 
 def record_of(parts: Mapping[int | None, Metadata]) -> SaveRecord | None:
-    """Returns the manager's record of a save. Without a manager, returns None."""
     return next((part.storage_data["record"] for part in parts.values()), None)
 
 
 def unlock_parts(
     storage: Storage, parts: Mapping[int | None, Metadata], key: DecryptionParams | None
 ) -> dict[str, Cipher | None]:
-    """Derives the cipher of each data file from the user's key.
-
-    Raises `DecryptionError` if the key is missing, wrong, or given for an unencrypted checkpoint, and `TypeError` if
-    ``key`` is of another type.
-    """
+    """Derives the cipher of each data file from the user's key."""
     if key is not None:
         check_decryption(key)
     ciphers: dict[str, Cipher | None] = {}
@@ -275,7 +258,6 @@ _KEPT_BY_MALLOC = 1 << 20  # bytes: smaller tensors are allocated by malloc
 
 
 def whole(shape: Sequence[int]) -> Region:
-    """Returns the region of a whole tensor."""
     return Region((0,) * len(shape), tuple(shape))
 
 
@@ -295,11 +277,7 @@ def read_region(
     verify: bool,
     ciphers: Mapping[str, Cipher | None] = MappingProxyType({}),
 ) -> torch.Tensor:
-    """Assembles a region of a tensor from the pieces of the whole tensor. ``ciphers`` maps files to ciphers.
-
-    Raises `ReadError` if bytes cannot be read, or with ``verify`` do not match their digests, and `DecryptionError` if
-    they are encrypted and their file has no cipher.
-    """
+    """Assembles a region of a tensor from the pieces of the whole tensor. ``ciphers`` maps files to ciphers."""
     target = empty(region.size, dtype)
     targets: dict[Cipher | None, list[ReadTarget]] = defaultdict(list)
     for item, shape, stored, own in pieces:
@@ -369,8 +347,8 @@ def view_checkpoint(
 class _Value:
     """A value as stored by one rank, or merged from several."""
 
-    planner_data: Any  # DCP's, with the key's path
-    entry: Any  # the value's entry in DCP's metadata
+    planner_data: Any
+    entry: Any  # in DCP's metadata
     pieces: dict[torch.Size | None, Piece]  # its chunks, by offset in the value
     conflict: str = ""  # why it cannot be read
 
@@ -443,7 +421,6 @@ def _refuse(error: str, region: Region) -> torch.Tensor:
 
 
 def _pieces(path: str, metadata: Metadata, key: Any, entry: Any) -> dict[torch.Size | None, Piece]:
-    """Returns the stored chunks of a value, by offset in the value."""
     sizes: dict[torch.Size | None, tuple[int, ...]] = {None: ()}
     if isinstance(entry, TensorStorageMetadata):
         sizes = {chunk.offsets: tuple(chunk.sizes) for chunk in entry.chunks}
@@ -459,7 +436,6 @@ def _pieces(path: str, metadata: Metadata, key: Any, entry: Any) -> dict[torch.S
 
 
 def _read_bytes(storage: Storage, key: str, pieces: Sequence[Piece], ciphers: Mapping[str, Cipher | None]) -> bytes:
-    """Reads and joins the stored bytes of chunks."""
     content = bytearray()
     for run in (run_of(piece.item) for piece in pieces):
         dtype = named_dtype(run.item.dtype)

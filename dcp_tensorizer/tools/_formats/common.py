@@ -154,7 +154,6 @@ class FileRange(io.RawIOBase):
 
 
 def check_no_objects(view: CheckpointView, format_name: str) -> None:
-    """Raises `ConversionError` if the checkpoint holds objects."""
     if view.objects:
         key = next(iter(view.objects))
         others = len(view.objects) - 1

@@ -1,7 +1,4 @@
-"""Reads torch's own DCP format by ranges, without running code, and writes it tensor by tensor.
-
-Data files hold the concatenated ``torch.save`` bytes of write items. ``.metadata`` is a pickle with their locations.
-"""
+"""Reads torch's own DCP format by ranges, without running code, and writes it tensor by tensor."""
 
 from __future__ import annotations
 
@@ -41,11 +38,7 @@ from .torch_file import check_lists, check_names, check_paths, load_fake, locate
 
 
 def read(storage: Storage, pickled: bytes) -> CheckpointView:
-    """Opens a checkpoint of torch's own writer, whose ``.metadata`` is ``pickled``.
-
-    Raises `MetadataError` if the metadata is damaged, unsupported, or does not match the files, `UntrustedObject` if
-    unpickling it would run code, and `ConversionError` if a value is stored in a transformed form.
-    """
+    """Opens a checkpoint of torch's own writer, whose ``.metadata`` is ``pickled``."""
     catalog = TorchCatalog(storage, metadata_file_name(), pickled)
     stored = catalog.metadata()
     size_of = functools.cache(storage.head)
@@ -68,11 +61,6 @@ def read(storage: Storage, pickled: bytes) -> CheckpointView:
 
 
 def check(view: CheckpointView, options: ConvertOptions) -> None:
-    """Checks that a checkpoint can be converted.
-
-    Raises `ConversionError` for unsupported dtypes, for keys that would change, and for keys that cannot form a state
-    dict.
-    """
     check_paths(view)
     check_names(view)
     check_lists(view)
@@ -97,7 +85,6 @@ def _is_planned(dtype: torch.dtype) -> bool:
 
 
 def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: ConvertOptions) -> None:
-    """Writes a checkpoint with ``dcp.save`` in this process. Each tensor is read right before it is written."""
     values = dict.fromkeys(view.values) | {
         key: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for key, tensor in view.tensors.items()
     }

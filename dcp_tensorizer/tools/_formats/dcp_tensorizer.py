@@ -32,13 +32,11 @@ from .torch_file import check_names, check_paths
 
 
 def check(view: CheckpointView, options: ConvertOptions) -> None:
-    """Raises `ConversionError` if keys do not form one nested state dict, or are not strings."""
     check_paths(view)
     check_names(view)
 
 
 def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: ConvertOptions) -> None:
-    """Writes and commits a checkpoint, as the coordinator of a save does."""
     save_id = uuid.uuid4().hex
     items = _items(view)
     keys = {item.name: item.fqn for item in items}
@@ -79,7 +77,6 @@ def _items(view: CheckpointView) -> list[Item]:
 
 
 def _described(view: CheckpointView) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
-    """Returns DCP's metadata of the values, in their order."""
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = dict.fromkeys(
         view.values, BytesStorageMetadata()
     )

@@ -58,9 +58,7 @@ def open_checkpoint(
     """Opens a checkpoint of any format: a directory or a file, at a local path or URL.
 
     ``expected_format`` is one of `FORMATS`; by default, the format is recognised. ``encryption`` is the key of an
-    encrypted dcp_tensorizer checkpoint. Raises `NotCommitted` if there is no checkpoint, `ConversionError` if the
-    format is unknown or not ``expected_format``, `DecryptionError` if the key is missing, wrong or not needed, and
-    `CheckpointError` if the checkpoint is damaged or cannot be read.
+    encrypted dcp_tensorizer checkpoint.
     """
     return _open(_locate(path, options, expected_format), encryption)
 
@@ -70,7 +68,7 @@ def open_foreign(
 ) -> tuple[CheckpointView, dict[str, int]] | None:
     """Opens a checkpoint whose format is not this package's, and returns it with the sizes of its data files.
 
-    If there is no such checkpoint, returns None. If it cannot be read, raises what `open_checkpoint` raises.
+    If there is no such checkpoint, returns None.
     """
     try:
         location = _locate(path, options or {})
@@ -96,7 +94,7 @@ def open_all(
     """Opens several checkpoints (see `open_checkpoint`). Not all need to be encrypted.
 
     With ``look_at_files``, raises `ReadError` if data files of this package's checkpoints are missing or have other
-    sizes. If ``encryption`` is of another type, raises `TypeError` before reading anything.
+    sizes.
     """
     if encryption is not None:
         check_decryption(encryption)
@@ -112,10 +110,7 @@ def open_all(
 
 @dataclass(frozen=True, slots=True)
 class _Location:
-    """A checkpoint's location.
-
-    ``name`` is empty for a directory. ``parts`` is empty for a format that is not this package's.
-    """
+    """``name`` is empty for a directory, and ``parts`` for a format that is not this package's."""
 
     path: str
     format: str
@@ -202,11 +197,7 @@ def _is_directory(storage: Storage, name: str) -> bool:
 
 
 def new_paths(paths: Mapping[str, Path], options: ConvertOptions, source: str) -> dict[str, Path]:
-    """Returns the new path of each value, by its old key.
-
-    Raises `ConversionError` if two new keys are equal, a new key is empty, a rule of ``rename`` is invalid, or a rule
-    or ``strip_prefix`` matches no key.
-    """
+    """Returns the new path of each value, by its old key."""
     stripped = {key: _stripped(path, options.strip_prefix) for key, path in paths.items()}
     if options.strip_prefix and all(stripped[key] is paths[key] for key in paths):
         raise ConversionError(f"no selected key of {source} begins with {options.strip_prefix!r}. Change strip_prefix.")
@@ -244,7 +235,6 @@ def _stripped(path: Path, prefix: str) -> Path:
 
 
 def _renamed(paths: Mapping[str, Path], rules: Mapping[str, str], source: str) -> dict[str, Path]:
-    """Renames keys. Raises `ConversionError` for an invalid rule, or one that matches no key."""
     try:
         renaming = Renaming(rules)
     except ValueError as error:

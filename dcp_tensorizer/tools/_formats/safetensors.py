@@ -1,7 +1,6 @@
 """Reads and writes safetensors files by ranges, so that no tensor is in memory as a whole.
 
-The safetensors library reads only local files, and writes only tensors that are in memory. The layout of the files
-is in `_formats.safetensors`.
+The safetensors library reads only local files, and writes only tensors that are in memory.
 """
 
 from __future__ import annotations
@@ -29,20 +28,11 @@ _PARTS = "shard-*.safetensors"  # the files of torch's HuggingFaceStorageWriter(
 
 
 def read_directory(storage: Storage) -> CheckpointView:
-    """Opens the tensors of a model (see `ModelCatalog`). Joins tensors that several files hold in parts.
-
-    Raises `MetadataError` if a file is of another kind, damaged, or lacks a tensor of the index, or if the parts of a
-    tensor do not cover it exactly, and `ReadError` if a file cannot be read.
-    """
+    """Opens the tensors of a model (see `ModelCatalog`). Joins tensors that several files hold in parts."""
     return view_of(storage, storage.path, "safetensors", ModelCatalog(storage))
 
 
 def read(storage: Storage, name: str) -> CheckpointView:
-    """Opens the tensors of a file.
-
-    Raises `ConversionError` if the file has only parts of tensors, `MetadataError` if it is of another kind or damaged,
-    and `ReadError` if it cannot be read.
-    """
     path, file = f"{storage.path}/{name}", read_weight_file(storage, name)
     with naming(storage, path):
         offsets = saved_offsets(file.notes)
@@ -56,7 +46,6 @@ def read(storage: Storage, name: str) -> CheckpointView:
 
 
 def check(view: CheckpointView, options: ConvertOptions) -> None:
-    """Raises `ConversionError` for objects, and for dtypes and keys that the format cannot hold."""
     check_no_objects(view, "safetensors")
     for tensor in view.tensors.values():
         if (fault := fault_of(tensor.key, tensor.dtype, tensor.shape)) is not None:
@@ -70,7 +59,6 @@ def write(
     options: ConvertOptions,
     block_bytes: int = BLOCK,
 ) -> None:
-    """Writes a file (for a path that ends in ``.safetensors``), or a directory in Hugging Face's layout."""
     tensors = list(view.tensors.values())
     if path.endswith(".safetensors"):
         with new_file(path, storage_options) as (storage, name):

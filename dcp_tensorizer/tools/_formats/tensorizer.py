@@ -40,11 +40,7 @@ _MAX_HEADER = 1 << 20  # bytes of a tensor's header; the name in it has at most 
 
 
 def read(storage: Storage, name: str) -> CheckpointView:
-    """Opens the tensors of a file. Reading a tensor compares it with the CRC-32 in its header.
-
-    Raises `MetadataError` if the file is of another kind or damaged, `UnsupportedFormat` if it is of a newer version,
-    `ConversionError` if it is encrypted, and `ReadError` if it cannot be read.
-    """
+    """Opens the tensors of a file. Reading a tensor compares it with the CRC-32 in its header."""
     from tensorizer import CryptographyError, TensorDeserializer  # a slow import
     from tensorizer.serialization import TENSORIZER_VERSION
 
@@ -159,7 +155,6 @@ class _VerifiedReads:
 
 
 def check(view: CheckpointView, options: ConvertOptions) -> None:
-    """Raises `ConversionError` for values that tensorizer cannot hold or read, and for rules that cannot be applied."""
     check_no_objects(view, "a tensorizer file")
     keys = list(view.tensors)
     for key, name in zip(keys, stored_names(keys), strict=True):
@@ -186,7 +181,6 @@ def check(view: CheckpointView, options: ConvertOptions) -> None:
 
 
 def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], options: ConvertOptions) -> None:
-    """Writes a file or, with ``tensor_parallel``, a directory with a file for each rank."""
     tensors = list(view.tensors.values())
     if options.tensor_parallel == 1:
         with new_file(path, storage_options) as (storage, name):
@@ -214,7 +208,6 @@ def _write_file(storage: Storage, name: str, tensors: Sequence[StoredTensor], op
 
 
 def _split_dimension(key: str, options: ConvertOptions) -> int | None:
-    """Returns the dimension along which a tensor is split. For a tensor that is whole in each file, returns None."""
     return next((dim for pattern, dim in options.split.items() if fnmatch.fnmatchcase(key, pattern)), None)
 
 

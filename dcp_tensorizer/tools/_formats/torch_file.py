@@ -65,11 +65,6 @@ _PADDING_TAG = 0x4246
 
 
 def read(storage: Storage, name: str) -> CheckpointView:
-    """Opens a file with a state dict.
-
-    Raises `UntrustedObject` if loading would run code, `MetadataError` if the file is damaged, `ConversionError` if it
-    holds no state dict or is of an unsupported form, and `ReadError` if it is truncated or cannot be read.
-    """
     path = f"{storage.path}/{name}"
     nbytes = storage.head(name) or 0
     with naming(storage, path), storage.reading(name) as reader:
@@ -99,10 +94,7 @@ def read(storage: Storage, name: str) -> CheckpointView:
 
 
 def locate(storage: Storage, path: Path, tensor: torch.Tensor, file: str, start: int = 0) -> StoredTensor:
-    """Makes a stored tensor from one that `load_fake` has loaded. The loaded bytes begin at ``start`` in the file.
-
-    Raises `ConversionError` if the elements are not stored as plain bytes.
-    """
+    """Makes a stored tensor from one that `load_fake` has loaded. The loaded bytes begin at ``start`` in the file."""
     if not is_located(tensor):
         message = f"{key_of(path)!r} in {storage.path}/{file} is {_NOT_LOCATED}, and cannot be converted. Leave it out."
         raise ConversionError(message)
@@ -170,7 +162,6 @@ def _read_whole(storage: Storage, piece: Piece, strides: Sequence[int]) -> torch
 
 
 def check(view: CheckpointView, options: ConvertOptions) -> None:
-    """Raises `ConversionError` if the keys do not form one nested state dict."""
     check_paths(view)
     check_lists(view)
 
@@ -182,10 +173,6 @@ def write(
     options: ConvertOptions,
     block_bytes: int = BLOCK,
 ) -> None:
-    """Writes the nested state dict, reading tensors in blocks.
-
-    Raises `UntrustedObject` if loading an object would run code, and `ConversionError` if an object holds tensors.
-    """
     with new_file(path, storage_options) as (storage, name):
         records = _records(view)
         with written_file(storage, name, archive_size(records)) as write_piece:
@@ -349,8 +336,6 @@ def is_located(value: Any) -> bool:
 
 
 class _TensorFinder(pickle.Pickler):
-    """A pickler that collects all tensors that a pickle would contain."""
-
     def __init__(self) -> None:
         super().__init__(io.BytesIO())
         self.tensors: list[Any] = []

@@ -139,10 +139,7 @@ def _render(data: Mapping[str, Any]) -> bytes:
 
 
 def _tensor_row(tensor: StoredTensor, statistics: Sequence[Statistics | None]) -> list[Any]:
-    """Returns the page's row of a tensor: key, shape, dtype, bytes, and its statistics in each checkpoint.
-
-    The statistics of a checkpoint are a list in the order of FIELDS in ``data.js``.
-    """
+    """Returns a row of the page. The statistics of a checkpoint are in the order of FIELDS in ``data.js``."""
     rows = [
         None
         if one is None

@@ -33,7 +33,6 @@ class _Series(NamedTuple):
 
     @property
     def blocks(self) -> list[Region]:
-        """The blocks in which the tensor is read."""
         return list(blocks_of(self.tensors[0], max(1, _BLOCK // len(self.tensors))))
 
 
@@ -43,7 +42,7 @@ def measure(
     """Yields each tensor, as in the last checkpoint that has it, with its statistics in each checkpoint.
 
     For a checkpoint that lacks the tensor, or a dtype without arithmetic, the statistics are None. ``on_progress`` is
-    called with the bytes done and the total. Raises `CheckpointError` if a checkpoint is damaged or cannot be read.
+    called with the bytes done and the total.
     """
     keys = dict.fromkeys(key for view in reversed(views) for key in view.tensors)
     runs = {key: list(_runs(key, [view.tensors.get(key) for view in views])) for key in keys}

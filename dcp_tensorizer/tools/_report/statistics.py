@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-BINS = 40
-"""The number of bins of a shown histogram."""
+BINS = 40  # of a shown histogram
 
 _PIECE = 1 << 15  # elements: 256 KiB as float64, which fit into the core's own cache
 _SHIFT = 18
@@ -66,8 +65,6 @@ def _wide(elements: torch.Tensor) -> _Floats:
 
 
 class Running:
-    """Running statistics of the elements added so far, which can be merged."""
-
     def __init__(self) -> None:
         self._elements = self._zeros = self._nans = self._infinities = self._finite = 0
         self._mean = self._squares = self._distance = 0.0  # squares: the sum of squared differences from the mean
@@ -107,7 +104,6 @@ class Running:
         self._fine += np.bincount(bits, minlength=_FINE)
 
     def take(self, other: Running) -> None:
-        """Merges the statistics of other elements."""
         self._elements += other._elements
         self._zeros += other._zeros
         self._nans += other._nans

@@ -20,6 +20,7 @@ from dcp_tensorizer._memory import survival as survival_module
 from dcp_tensorizer._memory.client import KeeperConnection
 from dcp_tensorizer._memory.copies import CopyOptions, MemoryVote
 from dcp_tensorizer._memory.protocol import Found, StateHead, StatePart
+from dcp_tensorizer._memory.replicas import RESERVE
 from dcp_tensorizer._memory.survival import AllMemory, Predecessors, Survival, outdated
 from dcp_tensorizer._runtime.forks import Descriptor
 from dcp_tensorizer._runtime.threads import Deadline
@@ -204,13 +205,15 @@ def test_no_memory_for_the_next_state(
 ) -> None:
     """If another buffer does not fit into memory, the rank frees its states, and votes to hold no more."""
     keeper = hold(holding, writer, 1)
-    monkeypatch.setattr(survival_module, "available_memory", lambda: 1000)
+    monkeypatch.setattr(survival_module, "available_memory", lambda: 4096 + RESERVE)
+    assert holding.vote() == MemoryVote()
+    monkeypatch.setattr(survival_module, "available_memory", lambda: 4095 + RESERVE)
     with caplog.at_level(logging.WARNING):
         assert holding.vote() == MemoryVote(has_failed=True, ends=True)
     assert keeper.held == {}
     why = (
-        "another staging buffer takes 4,096 bytes, 4,300 with the allocations around it, and 1,000 bytes of memory are "
-        "available"
+        "another staging buffer takes 4,096 bytes, 268,439,551 bytes of memory are available, and 268,435,456 must "
+        "remain"
     )
     assert caplog.messages == [f"states are not held in memory from now on, and survive=60 is off: {why}"]
 

@@ -46,6 +46,25 @@ def test_a_delta_gives_the_new_bytes(nbytes: int) -> None:
     assert (result == new).all()
 
 
+@pytest.mark.parametrize("size", [1, 4099, 128 << 10, PIECE, 4 * PIECE], ids=lambda size: f"pieces of {size}")
+def test_a_long_delta_is_read_in_pieces_of_any_size(size: int) -> None:
+    """A delta gives the new bytes, whatever the pieces in which it is read, and in which it is applied."""
+    random = np.random.default_rng(size)
+    nbytes = 16 * PIECE if size > 1 else PIECE // 8
+    old = random.integers(0, 256, nbytes, dtype=np.uint8)
+    new = old.copy()
+    new[::2] ^= random.random(nbytes // 2) < 0.18
+    new[: nbytes // 3] = random.integers(0, 256, nbytes // 3, dtype=np.uint8)
+    made = delta_of(new, old)
+    assert made is not None
+    for step in (99_991, PIECE, nbytes):
+        result = old.copy()
+        decoder = DeltaDecoder(pieces(made[0], size), nbytes)
+        for start in range(0, nbytes, step):
+            decoder.xor_into(result[start : start + step])
+        assert digest_of(result.data) == made[1]
+
+
 def test_random_bytes_fit_into_the_longest_delta() -> None:
     """Incompressible data grows by less than the bound of readers."""
     data = np.random.default_rng(0).integers(0, 256, 3 * PIECE, dtype=np.uint8)
