@@ -25,7 +25,7 @@ from ._runtime.forks import in_child
 from ._runtime.interpreter import age_objects
 from ._runtime.ranks import world_size_of_job
 from ._runtime.threads import Deadline
-from ._runtime.torch_compat import path_of_save
+from ._runtime.torch_compat import path_of_save, real_tensors
 from ._runtime.validation import check_path, check_timeout
 from ._saving.report import Reports, SaveReport
 from ._saving.save import Save, SaveDescription
@@ -433,6 +433,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """Writes this rank's items and makes them durable.
 
         Raises:
+    @real_tensors()
             WriteError: the items cannot be written. The message names path, rank and, where known, key. This rank's
                 files are removed.
         """

@@ -20,9 +20,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tensorizer import EncryptionParams
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcp_tensorizer import SaveLimits, StagingError, TensorizerStorageReader, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._saving.save import SaveDescription
@@ -463,6 +465,35 @@ def test_a_copy_is_a_writer_of_its_own(tmp_path):
     with copied:
         dcp.async_save(state_of(4), storage_writer=copied).result()
     assert loaded(tmp_path) == (4.0, 4)
+
+class Zeros(TorchDispatchMode):
+    """A mode whose results are zeros, as those of `FakeTensorMode` become when they are written."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return torch.zeros_like(result) if isinstance(result, torch.Tensor) else result
+
+
+@pytest.mark.parametrize("mode", [lambda: FakeTensorMode(allow_non_fake_inputs=True), FakeTensorMode, Zeros])
+@pytest.mark.parametrize("options", [None, {}, {"overlap_staging": True, "staging": "shared"}], ids=str)
+def test_a_save_inside_a_dispatch_mode_stores_the_values(tmp_path, mode, options):
+    """Tensors have their values in the checkpoint, not what the mode makes of them, also in objects and parameters."""
+    state = {"view": torch.rand(6, 8)[:, ::2], "shared": torch.rand(9).share_memory_(), "pair": (torch.rand(3), 4)}
+    state["parameter"] = torch.nn.Parameter(torch.rand(5).bfloat16())
+    with TensorizerStorageWriter(tmp_path, **(options or {})) as writer:
+        if options is None and mode is FakeTensorMode:  # without `allow_non_fake_inputs`, DCP's planner itself fails
+            with mode(), pytest.raises(CheckpointException, match="Please convert all Tensors to FakeTensors"):
+                dcp.save(state, storage_writer=writer)
+            return
+        with mode():
+            saving = (dcp.save if options is None else dcp.async_save)(state, storage_writer=writer)
+        if options is not None:
+            getattr(saving, "upload_completion", saving).result()
+    target = {key: torch.zeros_like(value) if key != "pair" else None for key, value in state.items()}
+    dcp.load(target, storage_reader=TensorizerStorageReader(tmp_path))
+    assert target.pop("pair")[0].tolist() == state.pop("pair")[0].tolist()
+    assert {key: value.tolist() for key, value in target.items()} == {key: v.tolist() for key, v in state.items()}
+
 
 
 def test_a_copy_of_a_closed_writer_is_closed(tmp_path):
