@@ -441,7 +441,7 @@ def test_an_error_in_staging_names_the_key(tmp_path):
 
 @pytest.mark.parametrize("limit", [3, None])
 def test_failures_in_a_row_end_a_job_that_drops_its_futures(tmp_path, limit):
-    """After three failed saves `async_save` raises; without a limit it never does."""
+    """After three failed saves `async_save` raises, and the next one saves again; without a limit it never raises."""
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
     with TensorizerStorageWriter(blocked / "checkpoint", limits=SaveLimits(max_consecutive_failures=limit)) as writer:
@@ -455,16 +455,16 @@ def test_failures_in_a_row_end_a_job_that_drops_its_futures(tmp_path, limit):
         else:
             with pytest.raises(WriteError, match="3 saves in a row"):
                 dcp.async_save(state_of(1), storage_writer=writer)
+            with pytest.raises(CheckpointException) as caught:  # the next one is tried again, and fails
+                dcp.async_save(state_of(1), storage_writer=writer).result()
+            assert "cannot create" in str(cause(caught))
+            with pytest.raises(WriteError, match="4 saves in a row"):
+                dcp.async_save(state_of(1), storage_writer=writer)
+            blocked.unlink()
+            dcp.async_save(state_of(2), storage_writer=writer).result()
+            assert loaded(blocked / "checkpoint") == (2.0, 2)
     gc.collect()
 
-
-def test_a_copy_is_a_writer_of_its_own(tmp_path):
-    """A pickled writer, as `mp.spawn` sends one to each rank, saves like the original."""
-    with TensorizerStorageWriter(tmp_path) as writer:
-        copied = pickle.loads(pickle.dumps(writer))
-    with copied:
-        dcp.async_save(state_of(4), storage_writer=copied).result()
-    assert loaded(tmp_path) == (4.0, 4)
 
 class Zeros(TorchDispatchMode):
     """A mode whose results are zeros, as those of `FakeTensorMode` become when they are written."""
@@ -494,6 +494,14 @@ def test_a_save_inside_a_dispatch_mode_stores_the_values(tmp_path, mode, options
     assert target.pop("pair")[0].tolist() == state.pop("pair")[0].tolist()
     assert {key: value.tolist() for key, value in target.items()} == {key: v.tolist() for key, v in state.items()}
 
+
+def test_a_copy_is_a_writer_of_its_own(tmp_path):
+    """A pickled writer, as `mp.spawn` sends one to each rank, saves like the original."""
+    with TensorizerStorageWriter(tmp_path) as writer:
+        copied = pickle.loads(pickle.dumps(writer))
+    with copied:
+        dcp.async_save(state_of(4), storage_writer=copied).result()
+    assert loaded(tmp_path) == (4.0, 4)
 
 
 def test_a_copy_of_a_closed_writer_is_closed(tmp_path):
