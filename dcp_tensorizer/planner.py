@@ -86,7 +86,11 @@ class SavePlanner(DefaultSavePlanner):
 
     @collector_paused()
     def create_local_plan(self) -> SavePlan:
-        """Plans all items that this rank can write."""
+        """Plans all items that this rank can write.
+
+        Raises:
+            StagingError: a tensor is nested, or has integers of less than a byte. The message names the key.
+        """
         history = self._history
         if history is not None:
             history.begin()

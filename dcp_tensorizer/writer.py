@@ -134,7 +134,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         limits: Limits on waiting, memory and failures: see `SaveLimits`.
         local: A folder, on each node's own disk, that mirrors the path. Saves are first made durable in the folder, and
             sent to the path while no save needs the writer process.
-        max_unflushed: Training waits when this many checkpoints are only in the local folder; 3 by default.
+        max_unflushed: Training waits when this many checkpoints are only in the local folder; 3 by default. Another
+            number requires ``local``.
 
     Raises:
         TypeError: an argument is of a wrong type.
@@ -180,6 +181,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             max_unflushed=max_unflushed,
         )
         self._path = None if path is None else path_to_write(path, options.storage_options)
+        if local is None and max_unflushed != MAX_UNFLUSHED:
+            raise ValueError("max_unflushed requires local=, the folder whose checkpoints it counts. Pass both")
         if local is not None:
             target = target_of(path, local, options.storage_options, options.limits.timeout)
             options = replace(options, target=target)

@@ -173,7 +173,7 @@ def ls(
     from .. import tools
     from .views import show_listing
 
-    found = tools.list_checkpoints(path, storage_options=read_options(storage_option))
+    found = tools.list_checkpoints(path, storage_options=read_options(storage_option, path))
     return emit(found, lambda: show_listing(found, path), as_json=as_json)
 
 
@@ -193,7 +193,7 @@ def inspect(
     from .. import tools
     from .views import show_checkpoint
 
-    options, key = read_options(storage_option), read_key(key_file, passphrase_file)
+    options, key = read_options(storage_option, checkpoint), read_key(key_file, passphrase_file)
     inspected = tools.inspect(checkpoint, pattern, storage_options=options, encryption=key)
     return emit(inspected, lambda: show_checkpoint(inspected, chunks), as_json=as_json)
 
@@ -214,7 +214,7 @@ def verify(
     from .terminal import fields, progress
     from .views import show_verified
 
-    options = read_options(storage_option)
+    options = read_options(storage_option, checkpoint)
     with progress("verifying", hidden=as_json) as on_progress:
         verified = tools.verify(checkpoint, full=full, storage_options=options, on_progress=on_progress)
     result = {"path": shown_path(checkpoint), "ok": not verified.damages, "full": full} | fields(verified)
@@ -236,7 +236,7 @@ def diff(
     from .terminal import progress
     from .views import show_difference
 
-    options, key = read_options(storage_option), read_key(key_file, passphrase_file)
+    options, key = read_options(storage_option, before, after), read_key(key_file, passphrase_file)
     with progress("comparing", hidden=as_json) as on_progress:
         difference = tools.diff(before, after, storage_options=options, encryption=key, on_progress=on_progress)
     emit(difference, lambda: show_difference(difference), as_json=as_json)
@@ -320,7 +320,7 @@ def convert(
             target,
             to,
             options=conversion,
-            storage_options=read_options(storage_option),
+            storage_options=read_options(storage_option, source, target),
             encryption=read_key(key_file, passphrase_file),
             on_progress=on_progress,
         )
@@ -348,7 +348,7 @@ def report(
         reported = tools.report(
             checkpoints,
             output,
-            storage_options=read_options(storage_option),
+            storage_options=read_options(storage_option, *checkpoints, output),
             encryption=read_key(key_file, passphrase_file),
             on_progress=on_progress,
         )
@@ -403,7 +403,7 @@ def gc(
         older_than=None if older_than is None else read_seconds(older_than),
         only_data=only_data,
         dry_run=dry_run,
-        storage_options=read_options(storage_option),
+        storage_options=read_options(storage_option, path),
     )
     removed, kept = [one for one in removals if not one.kept], [one for one in removals if one.kept]
     total = sum(one.nbytes for one in removed)
@@ -451,7 +451,7 @@ def publish_add(
             step=step,
             max_deltas=max_deltas,
             keep_latest=keep_latest,
-            storage_options=read_options(storage_option),
+            storage_options=read_options(storage_option, model, published, previous),
             on_progress=on_progress,
         )
     return emit(version, lambda: show_published(version), as_json=as_json)
@@ -463,7 +463,7 @@ def publish_ls(published: Published, storage_option: StorageOptions = None, as_j
     from .._publish.versions import list_versions
     from .views import show_versions
 
-    versions = list_versions(published, storage_options=read_options(storage_option))
+    versions = list_versions(published, storage_options=read_options(storage_option, published))
     return emit(versions, lambda: show_versions(versions), as_json=as_json)
 
 
@@ -485,7 +485,7 @@ def publish_apply(
     from .terminal import fields, progress
     from .views import show_applied
 
-    options = read_options(storage_option)
+    options = read_options(storage_option, published)
     with progress("applying", hidden=as_json) as on_progress:
         applied = apply_delta(copy, published, version=version, storage_options=options, on_progress=on_progress)
     result = {"path": shown_path(copy)} | fields(applied)
@@ -514,7 +514,7 @@ def publish_verify(
     from .terminal import fields, progress
     from .views import show_versions_verified
 
-    options = read_options(storage_option)
+    options = read_options(storage_option, path)
     with progress("verifying", hidden=as_json) as on_progress:
         verified = verify_versions(path, version=version, storage_options=options, on_progress=on_progress)
     result = {"ok": not verified.damages} | fields(verified)
@@ -536,7 +536,7 @@ def publish_gc(
     from .._publish.versions import collect_versions
     from .views import show_versions_removed
 
-    options = read_options(storage_option)
+    options = read_options(storage_option, published)
     removed = collect_versions(published, keep_latest=keep_latest, dry_run=dry_run, storage_options=options)
     result = {"dry_run": dry_run, "bytes": sum(info.nbytes for info in removed), "removals": removed}
     return emit(result, lambda: show_versions_removed(removed, dry_run), as_json=as_json)

@@ -70,7 +70,9 @@ StorageOptions = Annotated[
 ]
 
 
-def read_options(given: list[str] | None) -> dict[str, Any]:
+def read_options(given: list[str] | None, *paths: str | None) -> dict[str, Any]:
+    if given and not any(path and ("://" in path or "::" in path) for path in paths):
+        raise typer.BadParameter("has no effect on local paths. Leave it out.", param_hint="--storage-option")
     options = {}
     for option in given or []:
         key, equals, text = option.partition("=")

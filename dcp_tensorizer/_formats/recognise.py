@@ -71,7 +71,8 @@ def _instead(storage: Storage) -> str:
     try:
         if has_data(storage):
             return (
-                f"it holds data without {name}. The save that wrote the data never finished, or is not finished yet, "
+                f"it holds data without {name}. The save that wrote the data never finished, or is not finished yet; "
+                f"or it is a local copy (local=) of a checkpoint that is, or will be, on the remote: read it there; "
                 f"or a copy has left out hidden files, as `cp step/* ...` does: copy the directory itself, with `cp -r`"
             )
         return f"there is no {name}, and {contents(storage)}. The path is wrong, or a save there never finished"
@@ -83,10 +84,15 @@ def _instead(storage: Storage) -> str:
 
 def kind_of_file(head: bytes) -> str:
     """Describes a file that was passed instead of a checkpoint, with advice."""
-    if head.startswith(b"PK\3\4") or looks_like_pickle(head):
+    if head.startswith(b"PK\3\4"):
         return (
             "like those that torch.save writes: load it with torch.load, or convert it to a checkpoint with "
             "`dcp-tensorizer convert`"
+        )
+    if looks_like_pickle(head):
+        return (
+            "in the pickle format, which torch.save wrote before torch 1.6: load it with torch.load, save it again "
+            "with torch.save, and convert the new file"
         )
     if head.startswith(MAGIC) or is_index(head):
         return "like those of a checkpoint: pass the directory of the checkpoint"

@@ -315,8 +315,8 @@ class Position:
     def warn_of_others(self, path: str) -> None:
         if self.others:
             logger.warning(
-                "%s: this job does not resume from %s. Such a checkpoint does not count, and is not deleted. It is "
-                "replaced if this job saves its step.",
+                "%s: this job neither counts nor deletes %s. Such a checkpoint is on another branch, or this package "
+                "did not save it, or cannot read it. It is replaced if this job saves its step.",
                 path,
                 listed(self.others),
             )

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from .._runtime.torch_compat import PART_NAMES, layout_of, plain_local, write_items
+from .._tensor_file.dtypes import check_plannable
 from .._tensor_file.regions import Integers
 
 KINDS = (WriteItemType.TENSOR, WriteItemType.SHARD, WriteItemType.BYTE_IO)
@@ -269,7 +270,7 @@ def _are_paths(planner_data: dict[Any, Any]) -> bool:
 
 
 def rows_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Iterator[Row]:
-    """Yields the rows of a state dict. Holds no reference to a row. Raises `Unsupported`.
+    """Yields the rows of a state dict. Holds no reference to a row. Raises `Unsupported`, and as `check_plannable`.
 
     torch makes a dozen objects per tensor, and computes which part of a DTensor a rank has. This function calls torch
     once for all tensors that are alike.
@@ -278,7 +279,7 @@ def rows_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Iterator[
     for key, value in state_dict.items():
         # Equal for tensors whose items differ only in their keys; None if the items depend on more than this.
         alike: Any = None
-        if type(value) in _PLAIN and PART_NAMES.isdisjoint(value.__dict__):
+        if type(value) in _PLAIN and not value.is_nested and PART_NAMES.isdisjoint(value.__dict__):
             alike = value.shape, _properties(TensorProperties.create_from_tensor(value))
         elif (local := plain_local(value)) is not None and (layout := layout_of(value)) is not None:
             alike = layout, _properties(TensorProperties.create_from_tensor(local))
@@ -286,6 +287,8 @@ def rows_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Iterator[
         if chunk is not None and type(key) is str:
             yield Row(key, chunk, -1)
             continue
+        if isinstance(value, torch.Tensor):
+            check_plannable(key, value)
         rows = list(map(row_of, write_items(key, value, is_coordinator=is_coordinator)))
         if alike is not None and len(rows) == 1 and rows[0].hint == -1:
             chunks[alike] = rows[0].chunk

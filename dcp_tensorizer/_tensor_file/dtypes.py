@@ -36,6 +36,12 @@ def check_supported(key: str, tensor: torch.Tensor) -> None:
         raise StagingError(f"{key!r} is a tensor {fault}, or leave it out of the state dict.")
 
 
+def check_plannable(key: str, tensor: torch.Tensor) -> None:
+    """Raises `StagingError`, naming the key, for a tensor on which DCP's planner fails without naming the key."""
+    if tensor.is_nested or tensor.dtype in _SUB_BYTE:
+        check_supported(key, tensor)
+
+
 def _fault(tensor: torch.Tensor) -> str | None:
     """Returns why a tensor cannot be saved, and advice, as words that follow "is a tensor"; None if it can be saved."""
     if tensor.is_nested:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from .._storage.base import Storage
 from .._storage.local import LocalStorage
 from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
+from .._tiers.target import subpath_of
 from ..errors import ConversionError, NotCommitted, WriteError
 
 _SHOWN = 50  # characters of the final name in a temporary name, so that error messages show which file it is
@@ -29,6 +31,24 @@ def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
         return open_storage(folder, options), name
     absolute = Path(absolute_path(path))
     return LocalStorage(absolute.parent), absolute.name
+
+
+def check_apart(output: str | os.PathLike[str], sources: Iterable[str | os.PathLike[str]]) -> None:
+    """Raises `ConversionError` if an output is one of the paths that a command reads, or is inside one of them."""
+    for source in sources:
+        if (inside := subpath_of(_real(source), _real(output))) is not None:
+            relation = "is inside" if inside else "is"
+            raise ConversionError(
+                f"the output {shown_path(os.fspath(output))} {relation} {shown_path(os.fspath(source))}, which is "
+                f"read. Choose another output."
+            )
+
+
+def _real(path: str | os.PathLike[str]) -> str:
+    """Returns a local path, or that of a ``file:`` URL, without links; other URLs as they are."""
+    absolute = absolute_path(path)
+    text = re.sub("^(file|local)://", "", os.fspath(absolute))
+    return os.path.realpath(text) if isinstance(absolute, Path) or text != absolute else text
 
 
 def shown_path(path: str) -> str:

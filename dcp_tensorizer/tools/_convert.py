@@ -60,7 +60,8 @@ def convert(
 
     Args:
         source: A checkpoint of this package or of torch's DCP, a tensorizer file, a safetensors file, a directory of
-            safetensors files, or a ``torch.save`` file; a local path, or any URL that fsspec opens.
+            safetensors files, or a ``torch.save`` file of torch 1.6 or newer; a local path, or any URL that fsspec
+            opens.
         target: A local path or URL. Nothing may exist there, except an empty directory if the format writes a
             directory. Links are followed. ``dcp_tensorizer``, ``dcp``, and ``tensorizer`` with ``tensor_parallel``
             write a directory; ``torch``, and ``tensorizer`` otherwise, a file. ``safetensors`` writes a file if the

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from .._runtime.spans import Span
 from ..errors import NotCommitted, ReadError
-from ._atomic_output import beside
+from ._atomic_output import beside, check_apart
 
 _Path = str | os.PathLike[str]
 
@@ -63,12 +63,12 @@ def trace(sources: Sequence[_Path], output: _Path = "trace.json") -> Traced:
     The processes of a host share a clock. Clocks of different hosts are aligned by the wall-clock time.
 
     Args:
-        sources: Trace files, or folders of trace files.
+        sources: Trace files, or folders of trace files. Each file counts once.
         output: The trace: a local path, or a URL. An existing file is replaced.
 
     Raises:
         ValueError: there are no sources.
-        ConversionError: ``output`` is a URL without a file name or a directory.
+        ConversionError: ``output`` is a URL without a file name or a directory, or is one of the trace files.
         NotCommitted: a source is neither a trace file nor a folder with one, or the files hold neither a save nor a
             load.
         ReadError: a file cannot be read, or is not a trace file.
@@ -76,9 +76,10 @@ def trace(sources: Sequence[_Path], output: _Path = "trace.json") -> Traced:
     """
     if not sources:
         raise ValueError("sources is empty. Name at least one trace file or folder.")
-    records = [
-        record for source in sources for file in _files(Path(os.path.expanduser(source))) for record in _records(file)
-    ]
+    found = [file for source in sources for file in _files(Path(os.path.expanduser(source)))]
+    files = {os.path.realpath(file): file for file in found}
+    check_apart(output, files)
+    records = [record for file in files.values() for record in _records(file)]
     if not records:
         raise NotCommitted(f"{', '.join(map(str, sources))}: the trace files hold no save and no load")
     # Convert all spans to the clock of the first record's host, with one offset per host. Seconds since the epoch,

@@ -217,7 +217,7 @@ def test_going_back_begins_a_branch(tmp_path: Path, caplog: pytest.LogCaptureFix
     saved(tmp_path, 5, 10, 15, 20)
     with manager_of(tmp_path, keep_latest=1) as manager:
         assert manager.restore(state_of(0), 10) == 10
-        assert "does not resume from 'step-15', 'step-20'. Such a checkpoint does not count" in said(caplog)
+        assert "this job neither counts nor deletes 'step-15', 'step-20'. Such a checkpoint is on" in said(caplog)
         manager.save(12, state_of(12), wait=True)
         assert manager.steps() == [12]
     assert directories_in(tmp_path) == ["step-12", "step-15", "step-20"]
@@ -225,6 +225,23 @@ def test_going_back_begins_a_branch(tmp_path: Path, caplog: pytest.LogCaptureFix
         assert (manager.latest(), manager.restore(state_of(0))) == (12, 12)
         manager.save(17, state_of(17), wait=True)
         assert manager.steps() == [12, 17]
+
+
+def test_a_job_resumes_from_what_torch_has_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The warning says that the job neither counts nor deletes torch's checkpoints, and denies no resume from one."""
+    for step in (10, 20):
+        dcp.save(state_of(step), checkpoint_id=tmp_path / f"step-{step}")
+    state = state_of(0)
+    with manager_of(tmp_path, keep_latest=1) as manager:
+        assert (manager.restore(state), state["step"]) == (20, 20)
+        assert said(caplog) == (
+            f"{tmp_path}: this job neither counts nor deletes 'step-10', 'step-20'. Such a checkpoint is on another "
+            f"branch, or this package did not save it, or cannot read it. It is replaced if this job saves its step."
+        )
+        for step in (30, 40):
+            manager.save(step, state_of(step), wait=True)
+        assert manager.steps() == [40]
+    assert directories_in(tmp_path) == ["step-10", "step-20", "step-40"]
 
 
 def test_the_same_step_after_going_back(tmp_path: Path) -> None:

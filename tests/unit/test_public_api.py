@@ -231,6 +231,11 @@ def test_the_arguments_of_the_writer_are_pinned() -> None:
             "local must be a local folder, got a URL",
         ),
         ({"max_unflushed": 0}, ValueError, "max_unflushed must be an int of at least 1, got 0."),
+        (
+            {"max_unflushed": 2},
+            ValueError,
+            "max_unflushed requires local=, the folder whose checkpoints it counts. Pass both",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

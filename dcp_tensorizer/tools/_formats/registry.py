@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..._formats.recognise import format_of, has_data, nothing_committed
+from ..._formats.recognise import contents, format_of, has_data, kind_of_file, nothing_committed
 from ..._formats.rename import Renaming
-from ..._index.container import is_index
+from ..._index.container import is_index, looks_like_pickle
 from ..._loading.run import check_files
 from ..._storage.base import Storage
 from ..._storage.open import open_storage
@@ -176,13 +176,17 @@ def _file_format(storage: Storage, name: str) -> str:
         if has_data(directory := storage.child(name)):
             raise nothing_committed(directory) from error
         hint = where_below(directory) or " Name a checkpoint itself: the directory or the file of one save."
-        raise NotCommitted(f"{path} holds no checkpoint of a known format ({', '.join(FORMATS)}).{hint}") from error
+        known = ", ".join(FORMATS)
+        raise NotCommitted(
+            f"{path} holds no checkpoint of a known format ({known}): {contents(directory)}.{hint}"
+        ) from error
     for first_bytes, name_of_format in _FIRST_BYTES.items():
         if head.startswith(first_bytes):
             return name_of_format
     if head[8:] == b"{":
         return "safetensors"
-    raise ConversionError(f"{path} is in none of the formats {', '.join(FORMATS)}.")
+    advice = f" It is a file {kind_of_file(head)}." if looks_like_pickle(head) else ""
+    raise ConversionError(f"{path} is in none of the formats {', '.join(FORMATS)}.{advice}")
 
 
 def _is_directory(storage: Storage, name: str) -> bool:

@@ -15,7 +15,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from ..._tensor_file.dtypes import dtype_name
-from .._atomic_output import beside
+from .._atomic_output import beside, check_apart
 from .._find import step_of
 from .._formats.registry import open_all
 from .._view import CheckpointView, StoredTensor
@@ -71,7 +71,7 @@ def report(
         NotCommitted: there is no checkpoint at one of the paths.
         DecryptionError: the key is missing, wrong, or given although no checkpoint is encrypted.
         WriteError: the page cannot be written.
-        ConversionError: ``output`` is a URL without a file name or a directory.
+        ConversionError: ``output`` is a URL without a file name or a directory, or is a checkpoint or inside one.
         CheckpointError: a checkpoint is damaged or cannot be read.
     """
     if not checkpoints:
@@ -79,6 +79,7 @@ def report(
     started = time.monotonic()
     options = storage_options or {}
     views = open_all(checkpoints, options, encryption)
+    check_apart(output, checkpoints)
     steps = [step_of(_name(view)) for view in views]
     if None not in steps and len(set(steps)) == len(steps):
         views.sort(key=lambda view: step_of(_name(view)) or 0)

@@ -240,6 +240,8 @@ def test_gc(checkpoint: Path) -> None:
         (["gc", "{checkpoint}", "--older-than", "long"], "long"),
         (["gc", "{checkpoint}", "--keep-latest", "0"], "--keep-latest"),
         (["ls", "memory://x", "--storage-option", "novalue"], "KEY=VALUE"),
+        (["ls", "{checkpoint}", "--storage-option", "anon=true"], "--storage-option: has no effect on local paths"),
+        (["diff", "{checkpoint}", "{checkpoint}", "--storage-option", "anon=true"], "has no effect on local paths"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -257,11 +259,15 @@ def test_files_that_are_not_checkpoints(checkpoint: Path, tmp_path: Path) -> Non
     """A file of an unknown kind is refused by name, and a pickled module with advice."""
     (tmp_path / "notes").write_text("of a person")
     torch.save(torch.nn.Linear(1, 1), tmp_path / "module.pt")
+    torch.save({"w": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     for command, *more in (["inspect"], ["verify"], ["report", "-o", tmp_path / "report.html"]):
         code, _, err = run(command, tmp_path / "notes", *more)
         assert (code, "notes" in err) == (2, True)
         code, _, err = run(command, tmp_path / "module.pt", *more)
         assert (code, "save its state dict" in err) == (2, True)
+    for command, *more in (["inspect"], ["verify"], ["convert", tmp_path / "new", "--to", "dcp"]):
+        code, _, err = run(command, tmp_path / "old.pt", *more)
+        assert (code, "load it with torch.load, save it again with torch.save, and convert" in err) == (2, True), err
 
 
 def test_files_and_folders_of_other_formats(checkpoint: Path, tmp_path: Path) -> None:
@@ -695,6 +701,19 @@ def test_report(checkpoint: Path, tmp_path: Path) -> None:
     assert (code, out.startswith(f"{tmp_path}/page.html (")) == (0, True)
     assert "): 3 tensors of 1 checkpoint, in " in out
     assert told("report", checkpoint, "-o", tmp_path / "page.html")["checkpoints"] == [str(checkpoint)]  # type: ignore[call-overload, index]
+
+
+@pytest.mark.parametrize("name", ["ckpt/.metadata", "ckpt/report.html", "m.safetensors", "link"])
+def test_a_report_replaces_nothing_that_it_reads(checkpoint: Path, tmp_path: Path, name: str) -> None:
+    """An output that is a checkpoint or inside one, also behind a link, is refused, and the checkpoint stays whole."""
+    shutil.copytree(checkpoint, tmp_path / "ckpt")
+    run("convert", checkpoint, tmp_path / "m.safetensors", "--to", "safetensors", "--include", "model.*")
+    (tmp_path / "link").symlink_to("ckpt/.metadata")
+    before = [run("diff", tmp_path / source, tmp_path / source)[0] for source in ("ckpt", "m.safetensors")]
+    code, _, err = run("report", tmp_path / "ckpt", tmp_path / "m.safetensors", "-o", f"file://{tmp_path / name}")
+    assert (code, "which is read. Choose another output." in err) == (2, True), err
+    assert before == [run("verify", tmp_path / source)[0] for source in ("ckpt", "m.safetensors")] == [0, 0]
+    assert not (tmp_path / "ckpt" / "report.html").exists()
 
 
 def test_trace(tmp_path: Path) -> None:

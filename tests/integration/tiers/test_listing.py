@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ import pytest
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._tensor_file.names import data_file_name
 from dcp_tensorizer._tiers.flush import Flusher
-from dcp_tensorizer.errors import ReadError
-from dcp_tensorizer.tools import Collected, collect, list_checkpoints
+from dcp_tensorizer.errors import NotCommitted, ReadError
+from dcp_tensorizer.tools import Collected, collect, convert, inspect, list_checkpoints, verify
 from dcp_tensorizer.tools._gc import plan_collection, remove
 
 from .support import Run, unlistable
@@ -56,6 +57,19 @@ def test_a_copy_of_what_is_flushed_stays(run: Run) -> None:
     assert states(run.local) == {5: "flushed"}
     assert gc(run.local) == ()
     assert len(list((run.local / "step-5").iterdir())) == 1
+
+
+def test_a_copy_of_what_is_flushed_is_not_taken_for_a_dead_save(run: Run, tmp_path: Path) -> None:
+    """The error of each command that reads a local copy says that the checkpoint is on the remote."""
+    run.save_unflushed(5)
+    flush(run)
+    read: list[Callable[[Path], object]] = [verify, inspect, lambda path: convert(path, tmp_path / "m", "torch")]
+    for tool in read:
+        with pytest.raises(
+            NotCommitted, match=r"or it is a local copy \(local=\) of a checkpoint that is, or will be, on the re"
+        ):
+            tool(run.local / "step-5")
+        tool(run.remote / "step-5")
 
 
 def test_what_no_record_is_of_goes(run: Run) -> None:

@@ -74,7 +74,7 @@ def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
             "like those that torch.save writes: load it with torch.load, or convert it to a checkpoint with "
             "`dcp-tensorizer convert`.",
         ),
-        (pickle.dumps({}), "like those that torch.save writes: load it"),
+        (pickle.dumps({}), "in the pickle format, which torch.save wrote before torch 1.6: load it with torch.load, "),
         (data.read_bytes(), "like those of a checkpoint: pass the directory of the checkpoint."),
         ((tmp_path / "step-1" / ".metadata").read_bytes(), "like those of a checkpoint: pass the directory of the"),
         (b'\x10\0\0\0\0\0\0\0{"w": {}}', "in the safetensors format: convert it"),
@@ -95,7 +95,8 @@ def test_what_a_directory_without_metadata_holds(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "step-1", {"w": torch.ones(5000)})
     (tmp_path / "step-1" / ".metadata").unlink()
     assert reason("step-1").startswith(
-        "it holds data without .metadata. The save that wrote the data never finished, or is "
+        "it holds data without .metadata. The save that wrote the data never finished, or is not finished yet; or it "
+        "is a local copy (local=) of a checkpoint that is, or will be, on the remote: read it there; or a copy has "
     )
     assert reason("step-1").endswith("as `cp step/* ...` does: copy the directory itself, with `cp -r`.")
     assert reason("") == (

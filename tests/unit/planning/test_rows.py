@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.device_mesh import DeviceMesh
 
-from dcp_tensorizer import SavePlanner
+from dcp_tensorizer import SavePlanner, StagingError
 from dcp_tensorizer._index.schema import item_key
 from dcp_tensorizer._planning.columns import (
     PackedPaths,
@@ -52,6 +53,30 @@ def test_tensors_that_are_not_quite_alike_have_rows_of_their_own() -> None:
     assert list(rows_of(state, is_coordinator=True)) == list(map(row_of, theirs))
     columns, hints = columns_of_rows(rows_of(state, is_coordinator=True), None)
     assert list(map(item_of, columns.rows(hints))) == theirs
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+            r"of nested tensors \(layout torch\.strided\)",
+        ),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            r"of nested tensors \(layout torch\.jagged\)",
+        ),
+        (lambda: torch.ones(2, dtype=torch.uint8).view(torch.uint4), "of dtype torch.uint4, which DCP cannot plan"),
+    ],
+    ids=["strided", "jagged", "uint4"],
+)
+def test_tensors_that_torch_cannot_plan(make: Callable[[], torch.Tensor], words: str) -> None:
+    """The error of `SavePlanner` names the key, which torch's does not."""
+    planner = SavePlanner()
+    planner.set_up_planner({"model": {"plain": torch.ones(2), "odd": make()}}, is_coordinator=True)
+    with pytest.raises(StagingError, match=f"^'model.odd' is a tensor {words}"):
+        planner.create_local_plan()
 
 
 def test_a_key_that_is_no_string_is_left_to_torch() -> None:

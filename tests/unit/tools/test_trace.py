@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dcp_tensorizer import NotCommitted, ReadError
+from dcp_tensorizer import ConversionError, NotCommitted, ReadError
 from dcp_tensorizer.tools import Traced, trace
 
 SAVE = [
@@ -99,6 +99,26 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     write(file, {}, end='\n{"kind": "sa\n')
     with pytest.raises(ReadError, match=rf"^line 2 of {file} is not a report of spans: "):
         trace([tmp_path], tmp_path / "trace.json")
+
+
+def test_a_file_that_is_named_twice_counts_once(tmp_path: Path) -> None:
+    """A file that is a source itself, in a folder that is a source, and behind a link, counts once."""
+    (tmp_path / "spans").mkdir()
+    write(file := tmp_path / "spans" / "h-1.spans.jsonl", {"kind": "load"}, {})
+    (tmp_path / "link").symlink_to(file)
+    traced = trace([tmp_path / "spans", file, tmp_path / "link"], tmp_path / "trace.json")
+    assert (traced.saves, traced.loads, traced.spans) == (1, 1, 2 * len(SAVE))
+
+
+def test_a_trace_replaces_no_file_that_it_reads(tmp_path: Path) -> None:
+    """An output that is one of the trace files is refused, and the file stays."""
+    write(file := tmp_path / "h-1.spans.jsonl", {})
+    before = file.read_bytes()
+    with pytest.raises(
+        ConversionError, match=rf"^the output {file} is {file}, which is read\. Choose another output\.$"
+    ):
+        trace([tmp_path], file)
+    assert file.read_bytes() == before
 
 
 def test_there_must_be_something_to_trace(tmp_path: Path) -> None:

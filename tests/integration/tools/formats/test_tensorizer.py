@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tensorizer import TensorDeserializer, TensorSerializer
 from torch import nn
 
-from dcp_tensorizer import ChecksumMismatch, ConversionError
+from dcp_tensorizer import ChecksumMismatch, ConversionError, NotCommitted
 from dcp_tensorizer._tensor_file.regions import Region
 from dcp_tensorizer.tools import ConvertOptions, convert
 from dcp_tensorizer.tools._formats import safetensors, torch_file
@@ -119,6 +119,20 @@ def test_the_first_rule_for_a_split_counts(tmp_path: Path) -> None:
     found = [tensors_of(tmp_path / "b" / f"model-rank-00{rank}.tensors") for rank in (0, 1)]
     for key, tensor in tensors_of(tmp_path / "a").items():
         assert same(torch.cat([part[key] for part in found]), tensor)
+
+
+def test_the_files_of_a_split_are_read_one_by_one(tmp_path: Path) -> None:
+    """The directory with the files of all ranks is refused by the names of these files, each of which converts."""
+    make_checkpoint(tmp_path / "a", {"w": filled(torch.float32, (4, 3))})
+    convert(tmp_path / "a", tmp_path / "b", "tensorizer", options=ConvertOptions(tensor_parallel=2, split={"w": 0}))
+    with pytest.raises(
+        NotCommitted, match=r": it holds model-rank-000\.tensors, model-rank-001\.tensors\. Name a check"
+    ):
+        convert(tmp_path / "b", tmp_path / "c", "torch")
+    for rank in (0, 1):
+        convert(tmp_path / "b" / f"model-rank-00{rank}.tensors", tmp_path / f"{rank}.pt", "torch")
+    parts = [torch.load(tmp_path / f"{rank}.pt")["w"] for rank in (0, 1)]
+    assert same(torch.cat(parts), tensors_of(tmp_path / "a")["w"])
 
 
 def tensorizer_file(path: Path) -> Path:
