@@ -263,5 +263,5 @@ def show_versions_removed(removed: Sequence[VersionInfo], dry_run: bool) -> None
 
 def _below(found: str, path: str) -> str:
     """Returns a path relative to the directory given to the command; for that directory, its whole path."""
-    above = shown_path(path).rstrip("/")
-    return found.removeprefix(above).lstrip("/") or found
+    above = shown_path(path).rstrip("/") + "/"
+    return found.removeprefix(above).lstrip("/") if found.startswith(above) else found

@@ -29,12 +29,13 @@ def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
     """Checks a ``torch.save`` file before the weights-only rules of ``torch.load`` are applied.
 
     The elements of tensors must be uncompressed, and at the offsets that torch computes. Returns the offset of each
-    record's header and the record's size, in file order. Raises `EOFError` if the end of the file is missing, and
+    record's header and the record's size, in file order. Raises `EOFError` if the end of the file is missing,
+    `NotImplementedError` for files that torch can load, but whose tensors are not stored as plain bytes, and
     `ValueError` for any other file, or if the archive would take more time or memory than its size justifies.
     """
     file.seek(0)
     if file.read(4) != b"PK\3\4":
-        raise ValueError(
+        raise NotImplementedError(
             "it is not a zip archive. Load files of torch < 1.6 with torch, and save them again. What FileSystemWriter "
             "wrote with serialization_format=SAFETENSORS, torch's FileSystemReader cannot load either: save it without "
             "that option."
@@ -46,18 +47,23 @@ def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
         if name.endswith("/data.pkl"):
             check_pickle(_record(file, info))
         if name.endswith("/byteorder") and _record(file, info) == b"big":
-            raise ValueError("it is from a big-endian machine. Load it with torch on this machine, and save it again.")
+            raise NotImplementedError(
+                "it is from a big-endian machine. Load it with torch on this machine, and save it again."
+            )
     # With this record, torch does not look up offsets: it computes them as if a descriptor followed each record.
     is_counted = any(info.filename.endswith("/.format_version") for info in infos)
     if is_counted and any(info.file_size and not info.flag_bits & _HAS_DESCRIPTOR for info in infos):
-        raise ValueError("it was repacked in a layout other than torch.save's. Load it with torch, and save it again.")
+        raise NotImplementedError(
+            "it was repacked in a layout other than torch.save's. Load it with torch, and save it again."
+        )
     return sorted((info.header_offset, info.file_size) for info in infos)
 
 
 def check_archive(file: IO[bytes], nbytes: int) -> zipfile.ZipFile:
     """Opens an archive of uncompressed records that do not overlap.
 
-    Raises `EOFError` if the end of the file is missing, and `ValueError` for any other archive.
+    Raises `EOFError` if the end of the file is missing, `NotImplementedError` for a compressed or repacked archive, and
+    `ValueError` for any other archive.
     """
     directory = _directory(file, nbytes)
     file.seek(0)
@@ -67,7 +73,7 @@ def check_archive(file: IO[bytes], nbytes: int) -> zipfile.ZipFile:
         raise ValueError(f"{type(error).__name__}: {error}") from error
     infos = archive.infolist()
     if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
-        raise ValueError("it is compressed. Load it with torch, and save it again.")
+        raise NotImplementedError("it is compressed. Load it with torch, and save it again.")
     end = 0
     for info in sorted(infos, key=lambda info: info.header_offset):
         if info.file_size != info.compress_size or info.header_offset < end or info.flag_bits & 1:
@@ -87,7 +93,7 @@ def _directory(file: IO[bytes], nbytes: int) -> int:
     if signature != b"PK\5\6":
         raise EOFError("its last bytes are not the end of an archive: it is truncated, or was repacked")
     if comment or here != total:
-        raise ValueError("it was repacked. Load it with torch, and save it again.")
+        raise NotImplementedError("it was repacked. Load it with torch, and save it again.")
     locator_offset = end - _LOCATOR_64.size
     locator = _read(file, locator_offset, _LOCATOR_64.size) if locator_offset >= _END_64.size else b""
     if locator[:4] == b"PK\6\7":

@@ -16,6 +16,7 @@ from .._storage.base import Storage
 from .._storage.local import LocalStorage
 from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
+from .._storage.urls import protocols_of
 from .._tiers.target import subpath_of
 from ..errors import ConversionError, NotCommitted, WriteError
 
@@ -52,8 +53,9 @@ def _real(path: str | os.PathLike[str]) -> str:
 
 
 def shown_path(path: str) -> str:
-    """Returns an absolute path, or a URL without credentials, for metadata and messages."""
-    return redact(str(absolute_path(path)))
+    """Returns an absolute path, or a URL without credentials, for metadata and messages, as `Storage.path` has it."""
+    is_local_url = protocols_of(path) in (["file"], ["local"])
+    return open_storage(path).path if is_local_url else redact(str(absolute_path(path)))
 
 
 @contextmanager

@@ -58,6 +58,8 @@ class ChunkInfo:
         nbytes: Stored bytes.
         rank: The rank that wrote the chunk; None for an empty chunk, or if the format has no ranks.
         file, file_offset: The location of the first byte; None for an empty chunk.
+
+    In torch's DCP format, the stored bytes are those of a ``torch.save`` archive, which also an empty chunk has.
     """
 
     offset: tuple[int, ...]
@@ -72,7 +74,7 @@ class ChunkInfo:
 class TensorInfo:
     """A tensor. ``dtype`` is torch's name, such as ``bfloat16``.
 
-    If the locations of the chunks are unknown, as in torch's DCP format, ``chunks`` is empty.
+    If ranks saved contradictory chunks of the tensor, ``chunks`` is empty.
     """
 
     key: str

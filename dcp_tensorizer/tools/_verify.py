@@ -114,7 +114,7 @@ def verify(
         UnsupportedFormat: the checkpoint has a format or version that this release does not read.
         MetadataError: the metadata is damaged, so that there is nothing to compare with. For a checkpoint in a folder,
             this is one of the ``damages`` instead.
-        ConversionError: a checkpoint of another format is damaged, or has values that cannot be read.
+        ConversionError: a checkpoint of another format has values that cannot be read.
         ReadError: the checkpoint cannot be read, which does not prove damage, or it was replaced or removed during the
             verification.
     """
@@ -185,7 +185,7 @@ def _verify_foreign(
             else:
                 done += len(value.read())
                 on_progress(done, total)
-        except ReadError as error:
+        except CheckpointError as error:
             if not is_damage(error):
                 raise
             chunk = value.chunks[0].item if isinstance(value, StoredTensor) and value.chunks else None
@@ -443,10 +443,14 @@ def block_sections(items: Sequence[KeyedItem]) -> Iterator[CheckedRange]:
 def file_sections(
     storage: Storage, name: str, items: Sequence[KeyedItem], nbytes: int, part: Metadata
 ) -> Iterator[CheckedRange]:
-    """Yields ranges that cover every byte of a file of ``nbytes`` bytes. ``part`` is the metadata that names it."""
+    """Yields ranges that cover every byte of a file of ``nbytes`` bytes, or if its index is damaged, all but headers.
+
+    ``part`` is the metadata that names the file.
+    """
     record = part.storage_data.get("encryption")
     # The layout does not depend on the key.
     layouts = _layouts(items, None if record is None else Cipher(b"", record["derivation"]))
+    all_items, head = items, b""
     with suppress(CheckpointError, OSError):  # a damaged file
         with storage.reading(name) as reader:
             head = reader.read_range(0, len(layouts[0].head))
@@ -455,15 +459,16 @@ def file_sections(
             listed = tensorizer.read(storage, name).tensors.values()
             empty = [KeyedItem(t.key, t.chunks[0].item, t.shape) for t in listed if not t.nbytes]
             all_items = sorted([*items, *empty], key=lambda keyed: keyed.item.offset)
-            of_all = _layouts(all_items, None)
-            if head in [layout.head for layout in of_all]:
-                items, layouts = all_items, of_all
-    # The offsets of the tensors show which hashes the headers have, unless padding makes both layouts equal.
-    offsets = [keyed.item.offset for keyed in items]
-    fitting = [layout for layout in layouts if [entry.offset for entry in layout.entries] == offsets] or layouts[:1]
-    yield _Constant(0, fitting[0].head, "the index of its tensors")
-    for (key, item, _), *entries in zip(items, *(layout.entries for layout in fitting), strict=True):
-        yield _TensorWithHeader(key, item, entries)
+            layouts = _layouts(all_items, None)
+    # The head shows which hashes the headers have, unless padding makes both layouts equal.
+    fitting = [layout for layout in layouts if layout.head == head]
+    if fitting:
+        yield _Constant(0, head, "the index of its tensors")
+        for (key, item, _), *entries in zip(all_items, *(layout.entries for layout in fitting), strict=True):
+            yield _TensorWithHeader(key, item, entries)
+    else:  # without the index, the locations of the headers are unknown
+        yield _Constant(0, layouts[0].head, "the index of its tensors")
+        yield from block_sections(items)
     yield _Constant(nbytes - len(END), END, "its end")
 
 

@@ -68,7 +68,7 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[Region], torch.Tensor]  # reads a region into a CPU tensor in C order; raises `CheckpointError`
-    # cover the whole tensor; empty if the stored bytes are not its elements, or their locations are unknown
+    # cover the whole tensor; empty if the chunks of ranks contradict each other, or for a part that is to be written
     chunks: tuple[Piece, ...] = ()
 
     @property

@@ -12,7 +12,7 @@ import torch
 
 from ..._runtime.threads import cores
 from ..._storage.base import RangeReader, Storage
-from ...errors import CheckpointError, ConversionError
+from ...errors import CheckpointError, ConversionError, MetadataError
 from .._view import CheckpointView, StoredTensor
 
 _IN_MEMORY = 512 << 20  # bytes of tensors, unless a single one is larger
@@ -99,18 +99,20 @@ def _check_values(options: ConvertOptions) -> None:
 
 @contextmanager
 def naming(storage: Storage, path: str) -> Iterator[None]:
-    """Converts errors from parsing a file to `ConversionError` with the path and without credentials.
+    """Converts errors from parsing a file to `MetadataError`, which is damage, with the path and without credentials.
 
-    `CheckpointError` and `OSError` pass through. To report a truncated file as damage (`ReadError`), enter
-    `Storage.reading` inside this context.
+    `CheckpointError` and `OSError` pass through. `NotImplementedError`, for an undamaged file of an unsupported form,
+    and `MemoryError` become `ConversionError`. To report a truncated file as `ReadError`, enter `Storage.reading`
+    inside this context.
     """
     try:
         yield
     except (CheckpointError, OSError):
         raise
     except Exception as error:  # including OverflowError, RecursionError and MemoryError from hostile files
-        what = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-        raise ConversionError(storage.scrub(f"{path} cannot be read: {what}")) from storage.cause(error)
+        what = str(error) if type(error) in (ValueError, NotImplementedError) else f"{type(error).__name__}: {error}"
+        kind = ConversionError if isinstance(error, NotImplementedError | MemoryError) else MetadataError
+        raise kind(storage.scrub(f"{path} cannot be read: {what}")) from storage.cause(error)
 
 
 class FileRange(io.RawIOBase):

@@ -22,16 +22,17 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..._formats.catalog import check_chunks
+from ..._formats.catalog import Piece, check_chunks
 from ..._formats.torch_dcp import TorchCatalog
 from ..._loading.run import copy_elements
 from ..._runtime.torch_compat import FsspecWriter, StorageInfo
 from ..._storage.base import Storage
-from ..._tensor_file.names import metadata_file_name
+from ..._tensor_file.dtypes import dtype_name
+from ..._tensor_file.names import StoredItem, metadata_file_name
 from ..._tensor_file.regions import Region, part_of
-from ...errors import CheckpointError, ConversionError, MetadataError, ReadError, WriteError
+from ...errors import CheckpointError, ConversionError, MetadataError, WriteError
 from .._atomic_output import new_directory, shown_path
-from .._view import CheckpointView, Path, StoredObject, StoredTensor, StoredValue, named_paths, read_region
+from .._view import CheckpointView, Path, StoredObject, StoredTensor, StoredValue, named_paths, read_region, whole
 from .common import ConvertOptions, FileRange, naming
 from .torch_file import check_lists, check_names, check_paths, load_fake, locate, nested
 
@@ -101,8 +102,9 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
                 save(nested(values, view.paths), storage_writer=writer, planner=_ReadingPlanner(view), no_dist=True)
         except CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
-            if isinstance(cause, CheckpointError):
-                raise cause from cause.__cause__  # the class of the error shows whether it is damage
+            # The class of a CheckpointError shows whether it is damage. A signal's exception is not an Exception.
+            if isinstance(cause, CheckpointError) or not isinstance(cause, Exception):
+                raise cause from cause.__cause__
             message = f"cannot write {shown_path(path)} in torch's own format: {cause}"
             raise WriteError(storage.scrub(message)) from storage.cause(error)
 
@@ -156,6 +158,15 @@ def _tensor(
     regions = [Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
     check_chunks(path, key, shape, regions)
     chunks = list(zip(regions, infos, strict=True))
+    pieces = tuple(
+        Piece(
+            StoredItem(info.relative_path, key, info.offset, info.length, dtype_name(dtype), "tensor", b""),
+            region.size,
+            whole(region.size),
+            region,
+        )
+        for region, info in chunks
+    )
 
     located = functools.cache(lambda number: _located(storage, key, *chunks[number]))
 
@@ -170,21 +181,19 @@ def _tensor(
                 copy_elements(part_of(target, common, region), stored.read(common.within(own)))
         return target
 
-    return StoredTensor(*named, dtype, shape, read)
+    return StoredTensor(*named, dtype, shape, read, pieces)
 
 
 def _located(storage: Storage, key: str, region: Region, info: StorageInfo) -> tuple[StoredTensor, bool]:
-    """Returns the stored tensor of a chunk, and whether it is stored in C order."""
+    """Returns the stored tensor of a chunk, and whether its elements are stored as they are, in C order."""
     path = f"{storage.path}/{info.relative_path}"
     purpose = f" (for {key!r})"
     with naming(storage, path + purpose), storage.reading(info.relative_path, purpose) as reader:
         value = load_fake(FileRange(reader, info.offset, info.length), info.length, path + purpose)
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != region.size:
-        raise ReadError(f"{path} does not hold {key!r} of shape {region.size} at byte {info.offset:,}.")
-    stored = locate(storage, (key,), value, info.relative_path, info.offset)
-    if not stored.chunks:
-        raise ConversionError(f"{key!r} in {path} is conjugated or negated, and cannot be converted. Leave it out.")
-    return stored, value.is_contiguous()
+        raise MetadataError(f"{path} does not hold {key!r} of shape {region.size} at byte {info.offset:,}.")
+    is_plain = value.is_contiguous() and not value.is_conj() and not value.is_neg()
+    return locate(storage, (key,), value, info.relative_path, info.offset), is_plain
 
 
 def _read_object(storage: Storage, info: StorageInfo, key: str) -> bytes:

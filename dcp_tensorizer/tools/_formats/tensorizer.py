@@ -24,11 +24,11 @@ from ..._saving.write_plan import stored_names
 from ..._storage.base import Storage
 from ..._tensor_file.dtypes import dtype_name, host_bytes, named_dtype
 from ..._tensor_file.encode import encode
-from ..._tensor_file.layout import lay_out
+from ..._tensor_file.layout import MAGIC, lay_out
 from ..._tensor_file.names import INDEX_CAPACITY, index_entry_size
 from ..._tensor_file.regions import Region
 from ..._writer_process.protocol import TensorSource
-from ...errors import ChecksumMismatch, ConversionError
+from ...errors import ChecksumMismatch, ConversionError, UnsupportedFormat
 from .._atomic_output import new_directory, new_file
 from .._view import CheckpointView, StoredTensor, blocks_of, plain_tensor
 from .common import ConvertOptions, FileRange, check_no_objects, naming, tensors_at_once
@@ -41,17 +41,27 @@ _MAX_HEADER = 1 << 20  # bytes of a tensor's header; the name in it has at most 
 
 def read(storage: Storage, name: str) -> CheckpointView:
     """Opens the tensors of a file. Reading a tensor compares it with the CRC-32 in its header."""
-    from tensorizer import TensorDeserializer  # a slow import
+    from tensorizer import CryptographyError, TensorDeserializer  # a slow import
+    from tensorizer.serialization import TENSORIZER_VERSION
 
     path = f"{storage.path}/{name}"
     nbytes = storage.head(name) or 0
     with storage.reading(name) as reader, naming(storage, path):
-        with TensorDeserializer(FileRange(reader, 0, nbytes), device="cpu", lazy_load=True) as deserializer:
-            entries = list(deserializer._metadata.values())
+        version = int.from_bytes(reader.read_range(len(MAGIC), 4), "little")
+        if version > TENSORIZER_VERSION:
+            raise UnsupportedFormat(
+                f"{path} has data version {version} of tensorizer, and the installed tensorizer reads versions up to "
+                f"{TENSORIZER_VERSION}. Install a newer one."
+            )
+        try:
+            with TensorDeserializer(FileRange(reader, 0, nbytes), device="cpu", lazy_load=True) as deserializer:
+                entries = list(deserializer._metadata.values())
+        except CryptographyError as error:
+            raise ConversionError(f"{path} is encrypted, and cannot be read: {error}") from error
         tensors: dict[str, StoredTensor] = {}
         for tensor in (_tensor(storage, name, nbytes, entry) for entry in entries):
             if tensors.setdefault(tensor.key, tensor) is not tensor:
-                raise ValueError(f"two tensors have the key {tensor.key!r}")
+                raise ConversionError(f"{path}: two tensors have the key {tensor.key!r}, and cannot be converted.")
     return CheckpointView(path, "tensorizer", tensors)
 
 
@@ -62,8 +72,10 @@ def _tensor(storage: Storage, file: str, nbytes: int, entry: Any) -> StoredTenso
         raise ValueError(f"its index is damaged: {str(entry.name)!r} has no valid header")
     if entry.data_offset + entry.data_length > nbytes:
         raise ValueError(f"its index is damaged: {str(entry.name)!r} ends beyond the end of the file")
+    if not entry.data_length and math.prod(entry.shape):
+        raise NotImplementedError(f"it has no data for {str(entry.name)!r}, which was a meta tensor")
     if entry.data_length != math.prod(entry.shape) * dtype.itemsize:
-        raise ValueError(f"it has no data for {str(entry.name)!r}, or its index is damaged")
+        raise ValueError(f"its index is damaged: {str(entry.name)!r} has {entry.data_length:,} bytes")
     tensor = plain_tensor(storage, tuple(entry.name), dtype, tuple(entry.shape), file, entry.data_offset)
     return replace(tensor, read=_VerifiedReads(storage, file, entry, tensor).read) if entry.data_length else tensor
 

@@ -71,9 +71,11 @@ def read(storage: Storage, name: str) -> CheckpointView:
         state = load_fake(FileRange(reader, 0, nbytes), nbytes, path)
     if not isinstance(state, dict):
         raise ConversionError(f"{path} must hold a state dict, got {type(state).__name__}.")
-    with naming(storage, path):
+    try:
         check_size(state)
         values, paths = flatten_state_dict(state)
+    except (ValueError, RecursionError) as error:
+        raise ConversionError(f"{path} cannot be converted: {error}") from error
     paths = exact_paths(state, paths)
     stored: dict[str, StoredValue] = {}
     for key, value in values.items():
@@ -116,7 +118,7 @@ def locate(storage: Storage, path: Path, tensor: torch.Tensor, file: str, start:
         value = value.conj().resolve_conj() if is_conj else value
         return value.neg() if is_neg else value
 
-    return replace(stored, read=read_resolved, chunks=())
+    return replace(stored, read=read_resolved)
 
 
 LAST_STRIDED: list[tuple[Piece, torch.Tensor]] = []
@@ -224,7 +226,7 @@ def _loaded(stored: StoredObject, path: str) -> Any:
 
 
 class _Output:
-    """A sequential output. Without ``write_piece``, it only counts the bytes."""
+    """A sequential output. Without ``write_piece``, and after a failure, it only counts the bytes."""
 
     def __init__(self, write_piece: Callable[[memoryview], None] | None = None) -> None:
         self.write_piece = write_piece
@@ -232,8 +234,10 @@ class _Output:
 
     def write(self, data: bytes | memoryview) -> int:
         piece = memoryview(data)
-        if self.write_piece is not None:
-            self.write_piece(piece)
+        if (write_piece := self.write_piece) is not None:
+            self.write_piece = None
+            write_piece(piece)
+            self.write_piece = write_piece  # not after a failure: zipfile then still closes the record and the archive
         self.position += piece.nbytes
         return piece.nbytes
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from datetime import datetime
@@ -333,12 +334,20 @@ def test_damage_has_exit_code_1(checkpoint: Path, tmp_path: Path) -> None:
     assert (code, path.name in err, (tmp_path / "x").exists()) == (1, True, False)
 
 
-def test_a_truncated_torch_file_is_damaged(checkpoint: Path, tmp_path: Path) -> None:
-    """Each command that reads a truncated torch file reports damage, at any length from the first record on."""
-    run("convert", checkpoint, tmp_path / "whole.pt", "--to", "torch")
-    content, path = (tmp_path / "whole.pt").read_bytes(), tmp_path / "cut.pt"
-    for nbytes in (20, 1000, len(content) - 1):
-        path.write_bytes(content[:nbytes])
+@pytest.mark.parametrize("to", ["torch", "tensorizer", "safetensors"])
+def test_a_damaged_file_of_another_format(checkpoint: Path, tmp_path: Path, to: str) -> None:
+    """Each command that reads a truncated file, or one with a damaged index, reports damage."""
+    whole, path = tmp_path / "whole.safetensors", tmp_path / "damaged"
+    run("convert", checkpoint, whole, "--to", to, "--include", "model.*")
+    content = whole.read_bytes()
+    name = content.index(b"half")  # in torch's pickle, tensorizer's index or safetensors' header
+    for damaged in (
+        content[:20],
+        content[: len(content) // 2],
+        content[:-9],
+        content[:name] + b"\xff" + content[name + 1 :],
+    ):
+        path.write_bytes(damaged)
         for command, *more in (
             ["verify"],
             ["inspect"],
@@ -346,8 +355,24 @@ def test_a_truncated_torch_file_is_damaged(checkpoint: Path, tmp_path: Path) -> 
             ["report", "-o", tmp_path / "report.html"],
         ):
             code, _, err = run(command, path, *more)
-            assert (code, "cut.pt" in err) == (1, True)
-    assert run("diff", tmp_path / "whole.pt", path)[0] == 2
+            assert (code, str(path) in err) == (1, True), (len(damaged), command, err)
+    assert run("diff", whole, path)[0] == 2
+
+
+def test_undamaged_files_that_cannot_be_read(checkpoint: Path, tmp_path: Path) -> None:
+    """A compressed torch file, and an encrypted tensorizer file, have exit code 2; one of a newer version has 3."""
+    run("convert", checkpoint, tmp_path / "a.pt", "--to", "torch")
+    run("convert", checkpoint, tmp_path / "a.tensors", "--to", "tensorizer", "--include", "model.*")
+    with zipfile.ZipFile(tmp_path / "a.pt") as a, zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as b:
+        for name in a.namelist():
+            b.writestr(name, a.read(name))
+    content = (tmp_path / "a.tensors").read_bytes()
+    (tmp_path / "encrypted.tensors").write_bytes(content[:5] + struct.pack("<IB", 4, 1) + content[10:])
+    (tmp_path / "newer.tensors").write_bytes(content[:5] + struct.pack("<I", 99) + content[9:])
+    for name, expected in (("b.pt", 2), ("encrypted.tensors", 2), ("newer.tensors", 3)):
+        for command in ("verify", "inspect"):
+            code, _, err = run(command, tmp_path / name)
+            assert (code, name in err) == (expected, True), err
 
 
 def test_secrets_of_storage_options_are_not_shown() -> None:
@@ -687,6 +712,20 @@ def test_paths_in_records_are_absolute(checkpoint: Path, monkeypatch: pytest.Mon
     assert made["path"] == str(checkpoint.parent / "m")
 
 
+def test_the_url_of_a_local_folder(checkpoint: Path) -> None:
+    """`ls` and `gc` show the same for a local path and for its URL: names relative to it, or itself."""
+    shutil.copytree(checkpoint, checkpoint.parent / "step-8")
+    gc = ["gc", "--keep-latest", "1", "--dry-run"]
+    for path, command, name in (
+        (checkpoint.parent, ["ls"], "step-8"),
+        (checkpoint.parent, gc, "step-7"),
+        (checkpoint, ["ls"], str(checkpoint)),
+    ):
+        shown = run(*command, path)
+        assert shown[1].splitlines()[1].split()[0] == name
+        assert run(*command, f"file://{path}") == run(*command, f"local://{path}/") == shown
+
+
 def test_gc_of_data_alone(checkpoint: Path) -> None:
     """``gc --only-data`` leaves other files in a checkpoint's directory."""
     shutil.copytree(checkpoint, checkpoint.parent / "step-8")
@@ -734,6 +773,7 @@ def test_trace(tmp_path: Path) -> None:
     [
         ("dcp_tensorizer", "SIGINT", 130, "error: interrupted\n"),
         ("dcp", "SIGINT", 130, "error: interrupted\n"),
+        ("dcp", "SIGTERM", 143, ""),
         ("torch", "SIGTERM", 143, ""),
         ("safetensors", "SIGHUP", 129, ""),
     ],

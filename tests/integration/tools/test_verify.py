@@ -82,7 +82,10 @@ def test_the_hashes_that_there_are_are_checked(tmp_path: Path, sha256: bool) -> 
 @pytest.mark.parametrize("sha256", [False, True])
 @pytest.mark.parametrize("order", ["eaz", "aez", "aze", "eaefz"])
 def test_tensors_without_elements_are_no_damage(tmp_path: Path, sha256: bool, order: str) -> None:
-    """With ``full``, files with empty tensors, which `.metadata` does not locate, are whole; their headers count."""
+    """With ``full``, files with empty tensors, which `.metadata` does not locate, are whole; their headers count.
+
+    A damaged index is one damage: it hides no damage of data, and no undamaged data counts as damaged.
+    """
     sizes = {"a": (5, 2), "e": (0, 3), "f": (0,), "z": (3,)}
     state = {f"{number}{kind}": torch.ones(sizes[kind]) for number, kind in enumerate(order)}
     with TensorizerStorageWriter(tmp_path, sha256=sha256) as writer:
@@ -90,9 +93,16 @@ def test_tensors_without_elements_are_no_damage(tmp_path: Path, sha256: bool, or
     assert look(tmp_path, full=True).damages == ()
     path = data_file(tmp_path, 0)
     name_in_header = path.read_bytes().rindex(f"{order.index('e')}e".encode())
-    for place in (100, name_in_header):
+    flip(path, name_in_header)
+    assert look(tmp_path, full=True).damages != ()
+    flip(path, name_in_header)
+    last = next(key for key in state if key.endswith("z"))
+    flip(path, StoredItem(*read_parts(open_storage(tmp_path))[None].storage_data["items"][last, (0,)]).offset)
+    for place in (0, 5, 20, 41, 57, 100, 262_100):  # in the head, each time beside the damage in the last tensor
         flip(path, place)
-        assert look(tmp_path, full=True).damages != ()
+        index, data = look(tmp_path, full=True).damages
+        assert (index.key, index.what, data.key) == (None, "the index of its tensors is damaged", last), place
+        assert "are not what was saved" in data.what
         flip(path, place)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from pathlib import Path
@@ -12,7 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_tensorizer import ConversionError, MetadataError, ReadError
-from dcp_tensorizer.tools import ConvertOptions, convert
+from dcp_tensorizer.tools import ConvertOptions, convert, inspect, verify
+from dcp_tensorizer.tools._inspect import ChunkInfo
 
 from ....lab.checkpoints import tensors_of
 
@@ -53,6 +55,25 @@ def test_lengths_that_no_file_has(tmp_path: Path, length: Any) -> None:
     (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(MetadataError, match="'o'"):
         convert(tmp_path / "a", tmp_path / "b", "dcp_tensorizer")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_location_of_each_chunk(tmp_path: Path) -> None:
+    """`inspect` shows where the archive of each chunk of torch's DCP is; chunks of lazy views become plain values."""
+    state = {"x": torch.ones(3, 2), "lazy": torch.tensor([1 + 2j]).conj(), "none": torch.ones(0)}
+    dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    infos = pickle.loads((tmp_path / "a" / ".metadata").read_bytes()).storage_data
+    located = {index.fqn: (info.length, None, info.relative_path, info.offset) for index, info in infos.items()}
+    found = {tensor.key: tensor.chunks for tensor in inspect(tmp_path / "a").tensors}
+    assert found == {
+        key: (ChunkInfo((0,) * tensor.dim(), tuple(tensor.shape), *located[key]),) for key, tensor in state.items()
+    }
+    for key, (chunk,) in found.items():
+        data = (tmp_path / "a" / str(chunk.file)).read_bytes()[chunk.file_offset or 0 :][: chunk.nbytes]
+        assert torch.equal(torch.load(io.BytesIO(data)), state[key])
+    assert verify(tmp_path / "a").items == 3
+    convert(tmp_path / "a", tmp_path / "b.pt", "torch")
+    assert torch.load(tmp_path / "b.pt")["lazy"].tolist() == [1 - 2j]
 
 
 @pytest.mark.parametrize("name", ["bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"])

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tensorizer import TensorDeserializer, TensorSerializer
 from torch import nn
 
-from dcp_tensorizer import ChecksumMismatch, ConversionError, NotCommitted
+from dcp_tensorizer import ChecksumMismatch, ConversionError, MetadataError, NotCommitted
 from dcp_tensorizer._tensor_file.regions import Region
 from dcp_tensorizer.tools import ConvertOptions, convert
 from dcp_tensorizer.tools._formats import safetensors, torch_file
@@ -146,7 +146,7 @@ def test_an_index_that_is_longer_than_the_file(tmp_path: Path) -> None:
     content = bytearray(tensorizer_file(tmp_path / "a").read_bytes())
     content[71] ^= 1  # in the length of the index
     (tmp_path / "a").write_bytes(content)
-    with pytest.raises(ConversionError, match="281,474,976,972,800 bytes must follow, got 262,"):
+    with pytest.raises(MetadataError, match="281,474,976,972,800 bytes must follow, got 262,"):
         convert(tmp_path / "a", tmp_path / "b", "torch")
 
 
@@ -154,7 +154,7 @@ def test_an_index_that_is_longer_than_the_file(tmp_path: Path) -> None:
 def test_a_file_that_is_cut_off_in_its_index(tmp_path: Path, size: int) -> None:
     """A file that ends within its index is an error that names the file."""
     os.truncate(tensorizer_file(tmp_path / "a"), size)
-    with pytest.raises(ConversionError, match=r"/a cannot be read: "):
+    with pytest.raises(MetadataError, match=r"/a cannot be read: "):
         convert(tmp_path / "a", tmp_path / "b", "torch")
 
 

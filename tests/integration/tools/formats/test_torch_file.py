@@ -6,6 +6,7 @@ import dataclasses
 import io
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +93,30 @@ def test_torch_loads_what_was_converted(tmp_path: Path, mmap: bool, calculated: 
     assert loaded.pop("n") == {"m": [5]}
     assert all(same(loaded[key], tensor) for key, tensor in state.items())
     assert {tensor.data_ptr() % 64 for tensor in loaded.values()} == {0}
+
+
+def test_an_interrupted_archive_is_not_written_on(tmp_path: Path) -> None:
+    """If a write fails, whichever it is, its error is raised, and the archive is not written on."""
+    make_checkpoint(tmp_path / "a", {"x": filled(torch.float32, (50,))}, {"n": 5})
+    convert(tmp_path / "a", tmp_path / "b.pt", "torch")
+    with zipfile.ZipFile(tmp_path / "b.pt") as archive:
+        records: dict[str, Any] = {name: archive.read(name) for name in archive.namelist()}
+    records |= {"archive/data/0": open_checkpoint(tmp_path / "a", {}).tensors["x"]}
+    whole: list[int] = []
+    torch_file._write_archive(records, torch_file._Output(lambda piece: whole.append(piece.nbytes)), 64)
+    assert len(whole) > 20
+    for number in range(len(whole)):
+        written: list[int] = []
+
+        def interrupted(piece: memoryview, number: int = number, written: list[int] = written) -> None:
+            written.append(piece.nbytes)
+            assert len(written) <= number + 1
+            if len(written) > number:
+                raise KeyboardInterrupt(f"write {number}")
+
+        with pytest.raises(KeyboardInterrupt, match=f"^write {number}$"):
+            torch_file._write_archive(records, torch_file._Output(interrupted), 64)
+        assert written == whole[: number + 1]
 
 
 def test_the_size_of_a_file_is_known_before_it_is_written(tmp_path: Path) -> None:
