@@ -314,9 +314,9 @@ class CheckpointManager:
 
         Raises:
             TypeError, ValueError: an argument is invalid, or the ranks save different steps.
-            WriteError: too many saves in a row have failed (``limits``), the manager is closed, another rank has ended
-                or does not respond, another run has taken over the folder, or this is a forked child of the
-                manager's process.
+            WriteError: too many saves in a row have failed (``limits``; the next call tries again), the manager is
+                closed, another rank has ended or does not respond, another run has taken over the folder, or this is a
+                forked child of the manager's process.
             CheckpointError: the call waited for the save, and the save failed; or, in the first call, the folder cannot
                 be read, or has two directories of the same step.
             StagingError: with ``trainable_only``, the state has no module or parameter.
@@ -696,7 +696,7 @@ class CheckpointManager:
             is_due=self._policy.is_due(step),
             is_last=self._saves.is_last(step),
             is_there=step in self._position.numbers,
-            failures=self._saves.failures.count,
+            failures=self._saves.failures.unreported,
             must_write=must_write,
             is_busy=holds and self._saves.is_busy,
             is_due_in_memory=holds and self._policy.is_due_in_memory(step),

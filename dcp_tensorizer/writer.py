@@ -25,9 +25,9 @@ from ._runtime.forks import in_child
 from ._runtime.interpreter import age_objects
 from ._runtime.ranks import world_size_of_job
 from ._runtime.threads import Deadline
-from ._runtime.torch_compat import path_of_save
+from ._runtime.torch_compat import path_of_save, real_tensors
 from ._runtime.validation import check_path, check_timeout
-from ._saving.report import Reports, SaveReport
+from ._saving.report import Reports, SaveReport, warn_of_other_process
 from ._saving.save import Save, SaveDescription
 from ._saving.saver import Saver
 from ._saving.write_plan import plan_with
@@ -118,7 +118,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             socket, and are never written to disk.
         on_report: Called with the `SaveReport` of each save, on the save's thread: on the coordinator when the save is
             committed, on other ranks when they have written their parts. With ``local``, called once more, on any
-            thread, when the save has arrived at the path. The report is also logged (logger ``dcp_tensorizer``).
+            thread, when the save has arrived at the path. The report is also logged (logger ``dcp_tensorizer``). With
+            ``AsyncCheckpointerType.PROCESS``, neither ``on_report`` nor ``on_progress`` is called.
         on_progress: Called with the bytes that this rank has written and the bytes that it writes in all: before the
             first byte, about once a second, and at the end; by one thread at a time. `ProgressLine` shows them on a
             terminal. An error of ``on_progress`` is logged, and ends the calls. It does not fail the save.
@@ -247,7 +248,10 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     @property
     def last_report(self) -> SaveReport | None:
-        """The report of the last save that this rank wrote; None before the first save."""
+        """The report of the last save that this rank wrote; None before the first save.
+
+        With ``AsyncCheckpointerType.PROCESS``, another process has the reports.
+        """
         return self._saver.reports.last
 
     def __enter__(self) -> TensorizerStorageWriter:
@@ -432,6 +436,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             messages = checked_messages([plan.storage_data for plan in plans])
         return save.answer([plan_with(plan, message) for plan, message in zip(plans, messages, strict=True)])
 
+    @real_tensors()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's items and makes them durable.
 
@@ -503,6 +508,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         state["_closed"] = self._saver.closed
         if staged_save is not None:
             state |= {"_error_of_trainer": staged_save.error, "_context_of_trainer": staged_save.context}
+            reports = self._saver.reports
+            if reports.on_report is not None or reports.on_progress is not None:
+                warn_of_other_process()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -35,7 +35,11 @@ def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
     """
     file.seek(0)
     if file.read(4) != b"PK\3\4":
-        raise NotImplementedError("it is not a zip archive. Load files of torch < 1.6 with torch, and save them again.")
+        raise NotImplementedError(
+            "it is not a zip archive. Load files of torch < 1.6 with torch, and save them again. What FileSystemWriter "
+            "wrote with serialization_format=SAFETENSORS, torch's FileSystemReader cannot load either: save it without "
+            "that option."
+        )
     archive = check_archive(file, nbytes)
     infos = archive.infolist()
     for info in infos:

@@ -45,7 +45,7 @@ class Vote:
         force: The rank's caller wants to save, even if no save is due.
         is_last: The last save is of this step, and has not failed.
         is_there: A checkpoint of the step exists on the job's branch.
-        failures: The number of saves that have failed in a row.
+        failures: The number of saves that have failed in a row; 0 if a save was refused after the last of them.
         must_write: If a save is due, the rank's caller wants the step on storage, not only in memory.
         is_busy: The previous save still runs, and the rank can hold this step in memory instead of saving it.
         is_lost: Another run has taken the lease of the folder.

@@ -332,10 +332,13 @@ def read_tensors(
         report = progress if len(batch) == len(items) else _within(progress, done, total)
         done += read(targets, progress=report)
         for read_item, tensor, memory, coder in resolved_items:
-            if coder is not None and memory is not tensor:
-                coder.decode(memory, tensor)
-            elif memory is not tensor:
-                tensor.copy_(memory)
+            if memory is not tensor:
+                # Only in inference mode may a thread write to tensors that were made in that mode.
+                with torch.inference_mode() if tensor.is_inference() else nullcontext():
+                    if coder is not None:
+                        coder.decode(memory, tensor)
+                    else:
+                        tensor.copy_(memory)
             planner.commit_tensor(read_item, tensor)
     return done
 

@@ -291,6 +291,7 @@ class _Rounds:
                 )
 
 
+@torch.inference_mode()  # the targets may have been made in this mode
 def _deliver(windows: Sequence[Window], start: int, rounds: _Rounds) -> int:
     nbytes = 0
     for window, received in zip(windows, rounds.received, strict=True):

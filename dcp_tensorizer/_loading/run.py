@@ -148,8 +148,6 @@ class _Reads:
         self._done, self._total = 0, sum(operation.nbytes for operation in operations)
         self._counting = free_in_child(threading.Lock())
         self._scratch = threading.local()
-        # Inference mode is set per thread. A thread outside of it cannot write to tensors that were made inside of it.
-        self._is_inference = torch.is_inference_mode_enabled()
 
     def close(self) -> None:
         for file in self._files.values():
@@ -161,7 +159,8 @@ class _Reads:
         if pool is not None and not any(map(pool.is_for, operation.targets)):
             pool = None
         slots: AbstractContextManager[torch.Tensor | None] = nullcontext() if pool is None else pool.slot()
-        with torch.inference_mode(self._is_inference), slots as slot:
+        # Only in this mode may a thread write to tensors that were made in it. It also allows other targets.
+        with torch.inference_mode(), slots as slot:
             starts = list(itertools.accumulate((aligned(segment.scratch_bytes) for segment in segments), initial=0))
             memories = self._memories(segments, starts, slot)
             verifying = self._read(operation, memories)

@@ -9,7 +9,7 @@ import inspect
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import IO, TYPE_CHECKING, Any, TypeGuard
@@ -46,6 +46,9 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor as DTensor
+
+# There is no public way to leave a dispatch mode before the end of its ``with`` block.
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -188,10 +191,11 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return fakes is not None and isinstance(tensor, fakes.FakeTensor)
 
 
-def real_tensors() -> AbstractContextManager[object]:
-    """Returns a context manager that makes new tensors real, also under ``FakeTensorMode``."""
-    fakes = sys.modules.get("torch._subclasses.fake_tensor")
-    return nullcontext() if fakes is None else fakes.unset_fake_temporarily()
+@contextmanager
+def real_tensors() -> Iterator[None]:
+    """Disables dispatch modes of the calling thread, such as ``FakeTensorMode``, whose results have no elements."""
+    with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
+        yield
 
 
 def negated_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ class _Outcome:
 
 class FailuresInARow:
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self._reported = 0
         self.last_error = ""
         self.last_committed = "none"
 
@@ -54,21 +54,36 @@ class FailuresInARow:
         self.last_error = error
 
     def committed(self, path: str) -> None:
-        self.count, self.last_committed = 0, path
+        self.count = self._reported = 0
+        self.last_committed = path
+
+    @property
+    def unreported(self) -> int:
+        """The count; 0 if `check` has raised it and no save has failed since."""
+        return 0 if self.count == self._reported else self.count
+
+    def refusal(self, limit: int | None, count: int | None = None) -> WriteError | None:
+        """Returns the error with which the next save is refused: when ``limit`` saves in a row have failed.
+
+        If it is not refused, or if ``limit`` is None, returns None. ``count`` is another rank's `unreported`, which is
+        then checked instead of this rank's.
+        """
+        count = self.unreported if count is None else count
+        if limit is None or count < limit:
+            return None
+        saves = "the last save was" if count == 1 else f"{count} saves in a row were"
+        cause = f"The last error was: {self.last_error}. " if self.last_error else ""
+        return WriteError(
+            f"{saves} not committed. {cause}The last checkpoint that was committed: {self.last_committed}. Fix the "
+            f"cause before the next save, which is tried again, or pass SaveLimits(max_consecutive_failures=None) to "
+            f"keep training without checkpoints."
+        )
 
     def check(self, limit: int | None, count: int | None = None) -> None:
-        """Raises `WriteError` when ``limit`` saves in a row have failed. If ``limit`` is None, never raises.
-
-        ``count`` is another rank's count, which is then checked instead of this rank's.
-        """
-        count = self.count if count is None else count
-        if limit is not None and count >= limit:
-            saves = "the last save was" if count == 1 else f"{count} saves in a row were"
-            cause = f"The last error was: {self.last_error}. " if self.last_error else ""
-            raise WriteError(
-                f"{saves} not committed. {cause}The last checkpoint that was committed: {self.last_committed}. Fix the "
-                f"cause, or pass SaveLimits(max_consecutive_failures=None) to keep training without checkpoints."
-            )
+        """Raises the error of `refusal`, if there is one, once: the save after the refused one is tried."""
+        if (refusal := self.refusal(limit, count)) is not None:
+            self._reported = self.count if count is None else count
+            raise refusal
 
 
 class FailureCounter:
@@ -129,11 +144,11 @@ class FailureCounter:
             if not is_running(thread) and save.error is _UNKNOWN and self._coordinates(save):
                 logger.error("%s was not committed: %s", save.name, save.cause)
 
-    def check(self, limit: int | None, path: str, group: str | None = None) -> None:
-        """Raises `WriteError` when ``limit`` saves in a row of a process group to paths like ``path`` have failed."""
-        if (in_a_row := self._in_a_row.get(_counted_as(path, group))) is not None:
-            in_a_row.last_committed = self._last_committed or "none"
-            in_a_row.check(limit)
+    def in_a_row(self, path: str, group: str | None = None) -> FailuresInARow:
+        """Returns the failed saves of a process group to paths like ``path``."""
+        in_a_row = self._in_a_row.get(_counted_as(path, group)) or FailuresInARow()
+        in_a_row.last_committed = self._last_committed or "none"
+        return in_a_row
 
     def _coordinates(self, save: _Outcome) -> bool:
         if save.is_coordinator is not None:

@@ -137,6 +137,15 @@ def report_of(spans: Sequence[Span], done: WriteDone, *, path: str, save_id: str
     )
 
 
+@functools.cache  # once in a process
+def warn_of_other_process() -> None:
+    """Warns that the callbacks of a writer are not called in PROCESS mode."""
+    logger.warning(
+        "on_report and on_progress are not called with AsyncCheckpointerType.PROCESS, because another process saves. "
+        "Use AsyncCheckpointerType.THREAD to get reports."
+    )
+
+
 class Reports:
     """The user's callbacks of a writer, which get the progress and the report of each save.
 

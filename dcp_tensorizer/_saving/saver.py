@@ -131,10 +131,9 @@ class Saver:
         self.end_save()  # a failed synchronous save still holds its directory
         self.engine.saves.wait_turn(self.stager)
         self.engine.failures.end()
-        try:
-            self._check_failures(path, name_of_group())
-        except WriteError as refusal:
-            self.refusal = refusal
+        limit = self.options.limits.max_consecutive_failures
+        if refusal := self.engine.failures.in_a_row(_shown(path), name_of_group()).refusal(limit):
+            self.refusal = refusal  # in the save, `begin` raises the error
             return self.stager.refuse(StagingError(str(refusal)))
         if self.closed or save.error is not None:
             return self.stager.refuse(save.error or StagingError(_CLOSED))
@@ -187,7 +186,8 @@ class Saver:
         group = name_of_group() if staged_save is None else staged_save.group
         if not self.closed:  # saving with a closed writer is a bug of the caller, not a failure of the storage
             if staged_save is not None:
-                self._check_failures(path, group)
+                in_a_row = self.engine.failures.in_a_row(_shown(path), group)
+                in_a_row.check(self.options.limits.max_consecutive_failures)
             self.engine.failures.begin(_shown(path), group)
         try:
             if error := error or (None if staged_save is None else staged_save.error):
@@ -228,9 +228,6 @@ class Saver:
         refusal, self.refusal = self.refusal, None
         if refusal is not None:
             raise refusal
-
-    def _check_failures(self, path: str | os.PathLike[str] | None, group: str | None) -> None:
-        self.engine.failures.check(self.options.limits.max_consecutive_failures, _shown(path), group)
 
     def close(self, deadline: Deadline) -> None:
         """Waits for the saves of this writer, and for the flush of the local folder.

@@ -17,6 +17,7 @@ import torch
 from .._runtime.interpreter import collector_paused
 from .._runtime.ranks import world_size_of_job
 from .._runtime.threads import is_running
+from .._runtime.torch_compat import real_tensors
 from .._tensor_file.dtypes import is_plain_class
 from ..errors import StagingError
 from .device import CUDA, Device, synchronize_other_devices
@@ -154,6 +155,7 @@ class Stager:
         staged_save = StagedSave(self, keeps_buffer=self._keeps_buffer)
         return StagedStateDict({}, staged_save, functools.partial(self.saves.wait_turn, self))
 
+    @real_tensors()
     @torch.inference_mode(False)
     @torch.no_grad()
     def _copy(self, tensors: TensorList, copies: Copies, staged: StagedStateDict, is_kept: bool) -> None:
@@ -195,6 +197,7 @@ class Stager:
             staged.clear()
 
     @collector_paused()
+    @real_tensors()
     @torch.no_grad()
     def _list(
         self, state_dict: Mapping[str, Any], omitted: frozenset[str] = frozenset()

@@ -82,7 +82,7 @@ def _load_mixed(rank, path, key):
         "rows": DTensor.from_local(torch.zeros(500, 700), mesh, [Replicate(), Shard(0)], run_check=False),
         "columns": DTensor.from_local(torch.zeros(1000, 350), mesh, [Shard(1), Replicate()], run_check=False),
         "layer0": torch.zeros(1024, 512, dtype=torch.bfloat16 if rank.index else torch.float32),
-        "layer1": torch.zeros(512, 1024, dtype=torch.bfloat16).T,
+        "layer1": torch.inference_mode()(torch.zeros)(512, 1024, dtype=torch.bfloat16).T,
         "bytes": torch.zeros(333_333, dtype=torch.uint8),
         "notes": None,
         "scalar": torch.tensor(0.0),

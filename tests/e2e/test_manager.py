@@ -83,18 +83,20 @@ def _misuse(rank, folder):
             with pytest.raises(WriteError) as caught:
                 manager.save(step, state, wait=True)
             said.append(str(caught.value))
+        manager.save(9, state, wait=True)  # is tried again
         return said, time.monotonic() - started
 
 
 @pytest.mark.promise("manager-save-fails", reason="on every rank")
 def test_an_error_is_raised_on_every_rank(tmp_path):
-    """It is the package's own, with the same words, within seconds; too many failures end the job on all ranks."""
+    """It is the package's own, with the same words, within seconds; after too many failures a save is refused."""
     (tmp_path / "step-7").write_text("in the way")
     first, second = run_ranks(2, _misuse, tmp_path)
     assert first[0] == second[0]
     assert "cannot create the checkpoint directory" in first[0][0]
     assert first[0][1].startswith("the last save was not committed. The last error was: cannot create")
     assert max(first[1], second[1]) < 20
+    assert directories_in(tmp_path) == ["step-9"]
 
 
 def _differs(rank, folder, options):

@@ -25,9 +25,11 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_save_plan,
 )
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_tensorizer import (
     CheckpointError,
@@ -85,6 +87,35 @@ def test_it_reads_what_this_package_and_torch_have_saved(tmp_path: Path) -> None
         dcp.load(state, checkpoint_id=tmp_path / name, storage_reader=reader)
         assert_is_saved(state)
         assert reader.checkpoint_id == tmp_path / name
+
+
+@pytest.mark.parametrize("by", [FileSystemWriter, TensorizerStorageWriter])
+def test_targets_that_were_made_in_inference_mode(tmp_path: Path, by: type[StorageWriter]) -> None:
+    """They load outside of that mode, as with torch's reader, whatever their dtype and layout, and stay in it."""
+    names = ["same", "converted", "strided", "parameter", "wrapper"]
+    dcp.save(dict.fromkeys(names, SAVED["w"]), storage_writer=by(tmp_path))
+    with torch.inference_mode():
+        target = {name: torch.zeros(2, 3) for name in names}
+        target["converted"] = target["converted"].double()
+        target["strided"] = torch.zeros(3, 2).t()
+        target["parameter"] = torch.nn.Parameter(torch.zeros(2, 3))
+        target["wrapper"] = TwoTensor(torch.zeros(2, 3).double(), torch.zeros(2, 3).double())
+    load(tmp_path, target)
+    for tensor in target.values():
+        assert tensor.is_inference()
+        assert torch.equal(getattr(tensor, "b", tensor).float(), SAVED["w"])
+
+
+def test_items_that_no_reader_of_torch_loads(tmp_path: Path) -> None:
+    """The error for torch's items in safetensors names the option that wrote them, which torch does not read either."""
+    writer = FileSystemWriter(tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save({"w": SAVED["w"]}, storage_writer=writer)
+    with pytest.raises(CheckpointException):
+        dcp.load({"w": torch.zeros(2, 3)}, storage_reader=FileSystemReader(tmp_path))
+    error = error_of(tmp_path, {"w": torch.zeros(2, 3)})
+    assert isinstance(error, ReadError)
+    assert "'w' in" in str(error)
+    assert "serialization_format=SAFETENSORS, torch's FileSystemReader cannot load either" in str(error)
 
 
 def test_it_reads_what_torchs_writer_has_saved_by_our_planner(tmp_path: Path) -> None:

@@ -899,7 +899,7 @@ def test_a_state_that_does_not_change(tmp_path: Path, caplog: pytest.LogCaptureF
 
 @pytest.mark.promise("manager-save-fails")
 def test_a_save_that_fails(tmp_path: Path) -> None:
-    """The future, `wait` and `close` raise an error of this package. Three failures in a row end the job."""
+    """The future, `wait` and `close` raise an error of this package. After three failures a save is refused."""
     (tmp_path / "step-1").write_text("in the way")
     manager = manager_of(tmp_path)
     with quietly():
@@ -915,6 +915,8 @@ def test_a_save_that_fails(tmp_path: Path) -> None:
             WriteError, match=r"3 saves in a row were not committed\. The last error was: cannot create"
         ):
             manager.save(2, state_of(2))
+        assert manager.save(3, state_of(3), wait=True) is not None
+    assert directories_in(tmp_path) == ["step-3"]
 
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:

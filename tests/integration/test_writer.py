@@ -20,9 +20,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tensorizer import EncryptionParams
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dcp_tensorizer import SaveLimits, StagingError, TensorizerStorageReader, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._saving.save import SaveDescription
@@ -439,7 +441,7 @@ def test_an_error_in_staging_names_the_key(tmp_path):
 
 @pytest.mark.parametrize("limit", [3, None])
 def test_failures_in_a_row_end_a_job_that_drops_its_futures(tmp_path, limit):
-    """After three failed saves `async_save` raises; without a limit it never does."""
+    """After three failed saves `async_save` raises, and the next one saves again; without a limit it never raises."""
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
     with TensorizerStorageWriter(blocked / "checkpoint", limits=SaveLimits(max_consecutive_failures=limit)) as writer:
@@ -453,7 +455,44 @@ def test_failures_in_a_row_end_a_job_that_drops_its_futures(tmp_path, limit):
         else:
             with pytest.raises(WriteError, match="3 saves in a row"):
                 dcp.async_save(state_of(1), storage_writer=writer)
+            with pytest.raises(CheckpointException) as caught:  # the next one is tried again, and fails
+                dcp.async_save(state_of(1), storage_writer=writer).result()
+            assert "cannot create" in str(cause(caught))
+            with pytest.raises(WriteError, match="4 saves in a row"):
+                dcp.async_save(state_of(1), storage_writer=writer)
+            blocked.unlink()
+            dcp.async_save(state_of(2), storage_writer=writer).result()
+            assert loaded(blocked / "checkpoint") == (2.0, 2)
     gc.collect()
+
+
+class Zeros(TorchDispatchMode):
+    """A mode whose results are zeros, as those of `FakeTensorMode` become when they are written."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return torch.zeros_like(result) if isinstance(result, torch.Tensor) else result
+
+
+@pytest.mark.parametrize("mode", [lambda: FakeTensorMode(allow_non_fake_inputs=True), FakeTensorMode, Zeros])
+@pytest.mark.parametrize("options", [None, {}, {"overlap_staging": True, "staging": "shared"}], ids=str)
+def test_a_save_inside_a_dispatch_mode_stores_the_values(tmp_path, mode, options):
+    """Tensors have their values in the checkpoint, not what the mode makes of them, also in objects and parameters."""
+    state = {"view": torch.rand(6, 8)[:, ::2], "shared": torch.rand(9).share_memory_(), "pair": (torch.rand(3), 4)}
+    state["parameter"] = torch.nn.Parameter(torch.rand(5).bfloat16())
+    with TensorizerStorageWriter(tmp_path, **(options or {})) as writer:
+        if options is None and mode is FakeTensorMode:  # without `allow_non_fake_inputs`, DCP's planner itself fails
+            with mode(), pytest.raises(CheckpointException, match="Please convert all Tensors to FakeTensors"):
+                dcp.save(state, storage_writer=writer)
+            return
+        with mode():
+            saving = (dcp.save if options is None else dcp.async_save)(state, storage_writer=writer)
+        if options is not None:
+            getattr(saving, "upload_completion", saving).result()
+    target = {key: torch.zeros_like(value) if key != "pair" else None for key, value in state.items()}
+    dcp.load(target, storage_reader=TensorizerStorageReader(tmp_path))
+    assert target.pop("pair")[0].tolist() == state.pop("pair")[0].tolist()
+    assert {key: value.tolist() for key, value in target.items()} == {key: v.tolist() for key, v in state.items()}
 
 
 def test_a_copy_is_a_writer_of_its_own(tmp_path):

@@ -86,7 +86,7 @@ class SimulatedStream(SideStream):
         return True
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.no_grad():
+        with torch.inference_mode(target.is_inference()), torch.no_grad():  # a device gets a copy in its caller's mode
             target.copy_(source)
 
     def allocate(self, nbytes: int) -> torch.Tensor:

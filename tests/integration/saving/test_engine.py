@@ -218,7 +218,7 @@ def test_failures_are_counted_over_the_writers_of_a_process(tmp_path: Path) -> N
 
 
 def test_with_overlap_the_lock_raises_after_failures_in_a_row(tmp_path: Path) -> None:
-    """With overlap, `async_save` has returned already, so `lock` raises the error once, on the training thread."""
+    """With overlap, `lock` raises the error once, on the training thread, and the next save is tried again."""
     (tmp_path / "file").write_text("")
     limits = SaveLimits(max_consecutive_failures=1)
     with TensorizerStorageWriter(tmp_path / "file" / "below", limits=limits, overlap_staging=True) as writer:
@@ -229,8 +229,13 @@ def test_with_overlap_the_lock_raises_after_failures_in_a_row(tmp_path: Path) ->
                 response.upload_completion.result()
         with pytest.raises(WriteError, match="the last save was not committed"), writer.lock():
             pass
+        (tmp_path / "file").unlink()
+        response = dcp.async_save(state(2.0), storage_writer=writer)
         with writer.lock():
             pass
+        assert isinstance(response, AsyncSaveResponse)
+        response.upload_completion.result()
+    assert loaded(tmp_path / "file" / "below") == 2.0
 
 
 def test_there_is_one_engine_for_those_that_see_gpus_and_one_for_the_others() -> None:

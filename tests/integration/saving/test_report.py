@@ -1,6 +1,7 @@
 """The report of a save, its log record, and its callback."""
 
 import logging
+import pickle
 import time
 
 import pytest
@@ -9,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import TensorizerStorageWriter
+from dcp_tensorizer._saving.report import warn_of_other_process
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -36,6 +38,18 @@ def test_each_save_is_reported_once(tmp_path, caplog):
     assert report.seconds == report.durable_at - report.started_at >= report.stage_seconds
     assert report.gigabytes_per_second == NBYTES / 1e9 / report.seconds
     assert [r.getMessage() for r in caplog.records if "rank 0 wrote" in r.getMessage()] == [str(report)]
+
+
+def test_callbacks_in_process_mode_are_warned_of_once(tmp_path, caplog):
+    """Another process saves then, and does not call them, so the first save logs a warning; without them, none does."""
+    warn_of_other_process.cache_clear()
+    for options, expected in (({}, 0), ({"on_report": print}, 1), ({"on_progress": print}, 1)):
+        with TensorizerStorageWriter(tmp_path, **options) as writer:
+            pickle.dumps(writer)  # for another process, without a save
+            pickle.dumps(writer.stage(STATE))
+            pickle.dumps(writer)  # as DCP sends the writer with a save
+        warned = [record for record in caplog.records if "AsyncCheckpointerType.PROCESS" in record.getMessage()]
+        assert len(warned) == expected
 
 
 def test_a_synchronous_save_has_no_staging(tmp_path):

@@ -446,12 +446,18 @@ def test_tied_targets_of_tensors_that_differ(storage: Storage, verify: bool, sha
 # --- modes of the calling thread -------------------------------------------------------------------------------------
 
 
-def test_inference_mode_is_that_of_the_thread_that_loads(storage: Storage) -> None:
-    """Tensors of inference mode can be written only in that mode, which new threads do not inherit."""
+@pytest.mark.parametrize("made_in", [False, True])
+@pytest.mark.parametrize("read_in", [False, True])
+def test_tensors_are_written_inside_and_outside_of_inference_mode(
+    storage: Storage, made_in: bool, read_in: bool
+) -> None:
+    """Tensors that were made in inference mode can be written only in that mode, which new threads do not inherit."""
     stored = torch.arange(2000.0).view(40, 50)
     (item,) = write_file(storage, "f", {"t": stored}).values()
-    with torch.inference_mode():
+    with torch.inference_mode(made_in):
         converted, strided = torch.zeros(40, 50, dtype=torch.float64), torch.zeros(50, 40).t()
+    with torch.inference_mode(read_in):
         fetch(storage, [target_for("t", item, stored, tensor) for tensor in (converted, strided)], verify=True)
+    assert [tensor.is_inference() for tensor in (converted, strided)] == [made_in] * 2
     assert torch.equal(converted, stored.double())
     assert torch.equal(strided, stored)

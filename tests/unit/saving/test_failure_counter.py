@@ -21,10 +21,10 @@ def test_the_limit_names_the_last_error_and_the_last_commit():
     counter.begin("/ckpt/step-0")
     counter.committed()
     _fail(counter, 2)
-    counter.check(3, "/ckpt/step-9")
+    counter.in_a_row("/ckpt/step-9").check(3)
     _fail(counter, 1)
     with pytest.raises(WriteError, match=r"3 saves in a row.*no space 0.*was committed: /ckpt/step-0"):
-        counter.check(3, "/ckpt/step-9")
+        counter.in_a_row("/ckpt/step-9").check(3)
 
 
 def test_the_count_of_another_rank():
@@ -41,7 +41,7 @@ def test_a_commit_starts_the_count_again():
     counter.begin("/ckpt/step-0")
     counter.committed()
     _fail(counter, 1)
-    counter.check(2, "/ckpt/step-9")
+    counter.in_a_row("/ckpt/step-9").check(2)
 
 
 def test_a_save_that_another_rank_failed_counts_too(caplog):
@@ -51,7 +51,7 @@ def test_a_save_that_another_rank_failed_counts_too(caplog):
     counter.set_coordinator(True)
     counter.begin("/ckpt/b")
     with pytest.raises(WriteError, match="another rank or a collective failed"):
-        counter.check(1, "/ckpt/a")
+        counter.in_a_row("/ckpt/a").check(1)
     assert "the save to /ckpt/a was not committed" in caplog.text
 
 
@@ -73,7 +73,7 @@ def test_other_ranks_do_not_count():
     counter.set_coordinator(False)
     counter.begin("/ckpt/a")  # fails before DCP names its coordinator, which is that of the last save
     counter.end()
-    counter.check(1, "/ckpt/a")
+    counter.in_a_row("/ckpt/a").check(1)
 
 
 def test_a_rank_may_coordinate_one_save_and_not_another():
@@ -91,8 +91,8 @@ def test_a_rank_may_coordinate_one_save_and_not_another():
     counter.set_coordinator(True)
     counter.committed()
     counter.end()
-    counter.check(1, "/ckpt/own")
-    counter.check(1, "/ckpt/others")
+    counter.in_a_row("/ckpt/own").check(1)
+    counter.in_a_row("/ckpt/others").check(1)
 
 
 def test_groups_and_paths_are_counted_apart():
@@ -103,14 +103,31 @@ def test_groups_and_paths_are_counted_apart():
         counter.failed(WriteError("no space"))
         counter.begin("/ckpt/good", "saves")
         counter.committed()
-    counter.check(1, "/ckpt/step-2/optimizer", "saves")
-    counter.check(1, "/ckpt/step-2/model", "exports")
+    counter.in_a_row("/ckpt/step-2/optimizer", "saves").check(1)
+    counter.in_a_row("/ckpt/step-2/model", "exports").check(1)
     with pytest.raises(WriteError, match=r"2 saves in a row.*no space.*was committed: /ckpt/good"):
-        counter.check(2, "/ckpt/step-2/model", "saves")
+        counter.in_a_row("/ckpt/step-2/model", "saves").check(2)
 
 
 def test_no_limit():
     """With a limit of None, `check` never raises."""
     counter = FailureCounter()
     _fail(counter, 10)
-    counter.check(None, "/ckpt/step-9")
+    counter.in_a_row("/ckpt/step-9").check(None)
+
+
+def test_the_save_after_the_refused_one_is_tried():
+    """After a refusal, one more failure refuses the next save, and a committed save resets the count."""
+    counter = FailureCounter()
+    _fail(counter, 2)
+    in_a_row = counter.in_a_row("/ckpt/step-9")
+    for times in (2, 3):
+        assert f"{times} saves in a row" in str(in_a_row.refusal(2))
+        with pytest.raises(WriteError, match=f"{times} saves in a row"):
+            in_a_row.check(2)
+        in_a_row.check(2)
+        assert (in_a_row.refusal(2), in_a_row.count, in_a_row.unreported) == (None, times, 0)
+        _fail(counter, 1)
+    in_a_row.committed("/ckpt/step-9")
+    in_a_row.failed("no space")
+    assert (in_a_row.refusal(2), in_a_row.unreported) == (None, 1)
