@@ -20,7 +20,7 @@ from ..errors import CheckpointError, WriteError
 from .base import TIMEOUT, Storage
 from .local import LocalStorage
 from .redact import Scrubber, redact
-from .urls import check_parts, check_writable, protocols_of
+from .urls import check_writable, protocols_of
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -181,11 +181,10 @@ def path_to_write(
     """Returns the `absolute_path` of a user's path, after the checks of `check_location`.
 
     Also raises `WriteError` if the URL is read-only, or if ``is_shared`` and several processes cannot write one file
-    there, and `ValueError` if a part of the URL's path is empty.
+    there.
     """
     check_path(path)
     check_writable(text := os.fspath(path))
-    check_parts(text)
     if is_shared and not (_is_local(path) or _registered(text)) and protocols_of(text)[:1] not in _SHARED:
         raise WriteError(f"{redact(text)}: {NOT_SHARED}")
     return check_location(path, options)

@@ -9,7 +9,6 @@ from .redact import redact
 
 _READ_ONLY = frozenset(("data", "git", "github", "http", "https"))  # fsspec's protocols that cannot write
 
-_OBJECT_STORES = ("s3", "gs", "az")
 _SPELLINGS = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "ssh": "sftp"}  # several names of one protocol
 
 
@@ -32,16 +31,6 @@ def protocols_of(url: str) -> list[str]:
 def is_in_process(url: str) -> bool:
     """Returns whether a URL names the memory of this process, directly or behind a cache."""
     return "memory" in protocols_of(url)
-
-
-def check_parts(url: str) -> None:
-    """Raises `ValueError` if the path in the URL of an object store has an empty part."""
-    protocol, _, path = one_spelling(url).partition("://")
-    if protocol in _OBJECT_STORES and "//" in path.rstrip("/"):
-        raise ValueError(
-            f"{redact(url)} has an empty part: '//'. Some servers store its files below a path without that part, and "
-            f"do not list them below the given one. Write one slash."
-        )
 
 
 def check_writable(url: str) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dcp_tensorizer import TensorizerStorageWriter, WriteError
+from dcp_tensorizer import WriteError
 from dcp_tensorizer._storage.open import open_storage
-from dcp_tensorizer._storage.urls import check_parts, check_writable, is_in_process, one_spelling, protocols_of
+from dcp_tensorizer._storage.urls import check_writable, is_in_process, one_spelling, protocols_of
 
 
 @pytest.mark.parametrize(
@@ -75,16 +75,3 @@ def test_what_is_only_read(url: str) -> None:
         with pytest.raises(WriteError, match=r"cannot write to .*https?://h/run.*\. Save to a local") as caught:
             call()
         assert "hunter2" not in str(caught.value)
-
-
-@pytest.mark.parametrize("url", ["s3://b/run//x", "s3a://b//run", "gs://b/a///b"])
-def test_an_empty_part_is_refused(url: str) -> None:
-    """An object store may drop an empty part from a name, but not from a listing, so writers and managers refuse it."""
-    with pytest.raises(ValueError, match=f"{url} has an empty part: '//'.*Write one slash"):
-        TensorizerStorageWriter(url)
-
-
-@pytest.mark.parametrize("url", ["s3://b/run//", "sftp://host//data/run", "/data//run", "file:///data//run", "s3://b"])
-def test_other_slashes(url: str) -> None:
-    """Trailing slashes are no part, and a path of a file system may contain empty parts."""
-    check_parts(url)
