@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 from msgspec.json import Decoder
 
 from .._tensor_file.names import MAX_NUMBER
-from .safetensors_header import decode_json, encode_header
+from .safetensors_header import LENGTH, MAX_HEADER, decode_json, encode_header
 
 MAX_SHARD_BYTES = 5_000_000_000
 """The largest size of a file, as in Hugging Face's libraries."""
@@ -151,6 +151,7 @@ def shards(tensors: Iterable[T], max_bytes: int) -> list[list[T]]:
 
 
 def lay_out(tensors: Iterable[T]) -> SafetensorsLayout[T]:
+    """Lays out a file; raises `ValueError` if its header would exceed the limit of safetensors."""
     ordered = tuple(sorted(tensors, key=lambda tensor: (_ORDER[tensor.dtype], tensor.key.encode())))
     described: dict[str, Any] = {"__metadata__": _NOTES}
     ends = [0]
@@ -161,6 +162,12 @@ def lay_out(tensors: Iterable[T]) -> SafetensorsLayout[T]:
         ends.append(ends[-1] + nbytes_of(tensor))
         described[tensor.key] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": ends[-2:]}
     header = encode_header(described)
+    if len(header) - LENGTH.size > MAX_HEADER:
+        raise ValueError(
+            f"the header of a safetensors file with {len(ordered):,} tensors would have {len(header) - LENGTH.size:,} "
+            f"bytes, and safetensors allows {MAX_HEADER:,}. Distribute the tensors over more files, or shorten their "
+            f"names."
+        )
     return SafetensorsLayout(ordered, tuple(len(header) + end for end in ends[:-1]), header, len(header) + ends[-1])
 
 

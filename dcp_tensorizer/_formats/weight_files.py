@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _ENDING = ".safetensors"
 _LONE = {SINGLE, ADAPTER}  # files of models without an index; a later model in the directory has the same file name
+_MAX_INDEX = 1_000_000_000  # bytes: ten times as many as one file's header may have
 _Count = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 
 
@@ -143,9 +144,9 @@ def read_small(storage: Storage, name: str) -> bytes | None:
 
     Raises `MetadataError` if the file is larger than any index.
     """
-    content = storage.read(name, MAX_HEADER + 1)
-    if content is not None and len(content) > MAX_HEADER:
-        raise MetadataError(f"{storage.path}/{name} is larger than an index may be ({MAX_HEADER:,} bytes)")
+    content = storage.read(name, _MAX_INDEX + 1)
+    if content is not None and len(content) > _MAX_INDEX:
+        raise MetadataError(f"{storage.path}/{name} is larger than an index may be ({_MAX_INDEX:,} bytes)")
     return content
 
 

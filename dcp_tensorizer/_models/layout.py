@@ -156,7 +156,10 @@ def plan_model(
         pairs = zip(placed.boxes, sources, strict=True)
         carried = tuple(chunk for box, source in pairs for chunk in _carried(box, source, layouts))
         found.append(ModelTensor(key, stored, placed.shape, carried, tuple(placed.boxes)))
-    files = tuple(lay_out(of_file) for of_file in shards(found, options.max_shard_bytes))
+    try:
+        files = tuple(lay_out(of_file) for of_file in shards(found, options.max_shard_bytes))
+    except ValueError as error:
+        raise WriteError(f"{path}: {error}") from None
     return ModelPlan(files, dropped, len(plans))
 
 

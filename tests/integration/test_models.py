@@ -44,6 +44,7 @@ from dcp_tensorizer.tools import collect
 from .. import warm
 from ..lab.models import INDEX, weight_files
 from ..lab.processes import ROOT, kill
+from ..lab.seams import limit_safetensors_headers
 from ..lab.servers import S3Server
 from ..lab.simulated import SimulatedDevice
 from ..lab.states import dtype_name, filled, same
@@ -742,3 +743,15 @@ def test_files_that_are_being_published_are_not_those_of_a_dead_save(
         assert version is not None
         assert version.version == 3
     assert len(s3.objects(prefix)) == 3
+
+
+def test_a_header_that_safetensors_would_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose header exceeds the limit of safetensors fails before the old model is replaced."""
+    with SafetensorsStorageWriter(tmp_path / "model", overwrite=True) as writer:
+        dcp.save({"w": torch.arange(4.0)}, storage_writer=writer)
+        limit_safetensors_headers(monkeypatch, 1000)
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save({"w": torch.zeros(1), "v" * 1000: torch.zeros(1)}, storage_writer=writer)
+    words = "the header of a safetensors file with 2 tensors would have 1,144 bytes, and safetensors allows 1,000"
+    assert f"{tmp_path}/model: {words}" in str(unwrap(caught.value))
+    assert load_file(tmp_path / "model" / "model.safetensors")["w"].tolist() == [0.0, 1.0, 2.0, 3.0]

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import pytest
 import torch
 import xxhash
 
 from dcp_tensorizer import CheckpointManager
+from dcp_tensorizer._formats import safetensors
 from dcp_tensorizer._memory import survival
 from dcp_tensorizer._memory.client import KeeperConnection
 from dcp_tensorizer._memory.protocol import CopyStatus, Plain
@@ -40,6 +42,11 @@ def status_of_copy(manager: CheckpointManager) -> CopyStatus:
 def leave_no_memory() -> None:
     """Makes this process find no free memory for another staging buffer of ``survive``."""
     survival.available_memory = lambda: 1000
+
+
+def limit_safetensors_headers(patch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Sets the size from which headers of safetensors files are refused."""
+    patch.setattr(safetensors, "MAX_HEADER", nbytes)
 
 
 def stored_item(length: int, *, offset: int = 0, dtype: str = "uint8", digests: bytes = b"") -> StoredItem:

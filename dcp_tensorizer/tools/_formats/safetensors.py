@@ -60,11 +60,15 @@ def write(
     block_bytes: int = BLOCK,
 ) -> None:
     tensors = list(view.tensors.values())
-    if path.endswith(".safetensors"):
+    is_one_file = path.endswith(".safetensors")
+    try:
+        files = [lay_out(of_file) for of_file in ([tensors] if is_one_file else shards(tensors, options.shard_bytes))]
+    except ValueError as error:
+        raise ConversionError(f"{path}: {error}") from None
+    if is_one_file:
         with new_file(path, storage_options) as (storage, name):
-            _write_file(storage, name, lay_out(tensors), block_bytes)
+            _write_file(storage, name, files[0], block_bytes)
         return
-    files = [lay_out(of_file) for of_file in shards(tensors, options.shard_bytes)]
     names = [SINGLE] if len(files) == 1 else file_names(len(files))
     with new_directory(path, storage_options, "model*.safetensors") as storage:
         for name, file in zip(names, files, strict=True):

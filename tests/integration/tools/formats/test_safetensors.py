@@ -17,6 +17,7 @@ from dcp_tensorizer import ConversionError, MetadataError, ReadError
 from dcp_tensorizer.tools import convert
 
 from ....lab.checkpoints import make_checkpoint, tensors_of
+from ....lab.seams import limit_safetensors_headers
 from ....lab.states import filled, same
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -112,3 +113,13 @@ def test_pairs_of_elements_need_a_dimension_to_be_counted_in(tmp_path: Path) -> 
     with pytest.raises(MetadataError, match="'odd' of shape"):
         convert(tmp_path / "odd.safetensors", tmp_path / "b", "torch")
     assert not (tmp_path / "b").exists() and not (tmp_path / "b.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["out", "out.safetensors"])
+def test_a_header_that_safetensors_would_refuse(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file whose header exceeds the limit of safetensors is refused before anything is written."""
+    torch.save({"k" * 1000: torch.zeros(1)}, tmp_path / "in.pt")
+    limit_safetensors_headers(monkeypatch, 1000)
+    with pytest.raises(ConversionError, match=f"{name}: the header of a safetensors file with 1 tensors would have"):
+        convert(tmp_path / "in.pt", tmp_path / name, "safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
