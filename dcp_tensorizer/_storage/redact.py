@@ -52,9 +52,8 @@ class Scrubber:
     def _without_encoded(self, found: re.Match[str]) -> str:
         encoded = found[0].rstrip("=")
         padded = encoded[: len(encoded) - (len(encoded) % 4 == 1)] + "=="  # decoders ignore padding that is not needed
-        decoded = base64.b64decode(padded, b"-_" if re.search("[-_]", encoded) else None)
-        shown = _decoded(decoded)
-        return found[0] if self._without_secrets(shown) == shown else "***"
+        text = _decoded(base64.b64decode(padded, b"-_" if re.search("[-_]", encoded) else None))
+        return found[0] if self._without_secrets(text) == text else "***"
 
     @cached_property
     def _patterns(self) -> list[re.Pattern[str]]:  # compiled for the first message, not for each storage
@@ -66,7 +65,7 @@ def _any_form(part: str) -> str:
     if part.isascii() and part.isalnum():
         return part
     if part[0] == "\\":
-        return rf"(?:\\{{{len(part)},}}|(?i:%(?:25)*5C){{{len(part)}}})"
+        return rf"(?:(?<!\\)\\{{{len(part)},}}|(?i:%(?:25)*5C){{{len(part)}}})"
     content = part.encode("utf-8", "backslashreplace")
     escapes = {ascii(part)[1:-1], json.dumps(part)[1:-1], repr(content)[2:-1]} - {part}
     forms = [r"\\+".join(map(re.escape, escape.split("\\"))) for escape in sorted(escapes)]
