@@ -249,7 +249,7 @@ class CheckpointManager:
         self._retaining = Retaining(remote, self._names, rules, self._lease, self._flushing, lambda: self._position)
         self._exports = None
         if export is not None:
-            self._exports = Exports(export, self._writer, heartbeats, self._lease, holds_states=survive > 0)
+            self._exports = Exports(export, self._writer, heartbeats, self._lease)
         self._saves = Saves(
             self._writer,
             agreement,

@@ -33,7 +33,7 @@ class Exports:
     """Exports of one rank. Each staged state stays until the next one is staged, so that it can be exported.
 
     The argument ``writer`` is the job's writer. The attribute ``writer`` writes the models. ``owner`` is the lease of
-    the saves' folder. ``holds_states``: staged states stay in memory anyway, because ``survive`` is set.
+    the saves' folder.
     """
 
     def __init__(
@@ -42,12 +42,9 @@ class Exports:
         writer: TensorizerStorageWriter,
         heartbeats: Heartbeats,
         owner: Lease,
-        *,
-        holds_states: bool,
     ) -> None:
         self._export = export
         self._heartbeats = heartbeats
-        self._holds_states = holds_states
         options = writer.saver.options
         self.writer = SafetensorsStorageWriter(
             **export.arguments(),
@@ -60,6 +57,7 @@ class Exports:
         self.writer.saver.owner = owner
         self._planner = SavePlanner()
         self._staged: StagedStateDict | None = None
+        self._owns_staged = False  # whether to free its buffer
         self._exported = 0
         self._continued_from = 0
 
@@ -72,20 +70,23 @@ class Exports:
         return every is not None and step // every > self._exported // every
 
     def release_staged(self) -> None:
-        """Frees the buffer of the last state, unless ``survive`` holds it.
+        """Frees the buffer of the last state, unless the keeper does.
 
         Call it before the next state is staged, and at the end.
         """
         staged, self._staged = self._staged, None
-        if staged is not None and not self._holds_states and staged.staged_save.buffer is not None:
+        if staged is not None and self._owns_staged and staged.staged_save.buffer is not None:
             staged.staged_save.buffer.is_kept = False
 
     def retaining(self, ties: Mapping[str, str], on_staged: OnStaged | None) -> OnStaged:
-        """Returns a function that retains a staged state for its export, and then calls ``on_staged``."""
+        """Returns a function that retains a staged state for its export, and then calls ``on_staged``.
+
+        A buffer has one owner, which frees it: with ``on_staged``, the keeper, and otherwise this object.
+        """
 
         def retain(staged: StagedStateDict) -> None:
             staged.staged_save.ties = ties
-            self._staged = staged
+            self._staged, self._owns_staged = staged, on_staged is None
             if on_staged is not None:
                 on_staged(staged)
 

@@ -19,6 +19,7 @@ from tensorizer import EncryptionParams
 from dcp_tensorizer import (
     CheckpointError,
     CheckpointManager,
+    Export,
     MetadataError,
     SaveLimits,
     StateMismatch,
@@ -39,8 +40,8 @@ from dcp_tensorizer._tensor_file.digests import Digester
 from dcp_tensorizer._tensor_file.names import block_size
 from dcp_tensorizer._writer_process.protocol import WriteDone
 
-from ..lab.processes import keepers_below
-from ..lab.seams import wait_held
+from ..lab.processes import keepers_below, memory_files
+from ..lab.seams import wait_held, wait_until_save_is_awaited
 from ..lab.waiting import WAIT, Gate
 
 
@@ -151,6 +152,31 @@ def test_managers_side_by_side(tmp_path: Path, sockets: Path) -> None:
                 other.save(1, state_of(1), force=True)
             assert list(saves.spares.values()) == [2]
     assert list(saves.spares.values()) == []
+
+
+@pytest.mark.parametrize("every", [2, 1000], ids=["exports", "no export is due"])
+def test_a_job_that_exports_has_no_more_buffers_than_it_may(
+    tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch, every: int
+) -> None:
+    """The number of staging buffers stays the same if `wait` writes steps that were due during a save."""
+    counts, write_items = list[int](), Save.write_items
+
+    def waits(save: Save, items: Sequence[Item]) -> WriteDone:
+        if threading.current_thread() is not threading.main_thread():  # an export writes on the thread of its save
+            wait_until_save_is_awaited()
+        return write_items(save, items)
+
+    monkeypatch.setattr(Save, "write_items", waits)
+    export = Export(tmp_path / "model", include=["model.*"], every=every, at_end=False, overwrite=True)
+    with manager_of(tmp_path / "run", save_every=1, survive_every=None, export=export) as manager:
+        for step in range(1, 11):
+            manager.save(step, state_of(step))
+            if step % 2 == 0:
+                assert manager.latest() == step - 1  # this step is only in memory
+                manager.wait()
+                assert manager.latest() == step
+                counts.append(len(memory_files()))
+    assert len(set(counts[1:])) == 1  # the second pair of steps has all buffers that later ones need
 
 
 def test_a_part_is_saved_when_the_job_goes_back(tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:

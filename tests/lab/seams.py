@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import xxhash
 
 from dcp_tensorizer import CheckpointManager
 from dcp_tensorizer._formats import safetensors
+from dcp_tensorizer._job.saves import Saves
 from dcp_tensorizer._memory import survival
 from dcp_tensorizer._memory.client import KeeperConnection
 from dcp_tensorizer._memory.protocol import CopyStatus, Plain
@@ -25,11 +27,17 @@ from dcp_tensorizer._tensor_file.names import StoredItem, block_size
 from dcp_tensorizer._writer_process.protocol import TensorSource
 
 from .states import dtype_name, raw
+from .waiting import wait_until_inside
 
 
 def wait_held(manager: CheckpointManager) -> None:
     """Waits until the newest state is held in memory (``survive``)."""
     manager._survival.wait_held()
+
+
+def wait_until_save_is_awaited() -> None:
+    """Returns when a manager waits on the main thread for the save in progress."""
+    wait_until_inside(threading.main_thread(), Saves.wait)
 
 
 def status_of_copy(manager: CheckpointManager) -> CopyStatus:
