@@ -169,7 +169,9 @@ class VersionsOfWriter:
             None if previous is None else previous.index,
             self._own,
         )
-        version, self._own = self._client.publish(request, timeout, model.context, lambda: self._is_closed)
+        version, self._own, warnings = self._client.publish(request, timeout, model.context, lambda: self._is_closed)
+        for warning in warnings:
+            logger.warning("%s", warning)
         logger.info("%s: published as version %d, in %s", model.storage.path, version.version, version.path)
         return version
 

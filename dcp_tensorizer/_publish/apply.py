@@ -48,6 +48,7 @@ from .versions import (
     decode_manifest,
     encode_manifest,
     now,
+    published_at,
     version_of,
 )
 
@@ -121,7 +122,7 @@ def apply_delta(
     started = time.monotonic()
     wanted = check_version(version)
     zstd()
-    published, named = _published(delta, storage_options)
+    published, named = published_at(delta, storage_options)
     if wanted is None:
         wanted = named
     work: _Tensors | _Directory
@@ -130,19 +131,6 @@ def apply_delta(
     else:
         work = _Directory(target, published, wanted, on_progress)
     return replace(work.apply(), seconds=time.monotonic() - started)
-
-
-def _published(
-    delta: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
-) -> tuple[Published, int | None]:
-    """Splits a path into a directory of versions, and the version that the path names, if any."""
-    path = absolute_path(delta)
-    name = path.name if isinstance(path, Path) else path.rstrip("/").rpartition("/")[2]
-    number = version_of(name)
-    if number is None:
-        return Published(open_storage(path, storage_options)), None
-    above = path.parent if isinstance(path, Path) else path.rstrip("/").rpartition("/")[0]
-    return Published(open_storage(above, storage_options)), number
 
 
 # --- a directory ------------------------------------------------------------------------------------------------------
@@ -713,7 +701,7 @@ def verify_versions(
     if copy is not None and number not in (None, copy.version):
         raise NotCommitted(f"there is no version {number} in {published.path}: it has only version {copy.version}")
     if copy is not None and copy.is_delta:
-        above, named = _published(path, storage_options)
+        above, named = published_at(path, storage_options)
         if named != copy.version:
             raise UnsupportedFormat(delta_alone(published.path, str(copy.version)))
         published, number, copy = above, named, None
@@ -741,7 +729,7 @@ def verify_versions(
         for name, record in manifest.files.items():
             copied(folder, read_weight_file(folder, name), chain, record, lambda piece: count(piece.nbytes))
             files += 1
-        for name, record in base.others.items() if copy is None else ():
+        for name, record in base.others.items():
             _compare(folder, base.stored(name), record, count)
             files += 1
             if base.publication and folder.head(name) is not None:  # another name of the same file, or a copy of it

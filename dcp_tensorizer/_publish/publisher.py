@@ -8,7 +8,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,7 +23,15 @@ from .._runtime.validation import check_count, check_step
 from .._storage.base import Refused, Storage
 from .._storage.lease import Lease, LeaseRecord
 from .._storage.open import open_storage, path_to_write
-from ..errors import CheckpointError, ChecksumMismatch, MetadataError, ReadError, listed
+from ..errors import (
+    CheckpointError,
+    ChecksumMismatch,
+    MetadataError,
+    ReadError,
+    UnsupportedFormat,
+    WriteError,
+    listed,
+)
 from .chain import Chain, read_delta
 from .delta import PIECE, DeltaEncoder, zstd
 from .model import (
@@ -49,6 +57,7 @@ from .versions import (
     encode_manifest,
     now,
     other_file_name,
+    published_at,
 )
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -89,7 +98,8 @@ def publish(
 
     A version is whole if it is the first one, or if ``max_deltas`` deltas follow the last whole one. It is also whole
     if the model differs from the last whole version in the header of a safetensors file, or in the files beside the
-    weights. A header has the names, dtypes, shapes and offsets of the tensors, and ``__metadata__``.
+    weights. A header has the names, dtypes, shapes and offsets of the tensors, and ``__metadata__``. It is also whole,
+    and a warning names the damage, if the previous version cannot be rebuilt from the published files.
 
     A directory has one publisher at a time. A later publisher takes the lease of the directory, and the earlier one
     raises `Refused`. If the earlier one's manifest arrives first nevertheless, its version stays, and the later one
@@ -103,7 +113,7 @@ def publish(
         step: The step of training, recorded in the version.
         max_deltas: The number of deltas that may follow a whole version. A new reader has to read all of them.
         keep_latest: The number of newest versions to retain, with all versions on which they build. The other
-            versions are removed. If None, all versions are retained.
+            versions are removed; if one cannot be removed, logs a warning. If None, all versions are retained.
         storage_options: Options of the storages of URLs, such as credentials.
         on_progress: Called with the number of bytes read, and the size of the model's safetensors files.
 
@@ -112,12 +122,12 @@ def publish(
         NotCommitted: there is no model in ``directory``.
         UnsupportedFormat: ``directory`` or ``previous`` is a delta, or another program, or a newer release, has
             published a version.
-        MetadataError: the model has no tensors, or a manifest cannot describe it; or the model or a published version
+        MetadataError: the model has no tensors, or a manifest cannot describe it; or the model or a published manifest
             is damaged.
         ReadError: the model cannot be read, or a file beside its weights changed during the call.
-        ChecksumMismatch: ``previous`` or the published files are not the previous version, or are damaged.
+        ChecksumMismatch: ``previous`` is not the previous version, or is damaged.
         Refused: another publisher has taken the lease, or has just published this version. It is a `WriteError`.
-        WriteError: the version cannot be written.
+        WriteError: the version cannot be written, or ``published`` is ``directory`` itself or a published version.
         CheckpointError: zstd is not installed.
     """
     publication = Publication(
@@ -127,7 +137,10 @@ def publish(
         None if step is None else check_step(step),
         dict(storage_options or {}),
     )
-    return publication.publish(on_progress)[0]
+    version, _, warnings = publication.publish(on_progress)
+    for warning in warnings:
+        logger.warning("%s", warning)
+    return version
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +188,16 @@ class Publication:
     own: LeaseRecord | None = None
     """The lease from the publisher's previous version, if any."""
 
-    def publish(self, on_progress: _Progress = lambda done, total: None) -> tuple[PublishedVersion, LeaseRecord]:
-        """Publishes the version. Also returns the lease of the directory, which is `own` for the next version."""
+    def publish(
+        self, on_progress: _Progress = lambda done, total: None
+    ) -> tuple[PublishedVersion, LeaseRecord, tuple[str, ...]]:
+        """Publishes the version.
+
+        Also returns the lease of the directory, which is `own` for the next version, and warnings to log.
+        """
         zstd()
         folder = Published(open_storage(self.options.path, self.storage_options))
+        _check_no_model(folder, open_storage(self.directory, self.storage_options), self.storage_options)
         model = self._model(self.directory, self.index, self.others)
         if not any(file.tensors for file in model.weights.values()):  # readers refuse the index of a copy
             raise MetadataError(f"{model.storage.path} is not published: the model has no tensors")
@@ -187,7 +206,7 @@ class Publication:
         with folder.storage.writing(f"publish in {folder.path}"):
             version = publisher.publish(previous, self.options)
         assert publisher.lease.own is not None
-        return version, publisher.lease.own
+        return version, publisher.lease.own, tuple(publisher.warnings)
 
     def _model(self, directory: str, index: bytes | None, others: Mapping[str, OtherFile] | None) -> Model:
         return read_model(open_storage(directory, self.storage_options), index, others)
@@ -213,18 +232,18 @@ class _Publisher:
         self._files = 0
         self._publication = uuid.uuid4().hex[:8]  # not the lease's id: a publisher may attempt a version several times
         self._written: list[str] = []
+        self.warnings: list[str] = []
         self._lock = free_in_child(threading.Lock())
 
     def publish(self, previous: Model | None, options: Publish) -> PublishedVersion:
         """Writes the files of the version, then its manifest. Then, with ``keep_latest``, removes old versions."""
         notes = _notes_of(self._model)
         others = self._records_of_others()
-        base, why = self._base(others, options.max_deltas)
         self._target.make_directory()
         try:
-            manifest = self._write_whole(others) if base is None else self._write_delta(base, previous)
+            manifest, why = self._write(others, previous, options.max_deltas)
             self._target.sync_directory()
-            content = encode_manifest(manifest, notes if base is None else {})
+            content = encode_manifest(manifest, {} if manifest.is_delta else notes)
             path = f"{self._target.path}/{INDEX}"
             if len(content) > MAX_HEADER or decode_manifest(content, path) != manifest:
                 raise MetadataError(
@@ -240,19 +259,50 @@ class _Publisher:
         except Refused:
             self._drop()
             raise  # after any other error the manifest may still appear, and needs its files
-        try:
+        with self._warning("leftovers may remain, and files beside the weights may lack their usual names"):
             self._folder.tidy(manifest, is_new=True)
             if self._newest is not None:
                 self._folder.tidy(self._newest)
+        removed: list[int] = []
+        if options.keep_latest is not None:
+            with self._warning("old versions may remain"):
+                for version in self._folder.remove_old(options.keep_latest):
+                    removed.append(version)
+        return PublishedVersion(**asdict(self._folder.info(manifest)), why_whole=why, removed=tuple(removed))
+
+    @contextmanager
+    def _warning(self, but: str) -> Iterator[None]:
+        """Turns an error after the commit into a warning: the version is published."""
+        try:
+            yield
         except (CheckpointError, OSError) as error:
-            logger.warning(
-                "%s is published, but leftovers may remain, and files beside the weights may lack their usual names, "
-                "until the next publication: %s",
-                self._target.path,
-                str(error),
+            self.warnings.append(
+                self._target.scrub(f"{self._target.path} is published, but {but}, until the next publication: {error}")
             )
-        removed = () if options.keep_latest is None else self._folder.remove_old(options.keep_latest)
-        return PublishedVersion(**asdict(self._folder.info(manifest)), why_whole=why, removed=removed)
+
+    def _write(self, others: dict[str, FileRecord], previous: Model | None, max_deltas: int) -> tuple[Manifest, str]:
+        """Writes the files of the version. Returns its manifest, and the reason if it is whole."""
+        try:
+            base, why = self._base(others, max_deltas)
+            if base is not None:
+                return self._write_delta(base, previous), ""
+        except _NotRebuilt as error:
+            why = str(error)
+            self.warnings.append(f"{self._target.path} is a whole version, because {why}")
+            self._total += self._done  # the model is read again
+        return self._write_whole(others), why
+
+    @contextmanager
+    def _rebuilding(self) -> Iterator[None]:
+        """Raises `_NotRebuilt` if the previous version, or one on which it builds, is damaged or cannot be read."""
+        try:
+            yield
+        except UnsupportedFormat:
+            raise
+        except (ReadError, MetadataError) as error:
+            assert self._newest is not None
+            what = f"version {self._newest.version} in {self._folder.path} cannot be rebuilt"
+            raise _NotRebuilt(f"{what}: {error}") from error
 
     def _drop(self) -> None:
         """Removes the files of this publication, which can no longer be committed."""
@@ -311,20 +361,23 @@ class _Publisher:
         newest = self._newest
         if newest is None:
             return None, "it is the first version"
-        chain = self._folder.chain(newest.version)
+        with self._rebuilding():
+            chain = self._folder.chain(newest.version)
         first, deltas = chain[0], chain[1:]
         if len(deltas) >= max_deltas:
             return None, f"the limit of max_deltas={max_deltas} after version {first.version} is reached"
         if first.others != others:
             return None, f"files beside the weights differ from version {first.version}"
         storage = self._folder.folder(first.version)
-        headers = {file.header: file for file in (read_weight_file(storage, name) for name in sorted(first.files))}
+        with self._rebuilding():
+            headers = {file.header: file for file in (read_weight_file(storage, name) for name in sorted(first.files))}
         pairs = [(file, headers.pop(file.header, None)) for file in self._model.weights.values()]
         matched = [(new, old) for new, old in pairs if old is not None]
         if headers or len(matched) < len(pairs):
             what = "the header of a file (its tensors, their offsets, and __metadata__)"
             return None, f"{what} differs from version {first.version}"
-        built = Chain([read_delta(self._folder, manifest) for manifest in deltas])
+        with self._rebuilding():
+            built = Chain([read_delta(self._folder, manifest) for manifest in deltas])
         return _Base(storage, first, built, matched), ""
 
     # --- a whole version ----------------------------------------------------------------------------------------------
@@ -349,7 +402,7 @@ class _Publisher:
 
         self._in_threads(copy, weights)
         weight_map = {tensor.key: names[file.name] for file in weights for tensor in file.tensors}
-        nbytes = self._total + sum(record.nbytes for record in others.values())
+        nbytes = sum(record.nbytes for record in (*files.values(), *others.values()))
         return self._manifest(files, weight_map, digests, nbytes, chain=self._version, others=others)
 
     def _copied(self, file: WeightFile, name: str) -> tuple[FileRecord, dict[str, str]]:
@@ -415,25 +468,34 @@ class _Publisher:
         Returns the record of the new file, and for each written file, by name, the digests of its tensors and its size.
         """
         storage, file = where
+        from_published = nullcontext if is_previous else self._rebuilding
         changes = Chain([]) if is_previous else base.chain
         hashed = hashlib.sha256(new.header)
         written: dict[str, tuple[dict[str, str], int]] = {}
         frames: dict[str, tuple[bytes, str]] = {}
         held = 0
         by_key = {tensor.key: tensor for tensor in file.tensors}
-        with reading_tensors(self._source, new.name) as read, reading_tensors(storage, file.name) as read_old:
-            for tensor in new.tensors:
-                encoder, of_old = DeltaEncoder(), xxhash.xxh3_128()
-                pieces = self._blocks(read, tensor, PIECE)
-                for piece, piece_before in zip(pieces, changes.pieces(read_old, by_key[tensor.key]), strict=True):
-                    hashed.update(piece.data)
-                    of_old.update(piece_before.data)
-                    encoder.update(piece, piece_before)
-                if of_old.hexdigest() != (base.chain.digest(tensor.key) or base.manifest.tensors.get(tensor.key)):
+
+        def before(key: str) -> Iterator[np.ndarray]:
+            """Yields the bytes of a tensor at the previous version, and then verifies them."""
+            of_old = xxhash.xxh3_128()
+            with from_published():
+                for piece in changes.pieces(read_old, by_key[key]):
+                    of_old.update(piece.data)
+                    yield piece
+                if of_old.hexdigest() != (base.chain.digest(key) or base.manifest.tensors.get(key)):
                     raise ChecksumMismatch(
-                        f"{tensor.key!r} in {storage.path}/{file.name} differs from the previous version: the file is "
+                        f"{key!r} in {storage.path}/{file.name} differs from the previous version: the file is "
                         f"damaged, or of another version"
                     )
+
+        with reading_tensors(self._source, new.name) as read, reading_tensors(storage, file.name) as read_old:
+            for tensor in new.tensors:
+                encoder = DeltaEncoder()
+                old_pieces = before(tensor.key)
+                for piece, old_piece in zip(self._blocks(read, tensor, PIECE), old_pieces, strict=True):
+                    hashed.update(piece.data)
+                    encoder.update(piece, old_piece)
                 if (encoded := encoder.finish()) is not None:
                     frames[tensor.key] = encoded
                     held += len(encoded[0])
@@ -495,6 +557,10 @@ class _Publisher:
             self._on_progress(self._done, self._total)
 
 
+class _NotRebuilt(Exception):
+    """The previous version cannot be rebuilt from the published files, so the next one is whole."""
+
+
 class _Base(NamedTuple):
     """The last whole version, on which a delta builds, and the deltas since."""
 
@@ -503,6 +569,15 @@ class _Base(NamedTuple):
     chain: Chain
     pairs: list[tuple[WeightFile, WeightFile]]
     """The files of the model, with those of the whole version that have the same headers."""
+
+
+def _check_no_model(folder: Published, source: Storage, storage_options: Mapping[str, Any]) -> None:
+    """Raises `WriteError` if the directory of versions is the model itself, or a published version."""
+    above, number = published_at(folder.storage.real_path, storage_options)
+    is_version = number is not None and above.storage.head(LEASE) is not None
+    if is_version or folder.storage.real_path == source.real_path:
+        what = f"it is a version in {above.path}" if is_version else "it is the directory of the model"
+        raise WriteError(f"no versions can be published in {folder.path}: {what}. Pass another directory.")
 
 
 def _matching(previous: Model, base: _Base) -> dict[str, tuple[Storage, WeightFile]]:

@@ -15,10 +15,11 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -28,8 +29,8 @@ from .._formats.safetensors_header import INDEX, decode_json
 from .._formats.weight_files import check_plain_name, check_weight_name, read_small
 from .._runtime.validation import check_count
 from .._storage.base import Storage
-from .._storage.open import open_storage
-from ..errors import MetadataError, NotCommitted, UnsupportedFormat
+from .._storage.open import absolute_path, open_storage
+from ..errors import CheckpointError, MetadataError, NotCommitted, UnsupportedFormat
 from .model import read_blocks, written_file
 
 FORMAT = 1
@@ -305,8 +306,8 @@ class Published:
 
     # --- for publishers -----------------------------------------------------------------------------------------------
 
-    def remove_old(self, keep_latest: int, *, dry_run: bool = False) -> tuple[int, ...]:
-        """Removes versions, except the ``keep_latest`` newest and those on which they build; returns the removed ones.
+    def remove_old(self, keep_latest: int, *, dry_run: bool = False) -> Iterator[int]:
+        """Removes versions, except the ``keep_latest`` newest and those on which they build; yields the removed ones.
 
         Removes the highest versions first, so that no delta is ever without its base. Does not need the lease: a
         version that a publisher adds at the same time is whole, or builds on the newest one, which stays. Also removes
@@ -317,23 +318,26 @@ class Published:
         for version in reversed(versions[-keep_latest:]):
             if version not in needed:
                 needed |= {manifest.version for manifest in self.chain(version)}
-        removed = [version for version in reversed(versions) if version not in needed]
-        if not dry_run:
-            for number in reversed(self.numbers()):
-                if number < min(needed, default=0):
-                    self.remove(number)
-            for version in needed:
-                self.tidy(self.manifest(version))
-        return tuple(removed)
+        if dry_run:
+            yield from (version for version in reversed(versions) if version not in needed)
+            return
+        for number in reversed(self.numbers()):
+            if number < min(needed, default=0):
+                self.remove(number)
+                if number in versions:
+                    yield number
+        for version in needed:
+            self.tidy(self.manifest(version))
 
     def remove(self, version: int) -> None:
         """Removes a version, its manifest first, so that no incomplete version is visible. Raises `OSError`."""
         folder = self.folder(version)
         self._manifests.pop(version, None)
         for _ in range(2):  # a delayed publication may write its manifest between two of these steps
-            folder.remove(INDEX)
-            folder.sync_directory()
-            folder.discard(*_files_in(folder))
+            with suppress(FileNotFoundError):  # another process has removed the directory
+                folder.remove(INDEX)
+                folder.sync_directory()
+                folder.discard(*_files_in(folder))
             if folder.remove_directory():
                 break
 
@@ -342,9 +346,17 @@ class Published:
         that programs expect.
 
         Call it only if the version has its manifest: until then, any of its publications may commit. In a new version,
-        all files that the manifest does not refer to are leftovers. Raises `OSError` and `WriteError`.
+        all files that the manifest does not refer to are leftovers. Raises `OSError` and `CheckpointError`, unless
+        another process has removed the version meanwhile.
         """
         folder = self.folder(manifest.version)
+        try:
+            self._tidy(folder, manifest, is_new=is_new)
+        except (CheckpointError, OSError):
+            if folder.head(INDEX) is not None:
+                raise
+
+    def _tidy(self, folder: Storage, manifest: Manifest, *, is_new: bool) -> None:
         found = _files_in(folder)
         stored = {name: manifest.stored(name) for name in manifest.others}
         weights = manifest.weight_map.values() if manifest.is_delta else manifest.files
@@ -384,6 +396,19 @@ def check_version(version: object) -> int | None:
 def version_of(name: str) -> int | None:
     match = _DIRECTORY.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def published_at(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
+) -> tuple[Published, int | None]:
+    """Splits a path into a directory of versions, and the version that the path names, if any."""
+    path = absolute_path(path)
+    name = path.name if isinstance(path, Path) else path.rstrip("/").rpartition("/")[2]
+    number = version_of(name)
+    if number is None:
+        return Published(open_storage(path, storage_options)), None
+    above = path.parent if isinstance(path, Path) else path.rstrip("/").rpartition("/")[0]
+    return Published(open_storage(above, storage_options)), number
 
 
 # --- for users --------------------------------------------------------------------------------------------------------

@@ -168,14 +168,14 @@ class WriterClient:
         timeout: float,
         context: ProcessContext | None = None,
         is_closed: Callable[[], bool] = lambda: False,
-    ) -> tuple[PublishedVersion, LeaseRecord]:
+    ) -> tuple[PublishedVersion, LeaseRecord, tuple[str, ...]]:
         """Publishes a version in the writer process. If that process dies, retries once with a fresh one.
 
         Raises `WriteError` if the version cannot be published, and `WriterProcessDied` if the second process has also
         died, if a process was killed because it made no progress, or if the first process has died and ``is_closed``
         returns true.
         """
-        done: tuple[PublishedVersion, LeaseRecord]
+        done: tuple[PublishedVersion, LeaseRecord, tuple[str, ...]]
         try:
             done = self.ensure_process().ask(request, None, timeout, context)
         except WriterProcessHung:

@@ -125,7 +125,7 @@ class DigestRequest:
 
 Request: TypeAlias = "WriteRequest | SharedWriteRequest | DigestRequest | SnapshotRequest | Publication | FlushTarget"
 """A `FlushTarget` is a request to flush its local folder from now on, between other requests. The response to a
-`Publication` is the version, and the lease for publishing the next version."""
+`Publication` is the version, the lease for publishing the next version, and warnings to log."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds secrets

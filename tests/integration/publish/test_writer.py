@@ -371,6 +371,23 @@ def test_a_manager_publishes_what_it_exports(tmp_path: Path) -> None:
     assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "model")
 
 
+def test_a_restarted_job_publishes_after_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a published file is damaged, the first version after a restart is whole, and the log names the damage."""
+    versions = []
+    for _ in range(2):
+        writer = SafetensorsStorageWriter(tmp_path / "model", overwrite=True, publish=Publish(tmp_path / "published"))
+        with writer:
+            for step in range(2):
+                dcp.save(state(step), storage_writer=writer)
+                versions.append(writer.wait_published())
+        next((tmp_path / "published" / "weight_v000001").glob("model-00001*")).write_bytes(b"")
+    assert [version.is_delta for version in versions if version is not None] == [False, True, False, True]
+    (warning,) = [message for message in caplog.messages if "is a whole version, because" in message]
+    assert f"weight_v000003 is a whole version, because version 2 in {tmp_path}/published cannot be rebuilt" in warning
+    apply_delta(tmp_path / "copy", tmp_path / "published")
+    assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "model")
+
+
 def test_a_job_that_is_to_stop_waits_for_no_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last save is complete when `save` returns, even if nothing has been published yet."""
     goes_on, original = threading.Event(), WriterClient.publish

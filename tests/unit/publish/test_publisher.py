@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -38,7 +39,7 @@ from dcp_tensorizer._publish.publisher import Publication, _Publisher
 from dcp_tensorizer._publish.versions import Published
 from dcp_tensorizer._storage.base import Refused
 from dcp_tensorizer._storage.local import LocalStorage
-from dcp_tensorizer.tools import convert, diff, inspect, list_versions, verify_versions
+from dcp_tensorizer.tools import collect_versions, convert, diff, inspect, list_versions, verify_versions
 
 from ...lab.models import INDEX, first_state, loaded, next_state, not_of_versions, weight_files, weights_of, write_model
 
@@ -169,23 +170,110 @@ def test_the_version_before_may_be_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("published-damaged")
-def test_damage_in_what_was_published_is_found_before_it_spreads(tmp_path: Path) -> None:
-    """A damaged published version is an error of the next publication, of each copy and of verify_versions."""
+def test_damage_in_what_was_published_does_not_spread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A damaged version is an error of each copy and of verify_versions, and the next version is whole.
+
+    A copy at the damaged version can be updated to the next one.
+    """
     published_versions(tmp_path, 2)
-    path = next((tmp_path / "published" / "weight_v000001").glob("model-00002*.safetensors"))
+    published = tmp_path / "published"
+    apply_delta(tmp_path / "follower", published)
+    path = next((published / "weight_v000001").glob("model-00002*.safetensors"))
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
-    write_model(tmp_path / "new", next_state(loaded(tmp_path / "model-2"), 9))
-    with pytest.raises(ChecksumMismatch, match="damaged"):
-        publish(tmp_path / "new", tmp_path / "published")
     with pytest.raises(ChecksumMismatch):
-        apply_delta(tmp_path / "copy", tmp_path / "published")
-    (damage,) = verify_versions(tmp_path / "published").damages
+        apply_delta(tmp_path / "copy", published)
+    (damage,) = verify_versions(published).damages
     assert damage.startswith("version 2: ") and path.name in damage
+    progress: list[tuple[int, int]] = []
+    write_model(tmp_path / "new", next_state(loaded(tmp_path / "model-2"), 9))
+    version = publish(tmp_path / "new", published, on_progress=lambda *done: progress.append(done))
+    assert (version.version, version.is_delta) == (3, False)
+    assert f"version 2 in {published} cannot be rebuilt: " in version.why_whole and path.name in version.why_whole
+    assert [message for message in caplog.messages if message.endswith(f"because {version.why_whole}")]
+    assert sorted(progress) == progress and progress[-1][0] <= progress[-1][1]
+    assert not_of_versions(published) == []
     assert path.read_bytes() == content
-    assert list_versions(tmp_path / "published")[0].version == 2
-    assert not (tmp_path / "published" / "weight_v000003").exists()
+    assert verify_versions(published).damages == (damage,)
+    for copy in ("follower", "copy"):
+        assert apply_delta(tmp_path / copy, published).is_whole
+        assert weights_of(tmp_path / copy) == weights_of(tmp_path / "new")
+    write_model(tmp_path / "newer", next_state(loaded(tmp_path / "new"), 10))
+    assert publish(tmp_path / "newer", published, keep_latest=1).is_delta
+    assert verify_versions(published).versions == (4,)
+
+
+@pytest.mark.parametrize("damaged", ["delta-*", "model-00001*", INDEX])
+@pytest.mark.parametrize("is_missing", [True, False], ids=["missing", "truncated"])
+def test_after_damage_of_any_file_the_next_version_is_whole(tmp_path: Path, damaged: str, is_missing: bool) -> None:
+    """Of two deltas the first one, or of the whole version a file or the manifest, is missing or truncated."""
+    state = published_versions(tmp_path, 3)[-1]
+    folder = tmp_path / "published" / ("weight_v000002" if damaged.startswith("delta") else "weight_v000001")
+    path = next(folder.glob(damaged))
+    path.unlink() if is_missing else os.truncate(path, path.stat().st_size - 2)
+    write_model(tmp_path / "new", next_state(state, 9))
+    version = publish(tmp_path / "new", tmp_path / "published")
+    assert (version.version, version.is_delta) == (4, False)
+    assert version.why_whole.startswith(f"version 3 in {tmp_path}/published cannot be rebuilt: ")
+    assert apply_delta(tmp_path / "copy", tmp_path / "published").is_whole
+    assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "new")
+
+
+def test_a_version_that_cannot_be_removed_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The new version is published nevertheless, the result names what was removed, and the next one removes the rest.
+
+    With a writer, the warning comes from the process that publishes.
+    """
+    published_versions(tmp_path, 3, max_deltas=1)
+    remove = LocalStorage.remove
+
+    def refused(self: LocalStorage, *names: str) -> None:
+        if Path(self.location).name == "weight_v000001":
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), self.location)
+        remove(self, *names)
+
+    monkeypatch.setattr(LocalStorage, "remove", refused)
+    version = publish(tmp_path / "model-1", tmp_path / "published", max_deltas=1, keep_latest=1)
+    assert (version.version, version.removed) == (4, (2,))
+    (warning,) = caplog.messages
+    assert "weight_v000004 is published, but old versions may remain, until the next publication: " in warning
+    assert f"{tmp_path}/published/weight_v000001" in warning
+    assert [info.version for info in list_versions(tmp_path / "published")] == [4, 3, 1]
+    with pytest.raises(WriteError, match=r"cannot remove versions in .*weight_v000001"):
+        collect_versions(tmp_path / "published", keep_latest=1)
+    monkeypatch.undo()
+    assert publish(tmp_path / "model-2", tmp_path / "published", max_deltas=1, keep_latest=1).removed == (4, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "target"),
+    [
+        ("model-1", "published/weight_v000002"),
+        ("model-1", "link/weight_v000002"),
+        ("model-1", "published/weight_v000009"),
+        ("model-1", "model-1"),
+        ("model-1", "model-2/../model-1"),
+    ],
+)
+def test_a_version_or_the_model_is_no_directory_of_versions(tmp_path: Path, model: str, target: str) -> None:
+    """Versions cannot be nested in a version or in the published model, named by any path."""
+    published_versions(tmp_path, 2)
+    (tmp_path / "link").symlink_to(tmp_path / "published")
+    before = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
+    with pytest.raises(WriteError, match=r"no versions can be published in .*Pass another directory\.$"):
+        publish(tmp_path / model, tmp_path / target)
+    assert {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()} == before
+
+
+def test_a_published_version_can_be_published_again(tmp_path: Path) -> None:
+    """A whole version can become the newest one of its own directory of versions."""
+    published_versions(tmp_path, 2)
+    assert publish(tmp_path / "published" / "weight_v000001", tmp_path / "published").version == 3
+    apply_delta(tmp_path / "copy", tmp_path / "published")
+    assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "model-1")
 
 
 def test_a_second_publisher_takes_over_and_the_first_one_is_refused(tmp_path: Path) -> None:
@@ -340,8 +428,8 @@ def test_a_publisher_that_goes_on_after_another_one_is_refused(tmp_path: Path) -
     folder = Publish(tmp_path / "published")
     for number, model in enumerate(("a", "b", "c"), 1):
         write_model(tmp_path / model, next_state(state, number))
-    _, lease = Publication(str(tmp_path / "a"), folder).publish()
-    second, same = Publication(str(tmp_path / "b"), folder, own=lease).publish()
+    _, lease, _ = Publication(str(tmp_path / "a"), folder).publish()
+    second, same, _ = Publication(str(tmp_path / "b"), folder, own=lease).publish()
     assert (second.version, same) == (3, lease)
     publish(tmp_path / "a", folder.path)
     with pytest.raises(WriteError, match="now belongs to another run"):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dcp_tensorizer import NotCommitted, UnsupportedFormat, apply_delta, publish
+from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer.tools import collect_versions, list_versions, verify_versions
 
 from ...lab.models import INDEX, publish_versions, weight_files, weights_of
@@ -61,7 +62,7 @@ def test_whole_versions_are_verified_with_their_deltas(tmp_path: Path, versions:
     assert verify_versions(versions, version=2).versions == (2,)
     apply_delta(tmp_path / "copy", versions)
     copy = verify_versions(tmp_path / "copy")
-    assert (copy.versions, copy.files, copy.damages) == ((6,), 2, ())
+    assert (copy.versions, copy.files, copy.damages) == ((6,), 3, ())
 
 
 def test_the_version_of_a_copy_is_checked(tmp_path: Path, versions: Path) -> None:
@@ -140,12 +141,53 @@ def test_missing_files_are_named(tmp_path: Path, versions: Path) -> None:
     (damage,) = verify_versions(versions).damages
     assert "weight_v000005/delta-00001" in damage
     apply_delta(tmp_path / "copy", versions, version=1)
-    (tmp_path / "copy" / "config.json").unlink()
-    assert verify_versions(tmp_path / "copy").damages == ()
-    missing = weight_files(tmp_path / "copy")[0]
-    missing.unlink()
-    (damage,) = verify_versions(tmp_path / "copy").damages
-    assert missing.name in damage
+    for missing in (tmp_path / "copy" / "config.json", weight_files(tmp_path / "copy")[0]):
+        missing.unlink()
+        (damage,) = verify_versions(tmp_path / "copy").damages
+        assert missing.name in damage
+
+
+@pytest.mark.parametrize("where", ["copy", "published/weight_v000001"])
+def test_the_files_beside_the_weights_are_verified(tmp_path: Path, where: str) -> None:
+    """A changed configuration is named, also in a copy and in the directory of one version."""
+    apply_delta(tmp_path / "copy", publish_versions(tmp_path, 1))
+    assert (verify_versions(tmp_path / where).files, verify_versions(tmp_path / where).damages) == (3, ())
+    (tmp_path / where / "config.json").write_text("[]")
+    verified = verify_versions(tmp_path / where)
+    (damage,) = verified.damages
+    assert (verified.files, damage.endswith(" is not what was published")) == (2, True)
+
+
+def test_versions_that_another_process_removes_meanwhile(
+    tmp_path: Path, versions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If another process removes a version at the same time, both removals succeed."""
+    sync_directory = LocalStorage.sync_directory
+
+    def overtaken(self: LocalStorage) -> None:
+        if Path(self.location).name in ("weight_v000002", "weight_v000003"):
+            shutil.rmtree(self.location)
+        sync_directory(self)
+
+    monkeypatch.setattr(LocalStorage, "sync_directory", overtaken)
+    assert [info.version for info in collect_versions(versions, keep_latest=1)] == [3, 2, 1]
+    assert [info.version for info in list_versions(versions)] == [6, 5, 4]
+
+
+def test_a_newest_version_that_another_process_removes_meanwhile(
+    versions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version that was retained, and that another process removes because of a newer one, is no error."""
+    sync_directory = LocalStorage.sync_directory
+
+    def overtaken(self: LocalStorage) -> None:
+        if Path(self.location).name == "weight_v000006":
+            shutil.rmtree(self.location)
+        sync_directory(self)
+
+    monkeypatch.setattr(LocalStorage, "sync_directory", overtaken)
+    assert collect_versions(versions, keep_latest=9) == ()
+    assert [info.version for info in list_versions(versions)] == [5, 4, 3, 2, 1]
 
 
 def test_a_version_without_its_manifest_is_none(tmp_path: Path, versions: Path) -> None:
