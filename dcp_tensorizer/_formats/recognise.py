@@ -73,8 +73,8 @@ def _instead(storage: Storage) -> str:
             return (
                 f"it holds data without {name}. The save that wrote the data never finished, or is not finished yet; "
                 f"or the directory is a local copy (local=) of a checkpoint that is, or will be, on the remote: read "
-                f"it there; or a copy has left out hidden files, as `cp step/* ...` does: copy the directory itself, with "
-                f"`cp -r`"
+                f"it there; or a copy has left out hidden files, as `cp step/* ...` does: copy the directory itself, "
+                f"with `cp -r`"
             )
         return f"there is no {name}, and {contents(storage)}. The path is wrong, or a save there never finished"
     except NotCommitted:
