@@ -198,7 +198,7 @@ class Agreement:
 
     def _gone(self, error: RuntimeError) -> WriteError:
         assert self._calls is not None
-        what = "make the same call of the manager"
+        what = "make the same call to the manager"
         return WriteError(f"the ranks could not agree: {self._calls.explain(self._number, error, what)}")
 
 

@@ -359,7 +359,7 @@ def lack_of_memory(
         if bounds and staging + needed + reserve > min(bounds):
             return (
                 f"the host of rank {ranks[0]} has {min(bounds):,} bytes of memory available. Replicas there take "
-                f"{needed:,}, staging buffers {staging:,} more, and {reserve:,} are left to other programs"
+                f"{needed:,}, staging buffers {staging:,} more, and {reserve:,} must remain"
             )
     return ""
 

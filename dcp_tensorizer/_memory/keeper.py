@@ -415,7 +415,7 @@ def _set_session_priority(niceness: int, is_wanted: Callable[[], bool]) -> None:
                 try:
                     Path("/proc/self/autogroup").write_text(str(niceness))
                     return
-                except BlockingIOError:  # the kernel allows ten writes a second, of all processes of all users together
+                except BlockingIOError:  # the kernel allows ten writes a second, for all users together
                     time.sleep(_SESSION_SECONDS)
 
     threading.Thread(target=work, name="priority").start()
