@@ -89,8 +89,8 @@ class CheckpointManager:
 
     Every rank makes a manager, and makes the same calls to `save`, `restore`, `wait` and `close` in the same order. The
     other methods are not collective. The manager makes two gloo groups, with the timeout of the ranks' process group:
-    no rank waits longer for an unresponsive rank. Close the manager before ``destroy_process_group()``. Errors of the
-    manager are never wrapped in DCP's ``CheckpointException``.
+    except during a commit, no rank waits longer for an unresponsive rank. Close the manager before
+    ``destroy_process_group()``. Errors of the manager are never wrapped in DCP's ``CheckpointException``.
 
     Args:
         folder: The folder of the checkpoints: a local directory that all ranks share, or any URL that fsspec opens.

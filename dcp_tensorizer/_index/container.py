@@ -1,7 +1,8 @@
 """The container of a checkpoint's index, which is stored as ``.metadata``.
 
     start     80 bytes: magic, version, the lengths of head and file, a digest of start and head, a MAC
-    head      MessagePack: the time and the versions of the save, the data files, and where each section is
+    head      MessagePack: the time of the save, the versions of this package and torch, the data files, and the
+              location of each section
     sections  MessagePack (only the planner's data may be the bytes of ``torch.save``), one after the other: the entries
               of the state dict, the planner's data, small values, and for each rank the locations of what it wrote
 
