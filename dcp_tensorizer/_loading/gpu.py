@@ -39,7 +39,7 @@ class PinnedPools:
     """The slots of a process's loads.
 
     Registering memory takes longer than reading as many bytes. So slots are retained for later loads, and for later
-    calls of `fetch` in the same load: a planner may request tensors one by one.
+    calls to `fetch` in the same load: a planner may request tensors one by one.
     """
 
     def __init__(self, device: Device) -> None:

@@ -45,7 +45,7 @@ class SaveLimits:
         max_consecutive_failures: After this many failed saves in a row of one process group, to paths that differ only
             in their numbers, the next save fails on all ranks, and ``async_save`` raises on the coordinator (with
             ``overlap_staging``, the next ``lock`` raises). So a job that ignores its futures does not continue to train
-            without checkpoints. The save after that one is tried again; if it fails, the next one is refused. If None,
+            without checkpoints. The save after that one is attempted; if it fails, the next one is refused. If None,
             there is no limit.
         max_reuses: With ``reuse_unchanged``: number of later saves that may reuse a file. The save after these writes
             the file's tensors again, so that a damaged file does not spoil every later checkpoint.
