@@ -190,7 +190,7 @@ class _Directory:
             current = decode_manifest(content, f"{self._path}/{INDEX}")
             if current.is_delta:
                 raise StateMismatch(
-                    f"{self._path} is a copy of a delta, that of version {current.version}, not of the model. Pass "
+                    f"{self._path} is a copy of the delta of version {current.version}, not of a model. Pass "
                     f"an empty directory."
                 )
         elif content is not None or self._storage.head(SINGLE) is not None:
@@ -238,7 +238,7 @@ class _Directory:
     def _recognised(self, target: Manifest) -> Manifest:
         """Finds the version of a model by the SHA-256 of its weights. If no version has them, raises `StateMismatch`.
 
-        The manifest has no files beside the weights, because those in the directory may be others.
+        The manifest has no files beside the weights, because those in the directory may be of other versions.
         """
         model = read_model(self._storage)
         by_digest = {FileRecord.of(self._storage, name).sha256: name for name in model.weights}
@@ -273,7 +273,7 @@ class _Directory:
     def _check_others(self, current: Manifest, base: Manifest, target: Manifest) -> None:
         """Checks that no files beside the weights change, because they cannot change atomically with the weights.
 
-        Reads those in the directory that `current` does not record as they are in `base`.
+        Reads only those that `current` records differently from `base`, or that only one of the two records.
         """
         names = {name for name in {*current.others, *base.others} if current.others.get(name) != base.others.get(name)}
         if wrong := sorted(name for name in names if self._record(name) != base.others.get(name)):
