@@ -700,8 +700,8 @@ def verify_versions(
     Raises:
         TypeError, ValueError: ``version`` is not an int of at least 1.
         NotCommitted: the version does not exist, or nothing has been published there.
-        UnsupportedFormat: ``path`` is a delta without the versions on which it builds, or another program, or a newer
-            release, published a version.
+        UnsupportedFormat: ``path`` is a delta without the versions on which it builds; or another program or a newer
+            release published a version.
         MetadataError: a manifest is damaged.
         CheckpointError: zstd is not installed.
     """
