@@ -668,7 +668,7 @@ class VersionsVerified:
         path: The directory, without credentials.
         versions: The versions that were checked, including damaged ones.
         files: The number of files that are undamaged.
-        nbytes: The bytes that were checked, also of damaged files.
+        nbytes: The bytes that were checked, including those of damaged files.
         damages: One message for each version that differs from what was published, or cannot be read.
         seconds: The duration of the call.
     """
