@@ -22,8 +22,8 @@ class DataParallelState(Stateful):
 
         state = {"app": app, "loader": DataParallelState(loader)}
 
-    So a job with another number of data-parallel ranks cannot load the state by mistake, and read some shares of the
-    data twice. In such a job `CheckpointManager.restore` raises an error before anything changes.
+    So a job with a different number of data-parallel ranks cannot load the state by mistake, which would make it read
+    some shares of the data twice. In such a job `CheckpointManager.restore` raises an error before anything changes.
 
     Args:
         value: Object with ``state_dict`` and ``load_state_dict``.
@@ -53,7 +53,7 @@ class DataParallelState(Stateful):
 
 
 def other_sizes(missing: Iterable[str], stored: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Finds missing values that were saved with another number of data-parallel ranks.
+    """Finds missing values that were saved with a different number of data-parallel ranks.
 
     Returns the names, each with the number of ranks at the save and the current number.
     """

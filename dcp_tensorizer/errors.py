@@ -81,7 +81,7 @@ class DecryptionError(ReadError):
 class MetadataError(CheckpointError):
     """The contents of a checkpoint, of a model or of a folder of checkpoints cannot be used.
 
-    For example, ``.metadata`` is damaged, or two directories of a folder are of the same step.
+    For example, ``.metadata`` is damaged, or two directories of a folder hold the same step.
     """
 
 

@@ -87,10 +87,10 @@ class CheckpointManager:
                 if manager.stopping:
                     break
 
-    Every rank makes a manager, and makes the same calls of `save`, `restore`, `wait` and `close` in the same order. The
+    Every rank makes a manager, and makes the same calls to `save`, `restore`, `wait` and `close` in the same order. The
     other methods are not collective. The manager makes two gloo groups, with the timeout of the ranks' process group:
-    no rank waits longer for an unresponsive rank. Close the manager before ``destroy_process_group()``. Errors of the
-    manager are never wrapped in DCP's ``CheckpointException``.
+    except during a commit, no rank waits longer for an unresponsive rank. Close the manager before
+    ``destroy_process_group()``. Errors of the manager are never wrapped in DCP's ``CheckpointException``.
 
     Args:
         folder: The folder of the checkpoints: a local directory that all ranks share, or any URL that fsspec opens.
@@ -100,7 +100,7 @@ class CheckpointManager:
         save_interval: Save when this many seconds have passed since the last save, by rank 0's clock. ``"auto"``: the
             interval that loses the least time, computed from the cost of saves and the failures of the job in all its
             runs. ``(60, 3600)``: the same, with a lower and an upper bound. With ``save_every`` as well, a save is due
-            when either condition holds. With neither, every call of `save` saves.
+            when either condition holds. With neither, every call to `save` saves.
         keep_latest: Retain this many of the newest checkpoints. After each commit, the manager deletes the checkpoints
             that no ``keep_`` rule retains, except the newest. Without rules it deletes nothing.
         keep_every: Retain the checkpoints whose step is a multiple of this.
@@ -136,7 +136,7 @@ class CheckpointManager:
             checkpoints in ``folder``.
 
     Raises:
-        TypeError, ValueError: an argument is of a wrong type or value, or differs from that of another rank; or
+        TypeError, ValueError: an argument has a wrong type or value, or differs from that of another rank; or
             ``stop_signals`` is not empty, and this is not the main thread.
         WriteError: the folder's URL cannot be opened, its path is relative and the working directory no longer exists,
             or another rank has ended or does not respond.
@@ -368,8 +368,8 @@ class CheckpointManager:
             strict: Raise an error if the checkpoint lacks a key of the state, has optimizer state that the optimizer
                 cannot load, or has values where the state has an empty dict. If False, log a warning that names such
                 keys, and leave their values unchanged.
-            allow_shape_mismatch: If the checkpoint has a tensor in another shape, log a warning, and leave the tensor
-                and its optimizer state unchanged. If False, raise an error.
+            allow_shape_mismatch: If the checkpoint has a tensor in a different shape, log a warning, and leave the
+                tensor and its optimizer state unchanged. If False, raise an error.
             grow: Patterns of tensors that may be larger than the saved ones, such as those of a vocabulary that grew,
                 each with the value of the new elements. With None, new elements stay unchanged. The saved elements are
                 loaded at the beginning of the tensor, in each dimension. The optimizer state of such a parameter is
@@ -382,7 +382,7 @@ class CheckpointManager:
         Raises:
             TypeError, ValueError: an argument is invalid.
             NotCommitted: ``step`` has no checkpoint.
-            MetadataError: the folder has only checkpoints of other names or unknown formats, or two of the same step;
+            MetadataError: the folder has only checkpoints with other names or unknown formats, or two of the same step;
                 ``.metadata`` is damaged; a pattern matches nothing, a key is missing, or a shape is different.
             ReadError: the checkpoint is damaged, or cannot be read.
             WriteError: the manager is closed, another rank has ended or does not respond, or, with ``survive``, another
@@ -538,7 +538,7 @@ class CheckpointManager:
         """Lists the steps of the committed checkpoints of the job's branch, lowest first.
 
         Raises:
-            MetadataError: the folder is a file, or two directories are of the same step.
+            MetadataError: the folder is a file, or two directories hold the same step.
             ReadError: the folder cannot be read.
         """
         return [step.number for step in self._members()]

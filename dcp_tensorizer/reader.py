@@ -259,7 +259,7 @@ class TensorizerStorageReader(StorageReader):
     def read_objects(self, keys: Collection[str]) -> dict[str, Any]:
         """Reads objects of the checkpoint whose metadata was read, before its load is planned; for `CheckpointManager`.
 
-        Raises errors as `set_up_storage_reader`, `prepare_local_plan` and `read_data` do.
+        Raises the same errors as `set_up_storage_reader`, `prepare_local_plan` and `read_data`.
         """
         storage, catalog = self._opened()
         assert self._metadata is not None
@@ -431,7 +431,7 @@ def open_reader(
     ``dcp.load`` then raises, on each rank:
         NotCommitted: there is nothing at the path, only a file, or only data of a save that is not committed.
         MetadataError: the path holds no checkpoint in any of these formats; names what was found.
-        ReadError: ``rename`` does not fit the model, or was given for a checkpoint that is not a model.
+        ReadError: ``rename`` does not fit the model, or the checkpoint is not in the safetensors format.
     """
     return AnyFormatReader(path, rename=rename, **options)
 

@@ -122,7 +122,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             ``AsyncCheckpointerType.PROCESS``, neither ``on_report`` nor ``on_progress`` is called.
         on_progress: Called with the bytes that this rank has written and the bytes that it writes in all: before the
             first byte, about once a second, and at the end; by one thread at a time. `ProgressLine` shows them on a
-            terminal. An error of ``on_progress`` is logged, and ends the calls. It does not fail the save.
+            terminal. If ``on_progress`` raises an error, the save logs the error, and continues without further calls.
         sha256: Store a SHA-256 of each tensor in the files, besides the CRC-32. This takes 0.6 s of CPU time per GB in
             the writer process. Neither hash protects against an attacker, who can change it together with the data.
         reuse_unchanged: Do not write tensors again that have not changed since they were last saved. Their files get
@@ -138,7 +138,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             number requires ``local``.
 
     Raises:
-        TypeError: an argument is of a wrong type.
+        TypeError: an argument has a wrong type.
         ValueError: an argument has a value that is not allowed; ``local`` is given without ``path``; or two options
             cannot be combined: ``encryption`` with ``sha256``, ``reuse_unchanged`` or ``staging="shared"``; ``local``
             with ``reuse_unchanged``; ``staging="device"`` with torch's expandable segments.
@@ -361,7 +361,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """Returns the path and the id of the calling thread's save.
 
         In every save, DCP calls this hook first, inside a step whose errors it sends to all ranks. The hook begins the
-        save of a staged state. Other saves begin in `set_up_storage_writer`, so that a call of `storage_meta` alone
+        save of a staged state. Other saves begin in `set_up_storage_writer`, so that a call to `storage_meta` alone
         begins no save.
 
         Raises:
@@ -454,7 +454,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
         Raises:
             WriteError: the save is not committed, and the previous checkpoint is untouched; or the outcome is unknown,
-                as after a lost response of the storage.
+                as after a lost response from the storage.
             ReadError: the storage cannot be read, so the save is not committed. Only with ``local``, or in a folder
                 that a manager has leased.
         """

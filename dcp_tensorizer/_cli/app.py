@@ -383,7 +383,8 @@ def gc(
         str | None,
         typer.Option(
             metavar="AGE",
-            help="Remove only what is older: 90s, 30m, 12h, 7d, 2w. Leftovers of a save known to be dead need no age.",
+            help="Remove only what is older: 90s, 30m, 12h, 7d, 2w. Leftovers of a save known to be dead are removed "
+            "at any age.",
         ),
     ] = None,
     only_data: Annotated[

@@ -80,7 +80,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
 def progress(doing: str, *, hidden: bool) -> Iterator[Any]:
     """Shows a progress bar on a terminal; yields a function that takes the bytes done and the total.
 
-    Ctrl-C interrupts the main thread immediately, and any other thread at its next call of that function.
+    Ctrl-C interrupts the main thread immediately, and any other thread at its next call to that function.
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 

@@ -72,8 +72,9 @@ def _instead(storage: Storage) -> str:
         if has_data(storage):
             return (
                 f"it holds data without {name}. The save that wrote the data never finished, or is not finished yet; "
-                f"or it is a local copy (local=) of a checkpoint that is, or will be, on the remote: read it there; "
-                f"or a copy has left out hidden files, as `cp step/* ...` does: copy the directory itself, with `cp -r`"
+                f"or the directory is a local copy (local=) of a checkpoint that is, or will be, on the remote: read "
+                f"it there; or a copy has left out hidden files, as `cp step/* ...` does: copy the directory itself, "
+                f"with `cp -r`"
             )
         return f"there is no {name}, and {contents(storage)}. The path is wrong, or a save there never finished"
     except NotCommitted:

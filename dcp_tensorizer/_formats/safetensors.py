@@ -52,7 +52,7 @@ dimension of the format's shapes."""
 
 SHARDING = "DCP_SHARDING_INFO"
 """The ``__metadata__`` key under which torch's ``HuggingFaceStorageWriter`` writes the offset of each part in its whole
-tensor, also if the part is the whole tensor. Consolidated files do not have the key."""
+tensor, even if the part is the whole tensor. Consolidated files do not have the key."""
 
 _ORDER = {dtype: number for number, dtype in enumerate(NAMES)}
 _NOTES = {"format": "pt"}

@@ -21,7 +21,7 @@ from msgspec import Raw, Struct
 SINGLE = "model.safetensors"
 """The file of a model that fits into one file."""
 ADAPTER = "adapter_model.safetensors"
-"""The file of an adapter of PEFT, which has no index."""
+"""The file of a PEFT adapter, which has no index."""
 INDEX = "model.safetensors.index.json"
 """The index, which maps each tensor to its file."""
 LENGTH = struct.Struct("<Q")

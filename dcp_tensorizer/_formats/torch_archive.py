@@ -36,9 +36,9 @@ def check_saved(file: IO[bytes], nbytes: int) -> list[tuple[int, int]]:
     file.seek(0)
     if file.read(4) != b"PK\3\4":
         raise NotImplementedError(
-            "it is not a zip archive. Load files of torch < 1.6 with torch, and save them again. What FileSystemWriter "
-            "wrote with serialization_format=SAFETENSORS, torch's FileSystemReader cannot load either: save it without "
-            "that option."
+            "it is not a zip archive. Load files of torch < 1.6 with torch, and save them again. If "
+            "FileSystemWriter wrote it with serialization_format=SAFETENSORS, torch's FileSystemReader cannot load it "
+            "either: save the checkpoint again, without that option."
         )
     archive = check_archive(file, nbytes)
     infos = archive.infolist()
@@ -77,7 +77,7 @@ def check_archive(file: IO[bytes], nbytes: int) -> zipfile.ZipFile:
     end = 0
     for info in sorted(infos, key=lambda info: info.header_offset):
         if info.file_size != info.compress_size or info.header_offset < end or info.flag_bits & 1:
-            raise ValueError(f"its record {info.filename!r} overlaps another one, or is not stored plainly")
+            raise ValueError(f"its record {info.filename!r} overlaps another one, or is not stored as plain bytes")
         end = info.header_offset + 30 + info.file_size
     if end > directory or len({info.filename.lower() for info in infos}) < len(infos):
         raise ValueError("its records overlap the list of records, or two of them have the same name")

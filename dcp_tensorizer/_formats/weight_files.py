@@ -142,7 +142,7 @@ def delta_alone(path: str, version: str) -> str:
 def read_small(storage: Storage, name: str) -> bytes | None:
     """Reads a file that must fit into memory. If it does not exist, returns None.
 
-    Raises `MetadataError` if the file is larger than any index.
+    Raises `MetadataError` if the file is larger than an index may be.
     """
     content = storage.read(name, _MAX_INDEX + 1)
     if content is not None and len(content) > _MAX_INDEX:

@@ -1,7 +1,8 @@
 """The container of a checkpoint's index, which is stored as ``.metadata``.
 
     start     80 bytes: magic, version, the lengths of head and file, a digest of start and head, a MAC
-    head      MessagePack: the time and the versions of the save, the data files, and where each section is
+    head      MessagePack: the time of the save, the versions of this package and torch, the data files, and the
+              location of each section
     sections  MessagePack (only the planner's data may be the bytes of ``torch.save``), one after the other: the entries
               of the state dict, the planner's data, small values, and for each rank the locations of what it wrote
 
@@ -161,8 +162,8 @@ def committed(storage: Storage, name: str = _METADATA) -> IndexFile | None:
 def open_index(path: str, data: bytes, read: Callable[[int, int], bytes]) -> IndexFile:
     """Opens an index whose first `FIRST_BYTES` bytes, or all bytes, have been read.
 
-    ``read`` reads bytes at an offset. Raises `MetadataError` if the file is damaged, of another version or no index,
-    and `ReadError` if it cannot be read.
+    ``read`` reads bytes at an offset. Raises `MetadataError` if the file is damaged, has another version or is no
+    index, and `ReadError` if it cannot be read.
     """
     if len(data) < FIRST_BYTES or not data.startswith(_MAGIC):
         return IndexFile(path, read_head(data, path), data)
@@ -178,7 +179,7 @@ def _at_least(nbytes: int, data: bytes, read: Callable[[int, int], bytes]) -> by
 
 
 def read_head(data: bytes, path: str, *, whole: bool = True) -> Head:
-    """Checks and decodes the head. Raises `MetadataError` if it is damaged, of another version or no index.
+    """Checks and decodes the head. Raises `MetadataError` if it is damaged, has another version or is no index.
 
     ``data`` is the beginning of the file, or, if ``whole`` is true, all of it.
     """

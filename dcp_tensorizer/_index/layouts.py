@@ -156,7 +156,7 @@ class ChunkLayout:
 
     @functools.cached_property
     def _sorted(self) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """The dimension in which the chunks have the most distinct starts, and three arrays that are sorted by them.
+        """The dimension in which the chunks have the most distinct starts, and three arrays, sorted by these starts.
 
         The arrays have the chunks' indices, their starts, and the running maxima of their stops.
         """

@@ -234,7 +234,7 @@ def _ends(sizes: bytes, content: bytes, count: int) -> np.ndarray:
     ends = np.zeros(count + 1, dtype="i8")
     np.cumsum(_numbers(sizes, "<u4", count), dtype="i8", out=ends[1:])
     if int(ends[-1]) != len(content):
-        raise ValueError("a table of locations has digests or MACs of another size than it records")
+        raise ValueError("a table of locations has digests or MACs whose size differs from the recorded one")
     return ends
 
 

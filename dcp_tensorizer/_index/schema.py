@@ -91,7 +91,7 @@ class Head(Struct, gc=False):
 
 
 class Properties(Struct, array_like=True, gc=False, frozen=True):
-    """DCP's ``TensorProperties``, with torch's names of dtype, layout and memory format.
+    """DCP's ``TensorProperties``, with torch's names for dtype, layout and memory format.
 
     Strides are in elements. Releases of torch before 2.15 do not record them.
     """
@@ -266,7 +266,7 @@ def _plain(part: Any, depth: int) -> Any:
             return Ext(_LARGE, number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True))
     raise TypeError(
         f"a key of type {type(part).__name__}: keys must be strings, bytes, numbers, None, or tuples of them, with "
-        f"integers of less than {8 * _MAX_LARGE:,} bits, and at most {_MAX_DEPTH} tuples inside each other"
+        f"integers of fewer than {8 * _MAX_LARGE:,} bits, and at most {_MAX_DEPTH} tuples inside each other"
     )
 
 

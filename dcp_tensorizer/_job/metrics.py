@@ -25,7 +25,7 @@ class GoodputReport:
         seconds: Time since the manager was made.
         saves: Number of committed saves.
         failures: Number of saves that failed.
-        stall_seconds: Time that training spent in calls of `save`. Calls of `wait` and `close` do not count.
+        stall_seconds: Time that training spent in calls to `save`. Calls to `wait` and `close` do not count.
         restore_seconds: Time spent in `restore`.
         durable_seconds: Time from the beginning of a save to its commit, on average over the committed saves.
         saving_seconds: The part of ``stall_seconds`` that was spent in calls that began a save.

@@ -28,7 +28,7 @@ class OptimizerTarget:
 
     Attributes:
         counts: The number of parameters in each group, by the group's number; empty if the state dict of the optimizer
-            has another structure than torch's.
+            has a structure other than torch's.
     """
 
     def __init__(self, key: str, optimizer: torch.optim.Optimizer, collected: Any) -> None:

@@ -1,4 +1,4 @@
-"""When a job saves: the schedule of saves, stop signals, and the decision of all ranks in each call of `save`."""
+"""When a job saves: the schedule of saves, stop signals, and the decision of all ranks in each call to `save`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Action(enum.Enum):
     NOTHING = enum.auto()
     SAVE = enum.auto()
     JOIN = enum.auto()
-    """Use the result of the last save, which is of this step."""
+    """Use the result of the last save, which saves this step."""
     KEEP = enum.auto()
     """Use the existing checkpoint of this step."""
     HOLD = enum.auto()
@@ -43,7 +43,7 @@ class Vote:
     Attributes:
         stop: The rank has received a stop signal.
         force: The rank's caller wants to save, even if no save is due.
-        is_last: The last save is of this step, and has not failed.
+        is_last: The last save saves this step, and has not failed.
         is_there: A checkpoint of the step exists on the job's branch.
         failures: The number of saves that have failed in a row; 0 if a save was refused after the last of them.
         must_write: If a save is due, the rank's caller wants the step on storage, not only in memory.

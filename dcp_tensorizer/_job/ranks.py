@@ -198,7 +198,7 @@ class Agreement:
 
     def _gone(self, error: RuntimeError) -> WriteError:
         assert self._calls is not None
-        what = "make the same call of the manager"
+        what = "make the same call to the manager"
         return WriteError(f"the ranks could not agree: {self._calls.explain(self._number, error, what)}")
 
 
@@ -282,7 +282,8 @@ _ERROR_SECONDS = 30.0  # extra time in which the coordinator reports to the othe
 class Heartbeats:
     """Heartbeats of slow ranks during saves, loads and publications.
 
-    A save or load waits for a silent rank no longer than the group's timeout, and for a slow rank without a limit.
+    Except during a commit, a save or load waits for a silent rank no longer than the group's timeout, and for a slow
+    rank without a limit.
 
     DCP gathers the results of all ranks in a collective. A rank that has written its part within seconds waits there
     for a rank that takes minutes, and cannot distinguish it from a dead rank. So before DCP's collective, a small

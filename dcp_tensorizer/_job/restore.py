@@ -197,7 +197,7 @@ def load_from_memory(
     problems = agreement.gathered(own)
     is_part = head.world_size == agreement.size and memory.holders(head)
     if is_part and any(p is not None and not (p.is_damage or p.is_whole) for p in problems):
-        loaded, own = load(memory.holders(head))  # the target has another sharding, so each rank needs all parts
+        loaded, own = load(memory.holders(head))  # the target has a different sharding, so each rank needs all parts
         problems = agreement.gathered(own)
     if problem := joint_problem(problems):
         logger.error("the state of step %d in memory cannot be loaded: %s", head.step, problem.error)
@@ -346,7 +346,7 @@ class SelectivePlanner(LoadPlanner):
                 logger.info("%s also has %s, which the state does not have", self._path, listed(unasked))
 
     def _check_counts(self, optimizers: Sequence[OptimizerTarget]) -> None:
-        """Raises `StateMismatch` if a parameter group has another number of parameters in the checkpoint.
+        """Raises `StateMismatch` if a parameter group has a different number of parameters in the checkpoint.
 
         The optimizer would refuse such groups, but only after all other values are loaded.
         """
@@ -454,7 +454,7 @@ class SelectivePlanner(LoadPlanner):
         return has_older_keys(self.metadata, self.state_dict, self.original_state_dict)
 
     def _misfits(self) -> dict[str, str]:
-        """Finds the tensors that are stored in another shape, with both shapes as text."""
+        """Finds the tensors that are stored in a different shape, with both shapes as text."""
         assert self.metadata is not None
         stored, misfits = self.metadata.state_dict_metadata, {}
         for key, value in self.state_dict.items():
@@ -475,8 +475,8 @@ class SelectivePlanner(LoadPlanner):
         for name, (there, here) in sizes.items():
             reason = (
                 f"{name!r} was saved by {there} data-parallel rank{'s' if there > 1 else ''}, and there "
-                f"{'are' if here > 1 else 'is'} {here}: each of its states belongs to one rank's share of the data, "
-                f"which cannot be divided"
+                f"{'are' if here > 1 else 'is'} now {here}: each of its states belongs to one rank's share of the "
+                f"data, and cannot be divided"
             )
             if self._selection.strict:
                 problems.append(
@@ -496,7 +496,7 @@ class SelectivePlanner(LoadPlanner):
         if misfits and self._selection.allow_shape_mismatch:
             state = [key for key in left if key not in misfits]
             logger.warning(
-                "%s has other shapes, and these keys stay as they are (allow_shape_mismatch=True): %s%s",
+                "%s has tensors in other shapes, and these keys stay as they are (allow_shape_mismatch=True): %s%s",
                 self._path,
                 shapes,
                 f". So does their optimizer state: {listed(sorted(state))}" if state else "",

@@ -93,7 +93,7 @@ class Step:
         save_id: The id of its save; empty if unknown.
         saved_at: The time of its save, in nanoseconds since the epoch; 0 if unknown.
         record: The manager's record in its index; None if the checkpoint was saved without a manager, or is unreadable.
-            If the directory was renamed, or copied under another name, the record has another step.
+            If the directory was renamed, or copied under another name, the record has a different step.
         problem: Why the checkpoint is unreadable for this package; empty if it is readable.
     """
 
@@ -123,7 +123,7 @@ def read_steps(folder: Storage, names: StepNames) -> list[Step]:
 
     Makes one request for each checkpoint, one for the folder and one for `LATEST`. A listing may come from a cache, so
     the checkpoint that `LATEST` names counts even if it is not listed. Links to directories also count. Unreadable
-    checkpoints have a ``problem``. Raises `MetadataError` if the folder is a file, or two directories are of the same
+    checkpoints have a ``problem``. Raises `MetadataError` if the folder is a file, or two directories hold the same
     step, and `ReadError` if the folder cannot be listed.
     """
     try:
@@ -361,7 +361,7 @@ def restorable(
     checkpoints of the folder.
 
     Raises `NotCommitted` if that step has no checkpoint, `MetadataError` if the folder has only checkpoints with other
-    names or of unknown formats, and `CheckpointError` if the folder cannot be read or two directories are of the same
+    names or of unknown formats, and `CheckpointError` if the folder cannot be read or two directories hold the same
     step.
     """
     unfinished = clean_up(folder, names)
@@ -405,7 +405,7 @@ def _check_others(folder: Storage, names: StepNames) -> None:
         return
     unknown, lost = list[str](), list[str]()
     for name, inside in zip(folders, in_threads(functools.partial(_files_in, folder), folders), strict=True):
-        is_step = names.step_in(name) is not None  # in a step's directory, data without metadata is of a dead save
+        is_step = names.step_in(name) is not None  # in a step's directory, data without metadata belongs to a dead save
         if any(_is_of_checkpoint(file) and not (is_step and file.endswith(".tensors")) for file in inside):
             unknown.append(name)
         elif is_step and any(map(is_data_file_name, inside)):

@@ -57,7 +57,7 @@ class _Loss(NamedTuple):
     subpath: str
     files: set[str]  # the known files
     reason: str
-    is_known: bool  # the save is known to have been committed, and was not deleted since
+    is_known: bool  # the save is known to have been committed, and has not been deleted since
 
 
 def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str]:
@@ -199,7 +199,10 @@ def _give_up(flushing: Flushing, entry: FlushEntry, record: FlushRecord, reason:
 
 
 def _clear(flushing: Flushing, loss: _Loss) -> None:
-    """Removes the files of a lost save from the remote, also those of lost nodes: their names contain the save's id."""
+    """Removes the files of a lost save from the remote, including those of lost nodes.
+
+    Finds the latter by the save's id in their names.
+    """
     with suppress(CheckpointError, OSError):
         remote = flushing.target.open(loss.subpath)
         ids, found = {save_id_in(name) for name in loss.files}, set[str]()

@@ -318,7 +318,7 @@ _ID_BYTES = 16
 
 
 class ReadFrom(NamedTuple):
-    """The part of a rank's load plan that shows the coordinator which save the rank reads, and with which group."""
+    """The part of a rank's load plan that names the save that the rank reads and its ``exchange`` group."""
 
     save_id: str
     group: str = ""  # identity of the ``exchange`` group (`identity_of`); empty without a group

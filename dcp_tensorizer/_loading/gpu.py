@@ -5,8 +5,8 @@ next user waits for those copies.
 
 Each call that releases the GIL may have to wait to reacquire it: about 25 calls for each 8 MiB, with blocks hashed one
 by one, limited loads to 6 to 8 GB/s where 26 were possible. So on machines with many cores a read has up to
-`DEVICE_BYTES` bytes, items up to that size have one digest to compare, and several small tensors are copied in one
-transfer.
+`DEVICE_BYTES` bytes, only one digest is compared for each item up to that size, and several small tensors are copied in
+one transfer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PinnedPools:
     """The slots of a process's loads.
 
     Registering memory takes longer than reading as many bytes. So slots are retained for later loads, and for later
-    calls of `fetch` in the same load: a planner may request tensors one by one.
+    calls to `fetch` in the same load: a planner may request tensors one by one.
     """
 
     def __init__(self, device: Device) -> None:

@@ -157,7 +157,7 @@ def non_overlapping_groups(targets: Sequence[ReadTarget]) -> Iterator[Sequence[R
     """Yields the groups of targets that may be read concurrently, in order.
 
     Targets that share memory, such as tied weights, are read one by one, in the order of the plan, because concurrent
-    reads would mix their data. So the memory holds the whole last target, as with torch's reader.
+    reads would mix their data. So in the end, shared memory holds all data of its last target, as with torch's reader.
     """
     shared = overlapping(targets)
     alone = [target for target in targets if target not in shared] if shared else targets

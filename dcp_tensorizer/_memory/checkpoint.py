@@ -62,7 +62,7 @@ class StateCheckpoint(Storage):
         holders: The holder of each rank's part, for messages.
 
     Raises:
-        CheckpointError: a part's description is damaged or of another version, or no index can be made of the parts.
+        CheckpointError: a part's description is damaged or has another version, or no index can be made of the parts.
     """
 
     def __init__(self, path: str, parts: Sequence[tuple[StatePart, Descriptor | RemotePart]]) -> None:
@@ -196,9 +196,10 @@ def _names(head: StateHead) -> list[str]:
 
 @collector_paused()
 def state_part(head: StateHead, staged: StagedStateDict, planner: SavePlanner) -> StatePart:
-    """Describes a staged state dict for a keeper, with all items of this rank, also those that other ranks would write.
+    """Describes a staged state dict for a keeper, with all items of this rank.
 
-    Raises `CheckpointError`, with the key, if an item cannot be saved.
+    These include items that other ranks would write to storage. Raises `CheckpointError`, with the key, if an item
+    cannot be saved.
     """
     buffer = staged.staged_save.buffer
     assert buffer is not None, "the state is copied"

@@ -65,7 +65,7 @@ class CopyOptions:
             towards another host.
 
     Raises:
-        TypeError: an option is of a wrong type, or an empty string.
+        TypeError: an option has a wrong type, or an empty string.
         ValueError: the rate is too low, or not finite.
     """
 
@@ -347,7 +347,7 @@ def lack_of_memory(
     """Returns why the replicas of the last and the next state do not fit on some host, or an empty string if they fit.
 
     ``memory`` has for each rank the bytes of its state, the number of staging buffers that it has yet to allocate, and
-    the available bytes on its host, or None if unknown. On each host, ``reserve`` bytes are left to other programs.
+    the available bytes on its host, or None if unknown. On each host, ``reserve`` bytes must remain.
     """
     ranks_of, held_by = defaultdict[str, list[int]](list), defaultdict[str, int](int)
     for rank, peer in enumerate(peers):
@@ -359,7 +359,7 @@ def lack_of_memory(
         if bounds and staging + needed + reserve > min(bounds):
             return (
                 f"the host of rank {ranks[0]} has {min(bounds):,} bytes of memory available. Replicas there take "
-                f"{needed:,}, staging buffers {staging:,} more, and {reserve:,} are left to other programs"
+                f"{needed:,}, staging buffers {staging:,} more, and {reserve:,} must remain"
             )
     return ""
 

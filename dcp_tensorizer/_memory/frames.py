@@ -35,7 +35,7 @@ def frame_ciphers() -> FrameCipherKind:
 class FrameCipher:
     """Cipher for the frames of one direction of a connection.
 
-    The nonce counts the frames: after a frame was left out, repeated or moved, `open` returns False. ``key`` has 32
+    The nonce counts the frames: if a frame was left out, repeated or moved, `open` returns False. ``key`` has 32
     bytes, and is only for this connection and direction. ``kind`` is one of `frame_ciphers`.
     """
 

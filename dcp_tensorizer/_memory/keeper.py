@@ -1,6 +1,7 @@
 """The keeper: a process beside each trainer, which outlives the trainer and holds its newest states in memory.
 
-The keeper holds the descriptors of the staging buffers, not copies. It neither reads nor writes storage.
+Of its trainer's states, the keeper holds the descriptors of the staging buffers, not copies. It neither reads nor
+writes storage.
 
 The keeper also holds the digests of the states, with which a successor verifies the loaded bytes. It receives the
 digests that the writer process has computed for a save without encryption, and computes all others: those of states
@@ -415,7 +416,7 @@ def _set_session_priority(niceness: int, is_wanted: Callable[[], bool]) -> None:
                 try:
                     Path("/proc/self/autogroup").write_text(str(niceness))
                     return
-                except BlockingIOError:  # the kernel allows ten writes a second, of all processes of all users together
+                except BlockingIOError:  # the kernel allows ten writes a second, for all users together
                     time.sleep(_SESSION_SECONDS)
 
     threading.Thread(target=work, name="priority").start()

@@ -76,7 +76,7 @@ class StatePart:
 
 @dataclass(frozen=True, slots=True)
 class WrittenDigests:
-    """Message of the trainer with the digests of a state that a save has written."""
+    """Message from the trainer with the digests of a state that a save has written."""
 
     id: str
     known: Mapping[tuple[int, int], bytes]  # by offset and size in the buffer; of the unencrypted items of this rank

@@ -1,7 +1,7 @@
 """Replicas of states in the memory of other hosts: how keepers copy, receive and serve them.
 
     source                                                  partner
-    ReplicaOffer (the state, its size, which to retain) ──▶ checks free memory, and allocates all of it
+    ReplicaOffer (the state, its size, which to retain) ──▶ checks free memory, and allocates the whole copy
                                                         ◀── Answer: the name of the copy, or why it is refused
     the offer again with that name, on further connections ▶
     Block, its bytes; on all connections ─────────────────▶ checks each block against its XXH3-128
@@ -76,7 +76,7 @@ def lower_priority(niceness: int) -> None:
 class ReplicaOffer(Struct, tag="offer", array_like=True):
     """Offer of a replica of a part of a state.
 
-    The partner of a new offer drops its replicas of the rank and run in ``head``, except that of the ``confirmed``
+    On a new offer, the partner drops its replicas of the rank and run in ``head``, except that of the ``confirmed``
     state. If ``record_nbytes`` is 0, the partner only does that, and receives no replica.
     """
 
@@ -329,7 +329,7 @@ class ReplicaServer:
             raise WireError("the record was changed in transit")
         part = decoded(record)
         if part.head != copy.offer.head or part.nbytes != copy.offer.nbytes:
-            raise WireError("the record is of another state")
+            raise WireError("the record describes another state")
         if why := self._keeper.refusal():
             return ReplicaAnswer(refusal=why, is_claimed=True)
         fd = copy.complete()
@@ -382,7 +382,7 @@ class _PartReader:
         assert wanted.nbytes is not None, "a record is not in the buffer"
         stop = wanted.offset + wanted.nbytes
         if stop > self._memory.nbytes:
-            wire.send(ReplicaAnswer(refusal="the range ends after the part"))
+            wire.send(ReplicaAnswer(refusal="the range extends beyond the part"))
             return
         wire.send(ReplicaAnswer(wanted.nbytes))
         wire.send_bytes(self._memory[wanted.offset : stop])
@@ -538,7 +538,7 @@ class RemotePart(RangeReader):
     def record(self, seconds: float = 0.0) -> StatePart:
         """Reads the record of the part. If the keeper does not hold the part yet, waits for it up to ``seconds``.
 
-        Raises `ReadError` if the record cannot be read, or is of another part.
+        Raises `ReadError` if the record cannot be read, or describes another part.
         """
         deadline = time.monotonic() + seconds
         try:

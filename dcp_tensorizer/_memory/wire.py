@@ -1,4 +1,4 @@
-"""TCP connections to keepers on other hosts. Both ends know the secret of the keeper that accepts.
+"""TCP connections to keepers on other hosts. Both ends know the secret of the keeper that accepts the connection.
 
     client ──▶ hello: magic, version, its ciphers, nonce
            ◀── cipher, nonce, proof      keyed BLAKE2b of all messages so far: an end without the secret learns nothing

@@ -437,7 +437,7 @@ class ModelSave(Save):
         """Returns the contents of the files that ``files=`` lists, by name.
 
         Of a directory, returns those of all its files except weights and a checkpoint's files. Raises `Refused` if a
-        file is unreadable, or if its name is one that readers would take for weights.
+        file is unreadable, or is named like weights or like a file of a checkpoint.
         """
         found: dict[str, bytes] = {}
         for given in self.model.files:
@@ -447,7 +447,10 @@ class ModelSave(Save):
                     if path.is_dir() and (not file.is_file() or _WEIGHTS.search(file.name) or is_of_save(file.name)):
                         continue
                     if file.name.endswith((".safetensors", ".safetensors.index.json")) or is_ours(file.name):
-                        raise Refused(f"files= has {file}, which readers would take for weights. Leave it out.")
+                        raise Refused(
+                            f"files= has {file}, which is named like weights or like a file of a checkpoint. Leave it "
+                            f"out."
+                        )
                     found[file.name] = file.read_bytes()
                     if file.name == _CONFIG and self.model.dtype is not None:
                         found[_CONFIG] = _with_dtype(found[_CONFIG], dtype_name(self.model.dtype))

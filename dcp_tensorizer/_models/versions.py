@@ -91,7 +91,7 @@ class VersionsOfWriter:
             raise error
 
     def files_needed(self, location: str) -> set[str]:
-        """Returns the names of a directory's files that publishing still needs, also of replaced models."""
+        """Returns the names of a directory's files that publishing still needs, including those of replaced models."""
         with self._changed:
             return {name for model in self._needed() if model.storage.location == location for name in model.files}
 

@@ -270,7 +270,7 @@ def _are_paths(planner_data: dict[Any, Any]) -> bool:
 
 
 def rows_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Iterator[Row]:
-    """Yields the rows of a state dict. Holds no reference to a row. Raises `Unsupported`, and as `check_plannable`.
+    """Yields the rows of a state dict. Holds no reference to a row. Raises as `row_of` and `check_plannable` do.
 
     torch makes a dozen objects per tensor, and computes which part of a DTensor a rank has. This function calls torch
     once for all tensors that are alike.

@@ -113,7 +113,7 @@ def apply_delta(
             change, or tensors are missing from the mapping or cannot be changed in place. Nothing has changed.
         ChecksumMismatch: the copy or the published version is damaged. Nothing has changed.
         NotCommitted: the version does not exist, or nothing has been published.
-        MetadataError: the published version is damaged, or the index of the copy.
+        MetadataError: the published version or the copy's index is damaged.
         UnsupportedFormat: another program, or a newer release, published the version.
         WriteError: the directory is not local, cannot be written to, stays locked by another process, holds files but
             no model, belongs to SGLang, is a published version, or contains the directory of versions or is inside it.
@@ -178,7 +178,7 @@ class _Directory:
             current = decode_manifest(content, f"{self._path}/{INDEX}")
             if current.is_delta:
                 raise StateMismatch(
-                    f"{self._path} is a copy of a delta, that of version {current.version}, not of the model. Pass "
+                    f"{self._path} is a copy of the delta of version {current.version}, not of a model. Pass "
                     f"an empty directory."
                 )
         elif content is not None or self._storage.head(SINGLE) is not None:
@@ -226,7 +226,7 @@ class _Directory:
     def _recognised(self, target: Manifest) -> Manifest:
         """Finds the version of a model by the SHA-256 of its weights. If no version has them, raises `StateMismatch`.
 
-        The manifest has no files beside the weights, because those in the directory may be others.
+        The manifest has no files beside the weights, because those in the directory may be of other versions.
         """
         model = read_model(self._storage)
         by_digest = {FileRecord.of(self._storage, name).sha256: name for name in model.weights}
@@ -261,7 +261,7 @@ class _Directory:
     def _check_others(self, current: Manifest, base: Manifest, target: Manifest) -> None:
         """Checks that no files beside the weights change, because they cannot change atomically with the weights.
 
-        Reads those in the directory that `current` does not record as they are in `base`.
+        Reads only those that `current` records differently from `base`, or that only one of the two records.
         """
         names = {name for name in {*current.others, *base.others} if current.others.get(name) != base.others.get(name)}
         if wrong := sorted(name for name in names if self._record(name) != base.others.get(name)):
@@ -656,7 +656,7 @@ class VersionsVerified:
         path: The directory, without credentials.
         versions: The versions that were checked, including damaged ones.
         files: The number of files that are undamaged.
-        nbytes: The bytes that were checked, also of damaged files.
+        nbytes: The bytes that were checked, including those of damaged files.
         damages: One message for each version that differs from what was published, or cannot be read.
         seconds: The duration of the call.
     """
@@ -688,8 +688,8 @@ def verify_versions(
     Raises:
         TypeError, ValueError: ``version`` is not an int of at least 1.
         NotCommitted: the version does not exist, or nothing has been published there.
-        UnsupportedFormat: ``path`` is a delta without the versions on which it builds, or another program, or a newer
-            release, published a version.
+        UnsupportedFormat: ``path`` is a delta without the versions on which it builds; or another program or a newer
+            release published a version.
         MetadataError: a manifest is damaged.
         CheckpointError: zstd is not installed.
     """

@@ -120,7 +120,7 @@ def publish(
     Raises:
         TypeError, ValueError: ``step``, ``max_deltas`` or ``keep_latest`` is invalid.
         NotCommitted: there is no model in ``directory``.
-        UnsupportedFormat: ``directory`` or ``previous`` is a delta, or another program, or a newer release, has
+        UnsupportedFormat: ``directory`` or ``previous`` is a delta; or another program or a newer release has
             published a version.
         MetadataError: the model has no tensors, or a manifest cannot describe it; or the model or a published manifest
             is damaged.

@@ -299,7 +299,7 @@ class Published:
             manifest = self.needed(before, chain[-1])
             if manifest.chain != first:
                 raise MetadataError(
-                    f"version {before} in {self.path} does not build on version {first}, as version {version} does"
+                    f"version {before} in {self.path} does not build on version {first}, unlike version {version}"
                 )
             chain.append(manifest)
         return chain[::-1]

@@ -31,7 +31,7 @@ _OF_JOB = tuple(
 )
 """Signals that terminals and schedulers send to every process of a job. Child processes ignore them."""
 _unended: list[subprocess.Popen[bytes]] = []
-"""Processes that were killed and have not ended yet. Later calls of `kill` reap them, so that none stays a zombie."""
+"""Processes that were killed and have not ended yet. Later calls to `kill` reap them, so that none stays a zombie."""
 
 
 class ChildProcess:

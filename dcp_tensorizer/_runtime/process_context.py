@@ -60,7 +60,7 @@ def _directory() -> str | None:
 def environment() -> dict[str, str]:
     """Returns the environment variables of this process, which other threads may change concurrently.
 
-    Omits entries that are not str: a program may replace ``os.environ`` by a plain dict, as tests do.
+    Omits entries that are not str: a program may replace ``os.environ`` with a plain dict, as tests do.
     """
     found = {name: os.environ.get(name) for name in list(os.environ)}
     return {name: value for name, value in found.items() if isinstance(name, str) and isinstance(value, str)}

@@ -68,7 +68,7 @@ class Hung(Exception):
 class Workers(ThreadPoolExecutor):
     """A thread pool whose `shutdown` waits until no work runs, because the caller then frees the memory that work uses.
 
-    `shutdown` delays an exception of a signal handler, such as KeyboardInterrupt, until the work is done. After the
+    `shutdown` delays an exception from a signal handler, such as KeyboardInterrupt, until the work is done. After the
     main thread has ended, Python starts no threads, so `submit` runs the work in the calling thread.
     """
 
@@ -85,7 +85,7 @@ class Workers(ThreadPoolExecutor):
 
         try:
             return super().submit(work)
-        except BaseException as error:  # of a signal handler, or the thread limit is reached
+        except BaseException as error:  # from a signal handler, or the thread limit is reached
             if not str(error).endswith("after interpreter shutdown"):
                 if not running.cancel():  # a thread has taken the work
                     _uninterrupted(lambda: wait_for([running]))
@@ -106,7 +106,7 @@ class Workers(ThreadPoolExecutor):
 
 
 def _uninterrupted(wait: Callable[[], object]) -> None:
-    """Calls ``wait`` until it returns. Then raises the last exception of a signal handler that interrupted it."""
+    """Calls ``wait`` until it returns. Then raises the last exception from a signal handler that interrupted it."""
     interrupted: BaseException | None = None
     while True:
         try:
@@ -124,7 +124,7 @@ def _uninterrupted(wait: Callable[[], object]) -> None:
 def is_running(thread: threading.Thread) -> bool:
     """Returns whether a thread has been started and has not ended.
 
-    Before Python 3.13 ``is_alive`` is not reliable: it is False after an exception of a signal handler in ``join``,
+    Before Python 3.13 ``is_alive`` is not reliable: it is False after an exception from a signal handler in ``join``,
     such as KeyboardInterrupt. A thread that ends removes itself from ``threading.enumerate``, except the main thread.
     """
     return thread in threading.enumerate() and (thread is not threading.main_thread() or thread.is_alive())
@@ -162,7 +162,7 @@ def in_background(operation: Callable[[], _T], *, name: str = "request", daemon:
 def in_time(operation: Callable[[], _T], timeout: float) -> _T:
     """Runs an operation that may hang in the kernel. Raises `Hung` after ``timeout`` seconds.
 
-    After a timeout the thread may still run, and the interpreter's exit does not wait for it. Exceptions of signal
+    After a timeout the thread may still run, and the interpreter's exit does not wait for it. Exceptions from signal
     handlers are delayed until the operation has ended or timed out.
     """
     doing, end = in_background(operation, name="in-time", daemon=True), Deadline(timeout)

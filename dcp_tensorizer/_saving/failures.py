@@ -59,7 +59,7 @@ class FailuresInARow:
 
     @property
     def unreported(self) -> int:
-        """The count; 0 if `check` has raised it and no save has failed since."""
+        """The number of failed saves in a row; 0 if `check` has raised the error and no save has failed since."""
         return 0 if self.count == self._reported else self.count
 
     def refusal(self, limit: int | None, count: int | None = None) -> WriteError | None:
@@ -80,7 +80,7 @@ class FailuresInARow:
         )
 
     def check(self, limit: int | None, count: int | None = None) -> None:
-        """Raises the error of `refusal`, if there is one, once: the save after the refused one is tried."""
+        """Raises the error of `refusal`, if there is one, once: the save after the refused one is attempted."""
         if (refusal := self.refusal(limit, count)) is not None:
             self._reported = self.count if count is None else count
             raise refusal

@@ -141,7 +141,7 @@ class Flushing:
         self._futures = waited_for | {report.save_id: future}
 
     def report_lost(self, words: str) -> None:
-        """Logs ``words``, which describe the loss of a checkpoint. The next call of `check` raises them as an error."""
+        """Logs ``words``, which describe the loss of a checkpoint. The next call to `check` raises them as an error."""
         logger.error("%s", words)
         self._given_up.append(words)
 

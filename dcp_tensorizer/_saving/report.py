@@ -176,7 +176,7 @@ class Reports:
             transfer(total(), total())
 
     def publish(self, report: SaveReport) -> None:
-        """Logs a report, and passes it to ``on_report``. An error of ``on_report`` is only logged."""
+        """Logs a report, and passes it to ``on_report``. An error in ``on_report`` is only logged."""
         self.last = report
         logger.info("%s", report)
         self._call(report)

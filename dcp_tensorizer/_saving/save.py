@@ -178,7 +178,7 @@ class Save:
     def whole_or_nothing(self) -> Iterator[None]:
         """Releases the staged state after a write. If the write fails, ends the save, and removes the save's record.
 
-        Adds the rank to the message of a `CheckpointError`, and marks every error by `failed_before_commit`.
+        Adds the rank to the message of a `CheckpointError`, and marks every error with `failed_before_commit`.
         """
         saver = self._saver
         try:
@@ -239,7 +239,7 @@ class Save:
         try:
             self._committed()
         finally:
-            # Before the user's callback, which may copy the directory: it would copy the files of both checkpoints.
+            # Before the user's callback, which may copy the directory, and with it the replaced checkpoint's files.
             if replaced:
                 self.remove(replaced)
             self.end()

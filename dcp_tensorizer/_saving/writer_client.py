@@ -58,7 +58,7 @@ class WriterClient:
         self._device = device
         self._process: WriterProcess | None = None
         self._extra: SharedBuffer | None = None  # for tensors that the planner has made
-        self._ends = 0  # number of calls of `end_process`
+        self._ends = 0  # number of calls to `end_process`
         # Not taken by `end_process`. Reentrant, because a signal handler that closes the writer may flush.
         self._starting = free_in_child(threading.RLock())
 

@@ -1,7 +1,7 @@
 """GPUs: side streams, events on them, pinned host memory. Only this module calls ``torch.cuda``; see also `driver`.
 
-Calls that may create a context name their device. The current device of a new thread is device 0, so such a call of
-that thread without a device would create a context on device 0, which may be another rank's GPU. This module never
+Calls that may create a context name their device. The current device of a new thread is device 0, so a call in that
+thread that names no device would create a context on device 0, which may be another rank's GPU. This module never
 initialises CUDA: it makes streams and events only for tensors that are already on a GPU.
 """
 
@@ -31,7 +31,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU of this process
 
 PIN_BYTES = 1 << 30
 """Maximum bytes of one registration. Current drivers fail on hundreds of GiB in one call, and Linux 6.11 to 6.13 refuse
-2 GiB or more. During a call the driver also holds locks, which block calls of other processes."""
+2 GiB or more. During a call the driver also holds locks, which block calls from other processes."""
 
 PIECE_BYTES = 32 << 20
 """Maximum bytes of one copy over the bus. Training's own transfers, such as those of ``.item()``, wait for one piece,

@@ -71,7 +71,7 @@ class StagedSaves:
         """Waits until the earlier saves with which the next save must not run concurrently are over.
 
         The next save is ``before``, or, if that is None, the one that the calling thread is about to stage or begin. If
-        no save takes an earlier staged state dict, the next save waits only for a timeout, and gets another buffer.
+        no save takes an earlier staged state dict, the next save waits only until a timeout, and gets another buffer.
         """
         earlier = list(self._saves)
         if before is not None:  # if `close` has removed it after a timeout, all remaining saves came later

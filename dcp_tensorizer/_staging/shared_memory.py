@@ -114,7 +114,7 @@ class SharedBuffer:
 
     @property
     def in_use(self) -> bool:
-        """Returns whether a tensor of the buffer is alive. Each tensor refers to the mapping, also after `close`.
+        """Returns whether a tensor of the buffer is alive. Each tensor refers to the mapping, even after `close`.
 
         Releases the tensors of `allocate_all` first.
         """

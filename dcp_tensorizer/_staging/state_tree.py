@@ -1,7 +1,7 @@
 """Copies of state dicts, made in two steps: one before their tensors are copied, and one after.
 
 `copy_structure` copies containers and plain objects while training waits, and lists the plain tensors. `fill_tensors`
-replaces these by staged tensors, in the same order, and rebuilds wrapper subclasses and sharded tensors around them.
+replaces these with staged tensors, in the same order, and rebuilds wrapper subclasses and sharded tensors around them.
 The result shares nothing with the live state dict, except tensors that are written from shared memory without a copy.
 """
 
@@ -283,7 +283,7 @@ def _cannot_be_copied(key: str, value: object, why: str) -> StagingError:
     is_container = isinstance(value, dict | list | tuple)
     return StagingError(
         f"{key!r} is an object of type {kind}, which cannot be copied ({why}). Leave it out of the state dict, or "
-        f"{'replace it by a plain dict, list or tuple' if is_container else 'give it a __deepcopy__'}."
+        f"{'replace it with a plain dict, list or tuple' if is_container else 'give it a __deepcopy__'}."
     )
 
 

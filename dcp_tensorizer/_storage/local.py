@@ -341,7 +341,7 @@ class LocalStorage(Storage):
 
 
 class _FileLock(DirectoryLock):
-    """A kernel's lock on the directory: exclusive if every job can see it, and the directory is not locked already.
+    """A kernel lock (``flock``) on the directory: exclusive if all jobs can see it and the directory is not locked yet.
 
     `share` takes a shared lock instead. Without the exclusive lock, nothing is locked before `share`. The lock is also
     released when this object is freed or the process ends.
@@ -390,8 +390,8 @@ class _FileLock(DirectoryLock):
             if time.monotonic() > deadline:
                 self.release()
                 raise WriteError(
-                    f"a process has locked {self._root} for {timeout:g} s, to remove files from it. Check whether "
-                    f"that process is stopped."
+                    f"a process that removes files from {self._root} has held the lock on it for {timeout:g} s. Check "
+                    f"whether that process is stopped."
                 )
             time.sleep(0.01)
 
@@ -503,7 +503,7 @@ def boot_id() -> str:
 
 
 def put_record(path: Path) -> None:
-    """Writes a record; raises `OSError`, also if the boot id is unknown.
+    """Writes a record; raises `OSError`, for example if the boot id is unknown.
 
     Does not sync it, because a record proves nothing after the next boot.
     """

@@ -32,7 +32,8 @@ def _without_users(text: str) -> str:
 class Scrubber:
     """Filter that removes credentials from a text: those in URLs, and values of options that may be secret.
 
-    It finds a value as it is, escaped as by ``repr`` or in JSON, percent-encoded, and in base64, alone or with a user.
+    It finds a value as it is, escaped as by ``repr`` or in JSON, percent-encoded, and in base64, alone or as
+    ``user:value``.
     """
 
     def __init__(self, options: Mapping[str, Any] | None) -> None:

@@ -84,8 +84,8 @@ class RemoteStorage(Storage):
         """Writes a small file for `put`, atomically. A storage that defines `put` itself does not need this method.
 
         Raises:
-            FileExistsError: the file exists, and ``replace`` is False. `put` has checked before that it did not exist.
-                If several jobs put at the same time, only one succeeds, on servers with conditional writes.
+            FileExistsError: the file exists, and ``replace`` is False. `put` has already checked that it did not
+                exist. If several jobs put at the same time, only one succeeds, on servers with conditional writes.
             FileNotFoundError, PermissionError: the file was not written (see `_is_refusal`).
             Exception: the outcome is unknown.
         """
@@ -104,7 +104,7 @@ class RemoteStorage(Storage):
 
     @contextmanager
     def _translated(self, kind: type[CheckpointError], what: str) -> Iterator[None]:
-        """Translates the library's errors to this package's, without tracebacks, which may show credentials."""
+        """Translates the library's errors into this package's, without tracebacks, which may show credentials."""
         try:
             yield
         except CheckpointError:
@@ -247,8 +247,8 @@ class Retries:
     def waits(self) -> Iterator[float]:
         """Yields the seconds to wait before each retry, with jitter, so that ranks do not retry at the same moment.
 
-        Ends after ``attempts`` attempts, or when another attempt at a silent server could end in the last tenth of the
-        timeout. In that tenth the caller reports the failure.
+        Ends after ``attempts`` attempts, or when another attempt could end in the last tenth of the timeout if the
+        server does not respond. In that tenth the caller reports the failure.
         """
         end = self.clock() + self.timeout - 2 * silence_timeout(self.timeout)
         longest, made = self.first_wait, 1

@@ -4,7 +4,7 @@ s3fs interprets the user's URL and ``storage_options``, and botocore, on which s
 Threads that call botocore take half of the CPU time of s3fs's event loop (0.6 instead of 1.1 s/GB for reads, 1.1
 instead of 2.0 for writes), send parts without a copy, and need no event loop, which a fork or the end of the process
 would break. obstore can neither list nor abort multipart uploads, so an incomplete upload would stay if a process is
-killed or a response is lost. An expired token makes its uploads fail, and it does not read the profiles in ``~/.aws``.
+killed or a response is lost. Its uploads fail when a token expires, and it does not read the profiles in ``~/.aws``.
 """
 
 from __future__ import annotations

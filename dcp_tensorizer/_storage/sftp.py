@@ -362,7 +362,7 @@ class SftpClient:
             refused = isinstance(error, paramiko.AuthenticationException | paramiko.BadHostKeyException)
             if refused or (
                 was_answered and isinstance(error, paramiko.SSHException)
-            ):  # SSHException: also if there is no key to offer
+            ):  # paramiko also raises SSHException if there is no key to offer
                 raise PermissionError(f"{type(error).__name__}: {error}") from None
             if isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
                 raise ConnectionRefusedError(str(error)) from None

@@ -172,7 +172,7 @@ def is_ours(name: str) -> bool:
 def is_of_save(name: str) -> bool:
     """Returns whether ``name`` belongs to a checkpoint or to a save, not to a model.
 
-    The temporary names of all files of a save belong to it, also that of a model's tokenizer.
+    The temporary names of all files of a save belong to the save, including that of a model's tokenizer.
     """
     return is_ours(name) or _SAVE_ID.search(name) is not None
 

@@ -279,8 +279,8 @@ class Flusher:
         committed = self._committed_here(record)
         if committed is None:  # the coordinator is on another node
             # Find later saves before reading the metadata. Saves are committed in order: if a later save is already on
-            # the remote, and the metadata read after that does not name these files, it never will.
-            # The later save may be of any rank, because a job may resume with fewer ranks. A part that was sent
+            # the remote, and metadata that is read afterwards does not name these files, no metadata ever will.
+            # The later save may belong to any rank, because a job may resume with fewer ranks. A part that was sent
             # very recently is left for a later check.
             is_recent = time.time() - entry.changed <= self.target.timeout / 10
             later = [r for e, r in self._queue.records({REMOTE}) if e.number > entry.number and not is_recent]
@@ -453,7 +453,7 @@ def missing_files(remote: Storage, names: Iterable[str], sizes: Mapping[str, int
 def named_files(remote: Storage, name: str) -> set[str]:
     """Returns the data files that a metadata file of this package names; raises `ReadError`.
 
-    If the metadata file does not exist, is damaged, or is of another package, returns an empty set.
+    If the metadata file does not exist, is damaged, or was written by another package, returns an empty set.
     """
     there = _committed(remote, name)
     return set() if there is None else set(there.files)
@@ -486,7 +486,7 @@ def publish(
     before = remote.read(commit.name)
     try:
         there = None if before is None else IndexFile(commit.name, read_head(before, commit.name), before)
-    except MetadataError:  # it is damaged, or of another package, and so of no later save
+    except MetadataError:  # it is damaged, or another package wrote it: it belongs to no later save
         there = None
     if there is not None and there.head.save_id == own.save_id:
         return None
@@ -539,7 +539,7 @@ def _is_later(there: Head, own: Head, earlier: Container[str]) -> bool:
 
 
 def _committed(remote: Storage, name: str) -> IndexFile | None:
-    """Reads an index as `committed` does, but returns None if it is damaged, or of another package."""
+    """Reads an index as `committed` does, but returns None if it is damaged, or another package wrote it."""
     try:
         return committed(remote, name)
     except MetadataError:

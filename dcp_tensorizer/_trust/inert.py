@@ -273,7 +273,7 @@ class Inert:
             elif code == _PROTO:
                 protocol = pickled[position]
                 if not 2 <= protocol <= self._newest:
-                    raise Malformed(f"it is of protocol {protocol}")
+                    raise Malformed(f"it uses pickle protocol {protocol}")
                 position += 1
             elif code == _STOP:
                 return stack.pop()

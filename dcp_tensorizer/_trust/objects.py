@@ -52,7 +52,7 @@ def load_object(content: bytes) -> Any:
 
 @contextmanager
 def loading_object(key: str, path: str) -> Iterator[None]:
-    """Turns any error but a `CheckpointError` of loading an object into a `ReadError` that names the key.
+    """Turns an error in the ``with`` block, other than a `CheckpointError`, into a `ReadError` that names the key.
 
     For example, Python or NumPy may lack a type, or the machine a GPU.
     """

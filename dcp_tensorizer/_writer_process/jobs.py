@@ -53,7 +53,7 @@ class FileJob:
         self._adopt_timeout = silence_timeout(options.limits.timeout)
         self._adopts_until = clock() + self._adopt_timeout
         self._adopted_bytes = 0
-        self._events = 0  # progress that is no bytes
+        self._events = 0  # progress other than bytes written
         self._sinks: list[Sink] = []
         self._memory = memory or PartMemory()
         self.is_abandoned = False

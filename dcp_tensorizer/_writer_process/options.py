@@ -45,10 +45,10 @@ class SaveLimits:
         max_consecutive_failures: After this many failed saves in a row of one process group, to paths that differ only
             in their numbers, the next save fails on all ranks, and ``async_save`` raises on the coordinator (with
             ``overlap_staging``, the next ``lock`` raises). So a job that ignores its futures does not continue to train
-            without checkpoints. The save after that one is tried again; if it fails, the next one is refused. If None,
+            without checkpoints. The save after that one is attempted; if it fails, the next one is refused. If None,
             there is no limit.
-        max_reuses: With ``reuse_unchanged``: number of later saves that may reuse a file. The save after these writes
-            the file's tensors again, so that a damaged file does not spoil every later checkpoint.
+        max_reuses: With ``reuse_unchanged``: number of later saves that may reuse a file. The next save then writes the
+            file's tensors again, so that a damaged file does not spoil every later checkpoint.
 
     Raises:
         TypeError: the timeout is not a number, or another limit is not an int.
@@ -122,7 +122,7 @@ class SaveOptions:
     def arguments(self) -> dict[str, Any]:
         """Returns the writer's arguments without secrets.
 
-        Leaves out ``storage_options``, and replaces ``encryption`` by whether it is set.
+        Leaves out ``storage_options``, and replaces ``encryption`` with whether it is set.
         """
         hidden = {"storage_options", "target", "max_unflushed"}
         values = {option.name: getattr(self, option.name) for option in fields(self) if option.name not in hidden}

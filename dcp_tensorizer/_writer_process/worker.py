@@ -50,7 +50,7 @@ NICENESS_BUSY = 7  # also lowers the I/O priority, which follows the niceness un
 _NICENESS_SPARE = 19
 MIN_SPARE_CORES = 0.75  # idle, or used by this process: if all cores are busy, four threads get less
 _SAMPLE_SECONDS = 0.1
-_MIN_SAMPLES = 3  # in a row: with two trainers on two cores, one sample in some hundreds sees an idle core
+_MIN_SAMPLES = 3  # in a row: with two trainers on two cores, one sample in a few hundred shows an idle core
 _PROGRESS_SECONDS = 1.0
 # Memory for parts that is cached between saves, enough for two threads and a local disk. Saves get 3-15% faster.
 _CACHED_BYTES = 64 << 20

@@ -58,7 +58,7 @@ def install(
       a `LoadPlanner`.
 
     This also applies to functions and classes that were imported before. Subclasses, such as torch's ``FsspecWriter``
-    and ``HuggingFaceStorageWriter``, and stagers that are passed to ``async_save`` are not changed. A later call of
+    and ``HuggingFaceStorageWriter``, and stagers that are passed to ``async_save`` are not changed. A later call to
     `install` replaces the options.
 
     Args:

@@ -123,7 +123,7 @@ class TensorizerTransport:
             dst_ranks: The joining replicas; unused, because the metadata alone gives access.
             step: The step that they request.
             state_dict: Nested containers of tensors and other values. Of DTensors, this rank's part is sent, for the
-                rank of the same number in other replicas.
+                rank with the same number in other replicas.
             timeout: Timeout for the keeper's answer, a minute at most. The keeper does not wait for other replicas.
 
         Raises:
@@ -177,7 +177,7 @@ class TensorizerTransport:
             ChecksumMismatch: the state was changed in transit; the error names the key.
             UntrustedObject: an object could run code; nothing has changed.
             StateMismatch: the state has a DTensor, and ``state_dict`` has none on its mesh; or a tensor of
-                ``state_dict`` has another sharding. The error names the key. Tensors of ``state_dict`` may have
+                ``state_dict`` has a different sharding. The error names the key. Tensors of ``state_dict`` may have
                 changed.
         """
         try:
@@ -297,7 +297,9 @@ def _read(reader: StateReader, own: Mapping[str, Any]) -> Any:
         if key in in_place:
             there = _Sharding.of(own[key]) if isinstance(own[key], DTensor) else None
             if there != sharding:
-                raise StateMismatch(f"{key} has another sharding in the replica that sent it: {sharding}, not {there}")
+                raise StateMismatch(
+                    f"{key} has a different sharding in the replica that sent it: {sharding}, not {there}"
+                )
             return own[key]
         if sharding is None:
             return planner.state_dict[key]

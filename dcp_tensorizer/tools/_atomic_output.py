@@ -60,7 +60,7 @@ def shown_path(path: str) -> str:
 
 @contextmanager
 def new_directory(target: str, options: Mapping[str, Any], files: str) -> Iterator[Storage]:
-    """Creates a directory. If the storage is not local, a failure removes the new files whose names match ``files``."""
+    """Creates a directory. After a failure, if the storage is not local, removes the new files that match ``files``."""
     storage = open_storage(target, options)
     with suppress(NotCommitted):
         if any(storage.listing()):

@@ -97,8 +97,8 @@ class Folder:
     Attributes:
         info: What `list_checkpoints` returns for the directory; None for a directory without a checkpoint or leftovers.
         parts: The number of ranks that have committed, if each rank saves for itself; otherwise 0.
-        leftovers: Files of uncommitted saves, as far as they are known, in the order in which to remove them, without
-            files that a flush needs.
+        leftovers: The known files of uncommitted saves, in the order in which to remove them, without files that a
+            flush needs.
         dead: The leftovers of saves whose record files are valid (see `commit.dead_files`). These saves are dead if the
             lock of the directory is free.
         unknown: Why the directory may have more leftovers; otherwise empty.
@@ -133,7 +133,7 @@ class Folder:
 
     @property
     def checkpoints(self) -> list[Folder]:
-        """This directory and those below it, as far as they hold a checkpoint or leftovers."""
+        """The directories, from this one down, that hold a checkpoint or leftovers."""
         return [folder for _, folder in self.walk() if folder.info is not None]
 
     @property

@@ -59,7 +59,7 @@ class ChunkInfo:
         rank: The rank that wrote the chunk; None for an empty chunk, or if the format has no ranks.
         file, file_offset: The location of the first byte; None for an empty chunk.
 
-    In torch's DCP format, the stored bytes are those of a ``torch.save`` archive, which also an empty chunk has.
+    In torch's DCP format, each chunk, even an empty one, is stored as a ``torch.save`` archive of ``nbytes`` bytes.
     """
 
     offset: tuple[int, ...]

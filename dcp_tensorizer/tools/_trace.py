@@ -68,7 +68,7 @@ def trace(sources: Sequence[_Path], output: _Path = "trace.json") -> Traced:
 
     Raises:
         ValueError: there are no sources.
-        ConversionError: ``output`` is a URL without a file name or a directory, or is one of the trace files.
+        ConversionError: ``output`` is a URL that lacks a directory or a file name, or is one of the trace files.
         NotCommitted: a source is neither a trace file nor a folder with one, or the files hold neither a save nor a
             load.
         ReadError: a file cannot be read, or is not a trace file.

@@ -50,8 +50,9 @@ class Damage:
     """A difference between a file and what was saved.
 
     Attributes:
-        file: The file, relative to the checkpoint's directory. If a folder of checkpoints was verified, relative to the
-            folder. If only ``what`` names the file, the directory itself.
+        file: The path of the file, relative to the checkpoint's directory or, if a folder of checkpoints was verified,
+            to that folder. If the file is named only in ``what``, the path of the checkpoint's directory, which is
+            empty unless a folder was verified.
         key: The key of the damaged tensor or object; None for a whole file, for an unreadable range, or for bytes
             outside any tensor or object.
         offset: The offset in the file at which the damaged range begins; 0 if unknown.
@@ -73,7 +74,7 @@ class Verified:
         items: Number of tensor chunks and objects.
         nbytes: Bytes read.
         seconds: The time taken.
-        damages: The damages of each checkpoint, sorted by file and offset.
+        damages: All damage found, sorted by file and offset within each checkpoint.
         checkpoints: Number of verified checkpoints: 1, or for a folder, how many in it have undamaged metadata.
         digests: Whether the format has digests.
     """
@@ -97,12 +98,12 @@ def verify(
     """Compares a checkpoint's files with what was saved. An encrypted checkpoint needs no key.
 
     For a checkpoint of this package, each thread needs about 8 MiB of memory, whatever the size of the tensors. Of the
-    other formats that `convert` reads, only tensorizer's has digests. Of a checkpoint without digests, `verify` checks
-    only the sizes, and that all values can be read.
+    other formats that `convert` reads, only tensorizer's has digests. For a checkpoint without digests, `verify`
+    checks only the sizes, and that all values can be read.
 
     Args:
         checkpoint: The checkpoint, or a folder of checkpoints, such as a manager's. In a folder, all checkpoints are
-            verified, and damages name files relative to the folder.
+            verified.
         full: Check every byte of the files, and tensorizer's own hashes, instead of only the digests of the data. Has
             no effect on checkpoints of other formats.
         storage_options: Options of a URL's storage, such as credentials.
@@ -242,7 +243,7 @@ def verify_files(
 
 
 def _folded(damages: Sequence[Damage], cut: Mapping[str, int]) -> list[Damage]:
-    """Merges damages beyond the end of a truncated file if they are many.
+    """Merges the damage beyond the end of a truncated file into one `Damage` if many keys are affected.
 
     ``cut`` maps each file of a wrong size to its actual size.
     """

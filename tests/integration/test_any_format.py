@@ -115,7 +115,7 @@ def test_items_that_no_reader_of_torch_loads(tmp_path: Path) -> None:
     error = error_of(tmp_path, {"w": torch.zeros(2, 3)})
     assert isinstance(error, ReadError)
     assert "'w' in" in str(error)
-    assert "serialization_format=SAFETENSORS, torch's FileSystemReader cannot load either" in str(error)
+    assert "serialization_format=SAFETENSORS, torch's FileSystemReader cannot load it either" in str(error)
 
 
 def test_it_reads_what_torchs_writer_has_saved_by_our_planner(tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path, size: int, caplog: p
             manager.restore(state)
         assert str(caught.value) == (
             f"{tmp_path}/step-1 cannot be loaded: 'jobs.loader' was saved by 3 data-parallel ranks, and there are "
-            f"{size}: "
-            f"each of its states belongs to one rank's share of the data, which cannot be divided. Restore with "
+            f"now {size}: "
+            f"each of its states belongs to one rank's share of the data, and cannot be divided. Restore with "
             f"exclude=['jobs.loader.*'], and begin the next epoch, or train on as many data-parallel ranks as before"
         )
         assert w.eq(0).all()

@@ -384,7 +384,10 @@ def test_files_that_would_be_parts_of_the_model_are_refused(tmp_path: Path) -> N
     for name in ("x.safetensors", ".metadata"):
         (tmp_path / name).write_bytes(b"")
         words = refused(tmp_path / "model", state(), files=[tmp_path / name])
-        assert f"files= has {tmp_path / name}, which readers would take for weights. Leave it out" in words
+        assert (
+            f"files= has {tmp_path / name}, which is named like weights or like a file of a checkpoint. Leave it out"
+            in words
+        )
     assert f"files= has {tmp_path / 'missing'}, which cannot be read" in refused(
         tmp_path / "model", state(), files=[tmp_path / "missing"]
     )

@@ -99,7 +99,7 @@ def _check_values(options: ConvertOptions) -> None:
 
 @contextmanager
 def naming(storage: Storage, path: str) -> Iterator[None]:
-    """Converts errors from parsing a file to `MetadataError`, which is damage, with the path and without credentials.
+    """Converts parse errors into `MetadataError`, which counts as damage, with the path and without credentials.
 
     `CheckpointError` and `OSError` pass through. `NotImplementedError`, for an undamaged file of an unsupported form,
     and `MemoryError` become `ConversionError`. To report a truncated file as `ReadError`, enter `Storage.reading`

@@ -71,7 +71,7 @@ def report(
         NotCommitted: there is no checkpoint at one of the paths.
         DecryptionError: the key is missing, wrong, or given although no checkpoint is encrypted.
         WriteError: the page cannot be written.
-        ConversionError: ``output`` is a URL without a file name or a directory, or is a checkpoint or inside one.
+        ConversionError: ``output`` is a URL that lacks a directory or a file name, or is a checkpoint or inside one.
         CheckpointError: a checkpoint is damaged or cannot be read.
     """
     if not checkpoints:

@@ -66,7 +66,8 @@ def test_a_copy_of_what_is_flushed_is_not_taken_for_a_dead_save(run: Run, tmp_pa
     read: list[Callable[[Path], object]] = [verify, inspect, lambda path: convert(path, tmp_path / "m", "torch")]
     for tool in read:
         with pytest.raises(
-            NotCommitted, match=r"or it is a local copy \(local=\) of a checkpoint that is, or will be, on the re"
+            NotCommitted,
+            match=r"or the directory is a local copy \(local=\) of a checkpoint that is, or will be, on the re",
         ):
             tool(run.local / "step-5")
         tool(run.remote / "step-5")

@@ -63,10 +63,7 @@ def test_memory_of_hosts() -> None:
     """A host needs memory for two replicas of each state that it holds, its staging buffers, and a reserve."""
     hosts, partner_of = peers("aab"), [2, 2, 0]
     memory: list[tuple[int, int, int | None]] = [(100, 1, 550), (100, 1, None), (200, 2, 850)]
-    words = (
-        "550 bytes of memory available. Replicas there take 400, staging buffers 200 more, and 0 are left to other "
-        "programs"
-    )
+    words = "550 bytes of memory available. Replicas there take 400, staging buffers 200 more, and 0 must remain"
     assert lack_of_memory(hosts, partner_of, memory, 0) == f"the host of rank 0 has {words}"
     memory[0] = (100, 1, 600)
     assert lack_of_memory(hosts, partner_of, memory, 0) == ""

@@ -138,7 +138,7 @@ def test_a_state_is_copied_and_read_from_afar(
     pieces = [memoryview(bytearray(n)) for n in (1, 0, BLOCK, 4096)]
     remote.read_into(pieces, 100)
     assert b"".join(pieces) == data[100 : 100 + BLOCK + 4097]
-    with pytest.raises(OSError, match="the range ends after the part"):
+    with pytest.raises(OSError, match="the range extends beyond the part"):
         remote.read_into(pieces, 2 * BLOCK)
     remote.release()
     with pytest.raises(ReadError, match="the keeper does not hold this part of the state"):

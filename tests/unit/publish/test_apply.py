@@ -206,7 +206,7 @@ def test_a_copy_of_a_delta_is_refused(tmp_path: Path, versions: Path) -> None:
     """A copy of a delta's directory is not taken for the model at that version."""
     shutil.copytree(versions / "weight_v000002", tmp_path / "copy")
     before = files_of(tmp_path / "copy")
-    with pytest.raises(StateMismatch, match=r"copy is a copy of a delta, that of version 2, .* an empty directory"):
+    with pytest.raises(StateMismatch, match=r"copy is a copy of the delta of version 2, .* an empty directory"):
         apply_delta(tmp_path / "copy", versions, version=2)
     assert files_of(tmp_path / "copy") == before
 
