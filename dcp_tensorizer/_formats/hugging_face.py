@@ -28,7 +28,7 @@ from ..errors import MetadataError, ReadError, listed
 from .catalog import Catalog, Coder, Piece, check_chunks, check_length
 from .rename import Box, Placed, Renaming, Rules, Shape, place
 from .safetensors import SHARDING, in_torch, saved_offsets
-from .weight_files import StoredBytes, WeightFile, check_unreplaced, read_weight_files
+from .weight_files import StoredBytes, WeightFile, check_located, check_unreplaced, read_weight_files
 
 if TYPE_CHECKING:
     from .._storage.base import Storage
@@ -118,17 +118,11 @@ class ModelCatalog(Catalog):
 
     def _chosen(self, file_of: dict[str, str]) -> Iterator[tuple[WeightFile, StoredBytes]]:
         """Yields the tensors of all files. If the index gives a tensor's file, ignores the tensor in other files."""
-        missing = dict(file_of)
+        check_located(self.path, file_of, self._files)
         for file in self._files:
             for tensor in file.tensors:
                 if file_of.get(tensor.key, file.name) == file.name:
-                    missing.pop(tensor.key, None)
                     yield file, tensor
-        for key, name in missing.items():
-            raise MetadataError(
-                f"{self.path}/{name} lacks {key!r}, which the index locates there. The files were replaced, or "
-                f"belong to different models. Copy or download the whole model again."
-            )
 
     def _renamed(self, tensors: Sequence[tuple[WeightFile, StoredBytes]], rename: Rules) -> dict[str, Placed]:
         for file, tensor in tensors:

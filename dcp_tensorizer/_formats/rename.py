@@ -40,7 +40,7 @@ class Parts:
         groups: The number of groups along ``dim``, each with all parts.
 
     Raises:
-        TypeError: a name is not a string, or a number is not an int.
+        TypeError: there are no names, a name is not a string, or a number is not an int.
         ValueError: the names differ in their numbers of ``*`` or ``{}``, a single name has no ``{}``, or a number is
             out of range or does not fit the names.
     """

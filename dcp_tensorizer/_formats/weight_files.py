@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -118,6 +118,17 @@ def read_weight_map(storage: Storage, index: bytes) -> dict[str, str]:
     for name in set(weight_map.values()):
         check_weight_name(name, path)
     return weight_map
+
+
+def check_located(path: str, file_of: Mapping[str, str], files: Iterable[WeightFile]) -> None:
+    """Raises `MetadataError` if an index, as `read_weight_map` returns it, names a tensor that its file lacks."""
+    stored = {file.name: {tensor.key for tensor in file.tensors} for file in files}
+    for key, name in file_of.items():
+        if key not in stored[name]:
+            raise MetadataError(
+                f"{path}/{name} lacks {key!r}, which the index locates there. The files were replaced, or belong to "
+                f"different models. Copy or download the whole model again."
+            )
 
 
 def delta_alone(path: str, version: str) -> str:

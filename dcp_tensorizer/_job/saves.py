@@ -230,7 +230,7 @@ class Saves:
             self._unmatched |= unmatched
             logger.warning(
                 "exclude: no key of the state on the first rank matches %s. Keys of nested dicts are "
-                "joined by dots, such as 'model.weight', and a list is one key",
+                "joined by dots, as in 'model.weight'. A list has one key; its elements have none",
                 listed(sorted(unmatched)),
             )
         return collected, None

@@ -31,8 +31,8 @@ from .._storage.base import Storage
 from .._tensor_file.dtypes import detached, is_wrapper, named_dtype
 from .._tensor_file.encryption import Cipher
 from .._tensor_file.names import StoredItem
-from .._trust.objects import advice, unsafe_globals
-from ..errors import CheckpointError, MetadataError, ReadError, UntrustedObject, describe, listed
+from .._trust.objects import advice, loading_object, unsafe_globals
+from ..errors import MetadataError, UntrustedObject, listed
 from .exchange import Exchange, ReadFrom
 from .plan import Casts, ReadTarget, targets_of, warn_of_casts
 from .run import fetch, limits_of
@@ -278,19 +278,15 @@ def check_trust(path: str, objects: Sequence[tuple[ReadItem, bytes]]) -> None:
 def deliver_object(path: str, planner: LoadPlanner, read_item: ReadItem, content: bytes) -> None:
     """Passes a trusted object to the planner. Copies a tensor that was stored as an object to its target.
 
-    Raises `ReadError`, naming the key, if it cannot be loaded, for example because Python or NumPy lacks a type.
+    Raises `ReadError`, naming the key, if it cannot be loaded.
     """
-    try:
+    with loading_object(read_item.dest_index.fqn, path):
         if read_item.type == LoadItemType.BYTE_IO:
             planner.load_bytes(read_item, io.BytesIO(content))
             return
         target = planner.resolve_tensor(read_item).detach()
         copy_part(read_item, torch.load(io.BytesIO(content), map_location="cpu", weights_only=False), target)
         planner.commit_tensor(read_item, target)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise ReadError(f"{read_item.dest_index.fqn!r} in {path} cannot be loaded: {describe(error)}") from error
 
 
 # --- tensors: the planner resolves them, they are read, and the planner commits them ----------------------------------

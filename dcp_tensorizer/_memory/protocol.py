@@ -92,7 +92,10 @@ class Forget:
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds a secret
 class OpenToPeers:
-    """Request of the trainer to exchange replicas with keepers on other hosts. The answer is an `Address`."""
+    """The trainer's request that its keeper exchange replicas with keepers on other hosts.
+
+    The answer is an `Address`.
+    """
 
     host: str  # the address of this host to listen on
     secret: bytes  # of this keeper: whoever knows it may connect
@@ -101,7 +104,7 @@ class OpenToPeers:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Request of the trainer to copy a held state to a keeper on another host."""
+    """The trainer's request that its keeper copy a state in memory to a keeper on another host."""
 
     id: str
     to: Address
@@ -131,7 +134,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class ClaimRequest:
-    """Request of a successor to serve only its run while this connection is open.
+    """A successor's request that the keeper serve only the successor's run while this connection is open.
 
     Refused while the trainer lives, and while another run has claimed the keeper.
     """

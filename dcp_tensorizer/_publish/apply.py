@@ -112,7 +112,7 @@ def apply_delta(
             change, or tensors are missing from the mapping or cannot be changed in place. Nothing has changed.
         ChecksumMismatch: the copy or the published version is damaged. Nothing has changed.
         NotCommitted: the version does not exist, or nothing has been published.
-        MetadataError: the published version is damaged.
+        MetadataError: the published version is damaged, or the index of the copy.
         UnsupportedFormat: another program, or a newer release, published the version.
         WriteError: the directory is not local, cannot be written to, stays locked by another process, holds files but
             no model, belongs to SGLang, is a published version, or contains the directory of versions or is inside it.
@@ -700,7 +700,8 @@ def verify_versions(
     Raises:
         TypeError, ValueError: ``version`` is not an int of at least 1.
         NotCommitted: the version does not exist, or nothing has been published there.
-        UnsupportedFormat: ``path`` is a delta without the versions on which it builds, or of another program.
+        UnsupportedFormat: ``path`` is a delta without the versions on which it builds, or another program, or a newer
+            release, published a version.
         MetadataError: a manifest is damaged.
         CheckpointError: zstd is not installed.
     """

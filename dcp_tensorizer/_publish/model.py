@@ -14,7 +14,15 @@ from typing import Any
 import numpy as np
 
 from .._formats.safetensors_header import INDEX, SINGLE, encode_header, is_plain_name
-from .._formats.weight_files import StoredBytes, WeightFile, has_single, read_small, read_weight_file, read_weight_map
+from .._formats.weight_files import (
+    StoredBytes,
+    WeightFile,
+    check_located,
+    has_single,
+    read_small,
+    read_weight_file,
+    read_weight_map,
+)
 from .._storage.base import Storage
 from .._tensor_file.encode import FileParts
 from .._tensor_file.names import is_of_save
@@ -43,13 +51,16 @@ def read_model(storage: Storage, index: bytes | None = None, others: Mapping[str
     Without ``index``, reads the model that `read_weight_files` would read. Pass ``index`` to read a model whose index
     was replaced, but whose files still exist, and ``others`` to read a model whose other files may have been replaced.
     """
+    file_of = dict[str, str]()
     if index is None and has_single(storage):
         names = {SINGLE}
     elif index is None and (index := read_small(storage, INDEX)) is None:
         raise NotCommitted(f"there is no model in {storage.path}: neither {INDEX} nor {SINGLE}")
     else:
-        names = set(read_weight_map(storage, index).values())
+        file_of = read_weight_map(storage, index)
+        names = set(file_of.values())
     weights = {name: read_weight_file(storage, name) for name in sorted(names)}
+    check_located(storage.path, file_of, weights.values())
     return Model(storage, index, weights, other_files(storage) if others is None else others)
 
 

@@ -110,8 +110,10 @@ def publish(
     Raises:
         TypeError, ValueError: ``step``, ``max_deltas`` or ``keep_latest`` is invalid.
         NotCommitted: there is no model in ``directory``.
-        UnsupportedFormat: ``directory`` or ``previous`` is a delta, or another program has published a version.
-        MetadataError: the model or a published version is damaged, or a manifest cannot describe the model.
+        UnsupportedFormat: ``directory`` or ``previous`` is a delta, or another program, or a newer release, has
+            published a version.
+        MetadataError: the model has no tensors, or a manifest cannot describe it; or the model or a published version
+            is damaged.
         ReadError: the model cannot be read, or a file beside its weights changed during the call.
         ChecksumMismatch: ``previous`` or the published files are not the previous version, or are damaged.
         Refused: another publisher has taken the lease, or has just published this version. It is a `WriteError`.
@@ -178,6 +180,8 @@ class Publication:
         zstd()
         folder = Published(open_storage(self.options.path, self.storage_options))
         model = self._model(self.directory, self.index, self.others)
+        if not any(file.tensors for file in model.weights.values()):  # readers refuse the index of a copy
+            raise MetadataError(f"{model.storage.path} is not published: the model has no tensors")
         previous = None if self.previous is None else self._model(self.previous, self.previous_index, {})
         publisher = _Publisher(folder, self.own, model, self.step, on_progress)
         with folder.storage.writing(f"publish in {folder.path}"):

@@ -401,6 +401,7 @@ def list_versions(
     Raises:
         NotCommitted: nothing has been published there.
         MetadataError: a manifest is damaged.
+        UnsupportedFormat: another program, or a newer release, published a version.
         ReadError: the directory cannot be read.
     """
     published = Published(open_storage(path, storage_options))
@@ -432,6 +433,8 @@ def collect_versions(
         TypeError, ValueError: ``keep_latest`` is not an int of at least 1.
         NotCommitted: nothing has been published there.
         MetadataError: a manifest is damaged.
+        UnsupportedFormat: another program, or a newer release, published a version.
+        ReadError: the directory cannot be read.
         WriteError: a version cannot be removed.
     """
     check_count("keep_latest", keep_latest)

@@ -75,7 +75,7 @@ class FailuresInARow:
         cause = f"The last error was: {self.last_error}. " if self.last_error else ""
         return WriteError(
             f"{saves} not committed. {cause}The last checkpoint that was committed: {self.last_committed}. Fix the "
-            f"cause before the next save, which is tried again, or pass SaveLimits(max_consecutive_failures=None) to "
+            f"cause before the next save, which is attempted, or pass SaveLimits(max_consecutive_failures=None) to "
             f"keep training without checkpoints."
         )
 

@@ -125,8 +125,8 @@ class Flushing:
         for remote, subpaths in others.items():
             logger.warning(
                 "%s holds checkpoints that have not reached %s: %s. This run saves to %s, so it neither loads nor "
-                "flushes them. Start a job with that path and the same local folder to flush them.",
-                *(self.target.local, remote, listed(sorted(subpaths)), self.target.name),
+                "flushes them. To flush them, start a job that saves to %s with the same local folder.",
+                *(self.target.local, remote, listed(sorted(subpaths)), self.target.name, remote),
             )
 
     def follow(self, entry: FlushEntry, report: SaveReport, on_arrival: Callable[[SaveReport, float], object]) -> None:
@@ -240,7 +240,7 @@ class Flushing:
             )
 
     def stop(self) -> None:
-        """Prevents restarts of the writer process whose only purpose is the flush."""
+        """Prevents the writer process from being restarted only for the flush."""
         self._has_ended = True
         if self._lock.acquire(timeout=1.0):  # waits for a thread that is just starting the process
             self._lock.release()

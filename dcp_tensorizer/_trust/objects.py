@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import enum
 import io
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import IO, Any
 
 import torch
 
 from .._runtime.torch_compat import REBUILD_PREFIX, REBUILD_SUBCLASS, pickle_of, trusted_globals
-from ..errors import UntrustedObject
+from ..errors import CheckpointError, ReadError, UntrustedObject, describe
 from .inert import Inert, Made, Malformed, Named, Unexpected, Value
 from .known_types import CALLED, CREATED, PASSIVE, Arguments, Maker, need
 
@@ -47,6 +48,20 @@ def load_object(content: bytes) -> Any:
     if names := unsafe_globals(content):
         raise UntrustedObject(f"it needs {', '.join(names)}")
     return torch.load(io.BytesIO(content), weights_only=False)
+
+
+@contextmanager
+def loading_object(key: str, path: str) -> Iterator[None]:
+    """Turns any error but a `CheckpointError` of loading an object into a `ReadError` that names the key.
+
+    For example, Python or NumPy may lack a type, or the machine a GPU.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise ReadError(f"{key!r} in {path} cannot be loaded: {describe(error)}") from error
 
 
 def advice(names: Sequence[str]) -> str:

@@ -111,7 +111,6 @@ INDICES_REFUSED = {
     "a mark of bytes": b"\xef\xbb\xbf{" + MAP + b"}",
     "UTF-16": ("{" + MAP.decode() + "}").encode("utf-16"),
     "a missing file": b'{"weight_map":{"w":"b.safetensors"}}',
-    "101 MB": b"{" + MAP + b"}" + b" " * 101_000_000,
 }
 ONLY_TO_PUBLISH = {  # metadata, which only a publisher reads
     "an endless number": b'{"metadata":{"total_size":1e999},' + MAP + b"}",
@@ -185,6 +184,5 @@ def test_indices(tmp_path: Path, published: Path, name: str) -> None:
     (model / INDEX).write_bytes((INDICES_READ | INDICES_REFUSED | ONLY_TO_PUBLISH)[name])
     is_read = name not in INDICES_REFUSED
     check(model, published, is_read=is_read, is_published=is_read and name not in ONLY_TO_PUBLISH)
-    if name != "101 MB":
-        with contextlib.suppress(CheckpointException), SafetensorsStorageWriter(model, overwrite=True) as writer:
-            dcp.save({"w": torch.ones(2)}, storage_writer=writer)
+    with contextlib.suppress(CheckpointException), SafetensorsStorageWriter(model, overwrite=True) as writer:
+        dcp.save({"w": torch.ones(2)}, storage_writer=writer)

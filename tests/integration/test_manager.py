@@ -385,7 +385,7 @@ def test_an_exclude_that_matches_nothing(tmp_path: Path, caplog: pytest.LogCaptu
             manager.save(step, state_of(step), exclude=["modle.*", "model", "model.bias", "s*p"], wait=True)
     assert said(caplog) == (
         "exclude: no key of the state on the first rank matches 'model', 'modle.*'. Keys of nested dicts "
-        "are joined by dots, such as 'model.weight', and a list is one key"
+        "are joined by dots, as in 'model.weight'. A list has one key; its elements have none"
     )
 
 

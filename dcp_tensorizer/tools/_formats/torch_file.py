@@ -32,8 +32,8 @@ from ..._runtime.torch_compat import NEVER_FAKE, FakeTensor, FakeTensorMode, che
 from ..._storage.base import Storage
 from ..._tensor_file.dtypes import host_bytes, named_dtype
 from ..._tensor_file.regions import Region, part_of
-from ..._trust.objects import load_object, unsafe_globals
-from ...errors import ConversionError, UntrustedObject, WriteError
+from ..._trust.objects import load_object, loading_object, unsafe_globals
+from ...errors import ConversionError, UntrustedObject, WriteError, describe
 from .._atomic_output import new_file
 from .._view import (
     BLOCK,
@@ -188,15 +188,17 @@ def _records(view: CheckpointView) -> dict[str, bytes | StoredTensor]:
     paths = view.paths
     values = {key: fakes[key] if key in fakes else _loaded(view.objects[key], view.path) for key in paths}
     state = nested(values, paths)
-    # torch numbers the records of tensors in the order in which it pickles them.
     keys = {id(fake): key for key, fake in fakes.items()}
-    tensors = {f"archive/data/{n}": view.tensors[keys[id(fake)]] for n, fake in enumerate(tensors_in(state))}
     # The temporary archive is a sparse file, in which the empty records take no space. An archive contains its own
     # name; "archive" is the name that torch gives to streams.
     with tempfile.TemporaryDirectory(prefix="dcp_tensorizer-") as folder:
         try:
+            # torch numbers the records of tensors in the order in which it pickles them.
+            tensors = {f"archive/data/{n}": view.tensors[keys[id(fake)]] for n, fake in enumerate(tensors_in(state))}
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save(state, f"{folder}/archive")
+        except RecursionError as error:  # an object could be pickled alone, but not inside the state dict
+            raise ConversionError(f"{view.path} cannot be converted: its values are nested too deeply.") from error
         except (RuntimeError, OSError) as error:  # torch raises RuntimeError for a full disk
             raise WriteError(
                 f"cannot write the temporary archive, which has no tensor data, to {tempfile.gettempdir()}: {error}. "
@@ -210,14 +212,22 @@ def _records(view: CheckpointView) -> dict[str, bytes | StoredTensor]:
 
 def _loaded(stored: StoredObject, path: str) -> Any:
     """Loads an object, which torch.save can only write as part of the state dict."""
+    content = stored.read()
     try:
-        value = load_object(stored.read())
+        with loading_object(stored.key, path):
+            value = load_object(content)
     except UntrustedObject as error:
         raise UntrustedObject(
             f"{stored.key!r} in {path} could run code when loaded, and writing a torch.save file requires loading the "
             f"object: {error}. Leave it out."
         ) from None
-    if tensors_in(value):  # their elements would not be written
+    try:
+        tensors = tensors_in(value)
+    except Exception as error:  # for example RecursionError
+        raise ConversionError(
+            f"{stored.key!r} in {path} cannot be pickled, and so cannot be converted: {describe(error)}. Leave it out."
+        ) from error
+    if tensors:  # their elements would not be written
         raise ConversionError(
             f"{stored.key!r} in {path} is a {type(value).__name__} with tensors in it, and cannot be converted. "
             f"Leave it out, or load the checkpoint and write the file with torch.save."

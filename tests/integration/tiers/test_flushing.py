@@ -182,6 +182,6 @@ def test_checkpoints_of_another_remote_are_named_once(tmp_path: Path, caplog: py
         run.queue.remove(entry)  # ends the thread that watches it
     assert [record.getMessage() for record in caplog.records] == [
         f"{run.local} holds checkpoints that have not reached s3://bucket/other: 'step-2', 'step-3'. This run saves to "
-        f"{run.remote}, so it neither loads nor flushes them. Start a job with that path and the same local folder to "
-        f"flush them."
+        f"{run.remote}, so it neither loads nor flushes them. To flush them, start a job that saves to "
+        f"s3://bucket/other with the same local folder."
     ]

@@ -264,6 +264,27 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path: Path, name: str) -> None
         publish(model, tmp_path / "published")
 
 
+def test_an_index_that_names_a_missing_tensor(tmp_path: Path) -> None:
+    """A model whose index locates a tensor in a file that lacks it is refused, as readers refuse it."""
+    model = write_model(tmp_path / "model", first_state())
+    index = json.loads((model / INDEX).read_text())
+    index["weight_map"]["missing"] = name = "model-00001-of-00002.safetensors"
+    (model / INDEX).write_text(json.dumps(index))
+    for use in (lambda: publish(model, tmp_path / "published"), lambda: inspect(model)):
+        with pytest.raises(MetadataError, match=f"^{model}/{name} lacks 'missing', which the index locates there"):
+            use()
+    assert not (tmp_path / "published").exists()
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_a_model_without_tensors(tmp_path: Path, files: int) -> None:
+    """A model without tensors is refused: readers would refuse its copy, whose index is empty."""
+    model = write_model(tmp_path / "model", {}, files=files)
+    with pytest.raises(MetadataError, match=f"^{model} is not published: the model has no tensors$"):
+        publish(model, tmp_path / "published")
+    assert not (tmp_path / "published").exists()
+
+
 def _load(path: Path) -> None:
     try:
         dcp.load({"scale": torch.zeros(())}, storage_reader=open_reader(path), no_dist=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from pathlib import Path
 
@@ -162,3 +163,21 @@ def test_nothing_published_is_an_error(tmp_path: Path) -> None:
             function(tmp_path)
     with pytest.raises(NotCommitted, match="nothing has been published in"):
         collect_versions(tmp_path, keep_latest=1)
+
+
+def test_a_version_of_a_newer_release_is_an_error(tmp_path: Path, versions: Path) -> None:
+    """Each function that reads a manifest of a newer format raises `UnsupportedFormat`, and changes nothing."""
+    path = versions / "weight_v000006" / INDEX
+    content = json.loads(path.read_text())
+    content["metadata"]["dcp_tensorizer"]["format"] = 77
+    path.write_text(json.dumps(content))
+    for use in (
+        lambda: list_versions(versions),
+        lambda: collect_versions(versions, keep_latest=1),
+        lambda: verify_versions(versions),
+        lambda: publish(tmp_path / "model-6", versions),
+        lambda: apply_delta(tmp_path / "copy", versions),
+    ):
+        with pytest.raises(UnsupportedFormat, match=f"^{path} has format 77, but this release reads format"):
+            use()
+    assert len([path for path in versions.iterdir() if path.name.startswith("weight_v")]) == 6

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import json
+from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 import pytest
 from hypothesis import given
@@ -107,3 +111,51 @@ def test_parts_of_options_are_removed(options: dict[str, Any], text: str, clean:
 def test_a_secret_within_another_is_removed_whole() -> None:
     """If one secret contains another, the longer one is removed as a whole."""
     assert Scrubber({"a": "abcdef", "b": "abcdef-ghijkl"})("abcdef-ghijkl abcdef") == "*** ***"
+
+
+PEM = "-----BEGIN PRIVATE KEY-----\nMII+x/9=\n-----END PRIVATE KEY-----\n"
+FORMS: dict[str, Callable[[str], str]] = {
+    "repr": lambda value: repr(value)[1:-1],
+    "repr of repr": lambda value: repr(repr(value)[1:-1])[1:-1],
+    "ascii": lambda value: ascii(value)[1:-1],
+    "bytes": lambda value: repr(value.encode())[2:-1],
+    "json": lambda value: json.dumps(value)[1:-1],
+    "json in json": lambda value: json.dumps(json.dumps(value)[1:-1])[1:-1],
+    "percent": lambda value: quote(value, safe=""),
+    "percent, lower case": lambda value: quote(value).replace("%2F", "%2f"),
+    "percent, twice": lambda value: quote(quote(value, safe=""), safe=""),
+    "form": quote_plus,
+    "base64": lambda value: base64.b64encode(value.encode()).decode(),
+    "basic auth": lambda value: base64.b64encode(f"any user:{value}".encode()).decode(),
+    "base64 for URLs": lambda value: base64.urlsafe_b64encode(value.encode()).decode().rstrip("="),
+}
+
+
+@pytest.mark.parametrize("secret", ["p@ss/w:rd x?y", "quo\"te\\back'sl\\", "caf\u00e9 \U0001f511", PEM])
+@pytest.mark.parametrize("form", FORMS)
+def test_secrets_are_removed_in_any_form(form: str, secret: str) -> None:
+    """A value is removed as a whole also if the error escapes or encodes it, and whether it is a string or bytes."""
+    for value in (secret, secret.encode(), bytearray(secret.encode())):
+        scrub = Scrubber({"token": {"private_key": value}})
+        assert scrub(f"denied to '{FORMS[form](secret)}', again") == "denied to '***', again"
+
+
+def test_bytes_that_are_no_text_are_removed() -> None:
+    """Bytes that are not valid UTF-8 are removed as ``repr`` shows them, and in base64."""
+    key = bytes(range(128, 144))
+    scrub = Scrubber({"sse_key": key})
+    assert scrub(f"key {key!r} or {base64.b64encode(key).decode()}") == "key b'***' or ***"
+
+
+@given(st.text(min_size=6).filter(lambda text: "*" not in text), st.text())
+def test_any_text_can_be_a_secret(secret: str, text: str) -> None:
+    """Whatever characters a value and a message have, the message keeps no ``repr`` and no JSON of the value."""
+    scrub = Scrubber({"token": secret})
+    for shown in (repr(secret)[1:-1], json.dumps(secret)[1:-1]):
+        assert shown not in scrub(f"{text} {shown} {text}")
+
+
+def test_other_words_stay() -> None:
+    """Words in the alphabet of base64, and escaped text, stay if they contain no secret."""
+    text = f"/tmp/abcdef/0123456789abcdef: {json.dumps('no key')} at %2Fx {base64.b64encode(b'a:bcdefghi').decode()}"
+    assert Scrubber({"password": "hunter2-s3cret"})(text) == text

@@ -5,19 +5,30 @@ from __future__ import annotations
 import dataclasses
 import io
 import pickle
+import re
 import time
 import tracemalloc
 import zipfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from dcp_tensorizer import CheckpointError, ConversionError, MetadataError, UntrustedObject
+from dcp_tensorizer import (
+    CheckpointError,
+    ConversionError,
+    MetadataError,
+    ReadError,
+    TensorizerStorageWriter,
+    UntrustedObject,
+)
 from dcp_tensorizer.tools import ConvertOptions, convert
 from dcp_tensorizer.tools._formats import torch_file
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
@@ -35,13 +46,13 @@ def archive(pickled: bytes, **records: bytes) -> bytes:
     return stream.getvalue()
 
 
-def repickled(change: Callable[[bytes], bytes]) -> bytes:
-    """Returns a ``torch.save`` file of a tensor of 4 bytes, with a changed pickle."""
+def repickled(change: Callable[[bytes], bytes], **records: bytes) -> bytes:
+    """Returns a ``torch.save`` file of a tensor of 4 bytes, with a changed pickle, and with other records."""
     stream = io.BytesIO()
     torch.save({"x": torch.zeros(4, dtype=torch.uint8)}, stream)
     with zipfile.ZipFile(stream) as stock:
         pickled = next(stock.read(name) for name in stock.namelist() if name.endswith("data.pkl"))
-    return archive(change(pickled), **{"data/0": bytes(4)})
+    return archive(change(pickled), **{"data/0": bytes(4), **records})
 
 
 def bomb() -> bytes:
@@ -99,6 +110,51 @@ def test_torch_files(tmp_path: Path, name: str) -> None:
     assert peak < 100 << 20
     assert time.monotonic() - started < 60
     assert [path.name for path in tmp_path.iterdir()] == ["bad.pt"]
+
+
+OBJECTS = {
+    "device": (
+        repickled(lambda pickled: pickled.replace(b"\x03\0\0\0cpu", b"\x09\0\0\0cuda:1000")),
+        ReadError,
+        "cannot be loaded: RuntimeError: ",
+    ),
+    "elements": (FILES["elements"], ReadError, "cannot be loaded: RuntimeError: "),
+    "byte order": (
+        repickled(lambda pickled: pickled, byteorder=b"weird"),
+        ReadError,
+        "cannot be loaded: ValueError: Unknown endianness type",
+    ),
+    "deep": (FILES["deep"], ConversionError, "cannot be pickled, and so cannot be converted: RecursionError: "),
+}
+
+
+class _Replaced(DefaultSavePlanner):
+    """Saves ``content`` as each object."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__()
+        self._content = content
+
+    def transform_object(self, write_item: WriteItem, value: Any) -> Any:
+        is_object = write_item.type is WriteItemType.BYTE_IO
+        return io.BytesIO(self._content) if is_object else super().transform_object(write_item, value)
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["own", "torch"])
+@pytest.mark.parametrize("name", OBJECTS)
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_objects_of_checkpoints(tmp_path: Path, name: str, stock: bool) -> None:
+    """An object that torch cannot load, or cannot pickle again, is refused by key, and leaves no file."""
+    content, error, words = OBJECTS[name]
+    with (
+        nullcontext(dcp.FileSystemWriter(tmp_path / "a")) if stock else TensorizerStorageWriter(tmp_path / "a") as made
+    ):
+        dcp.save({"w": torch.ones(2), "x": 1}, storage_writer=made, planner=_Replaced(content), no_dist=True)
+    with pytest.raises(error, match=f"^'x' in {re.escape(str(tmp_path / 'a'))} {words}"):
+        convert(tmp_path / "a", tmp_path / "b.pt", "torch")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    convert(tmp_path / "a", tmp_path / "b.pt", "torch", options=ConvertOptions(exclude=("x",)))
+    assert torch.equal(torch.load(tmp_path / "b.pt")["w"], torch.ones(2))
 
 
 METADATA = {
