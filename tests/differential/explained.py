@@ -222,13 +222,13 @@ def _is_asked_at_once(context: Context, difference: Difference) -> bool:
 
 
 ALWAYS = ("storage_data", "checkpoint_id")  # in every checkpoint
-STAGING = "staging of torch"
+STAGING = "torch's stagers"
 DIFFERENCES: dict[str, Holds] = {
     "storage_data": _is_storage_data,
     "checkpoint_id": _is_kind_of_checkpoint_id,
     "objects that need trust": _is_untrusted,
     "tensor subclasses": _is_subclass,
-    "plans without the id of the save that they read": _lost_the_save,
+    "load planners that drop `storage_data`": _lost_the_save,
     "ranks that saved for themselves": _saved_apart,
     "tensors that are not plain bytes": _is_no_plain_tensor,
     "save planners whose `resolve_data` returns a tensor of a shape other than the planned one": _has_other_shape,
