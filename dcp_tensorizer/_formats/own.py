@@ -130,7 +130,7 @@ class Index(Catalog):
             self.in_memory = {inline: content}
             section = self._section("entries")
             assert section is not None
-            self._values = values_of(decoded(decode_entries, file.section(section), file.path), len(self._sections))
+            self._values = values_of(decoded(decode_entries, file.section(section), file.path), self._sections)
         if (key := file.head.encryption) is not None:
             self.encryption = {"derivation": key.derivation, "check": key.check, "seal": file.seal}
 

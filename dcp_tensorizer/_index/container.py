@@ -156,7 +156,10 @@ def committed(storage: Storage, name: str = _METADATA) -> IndexFile | None:
             raise _damaged(path, f"it has {size:,} bytes instead of at least {offset + nbytes:,}")
         return storage.read_range(name, offset, nbytes)
 
-    return open_index(path, data, read)
+    file = open_index(path, data, read)
+    if (recorded := int(_FIXED.unpack_from(data)[3])) != size:
+        raise _damaged(path, f"it has {size:,} bytes instead of {recorded:,}")
+    return file
 
 
 def open_index(path: str, data: bytes, read: Callable[[int, int], bytes]) -> IndexFile:

@@ -26,9 +26,20 @@ from .._runtime.recent import Recent
 from .._tensor_file.dtypes import dtype_name
 from .._tensor_file.regions import Integers, Region
 from ..errors import WriteError
-from .layouts import ChunkLayout, check_numbers, expand, runs_of
+from .layouts import ChunkLayout, expand, runs_of
 from .locations import RankLocations, hashes_of
-from .schema import Entries, ObjectEntry, Properties, Run, TensorEntry, decode_places, encode_rows, from_key, to_key
+from .schema import (
+    Entries,
+    ObjectEntry,
+    Properties,
+    Run,
+    Section,
+    TensorEntry,
+    decode_places,
+    encode_rows,
+    from_key,
+    to_key,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +182,14 @@ def _entries(rules: StateRules, parts: Sequence[RankLocations]) -> Entries:
         is_whole = bool(are_tensors[chunks].all()) and layout.is_covered
         entries.append(TensorEntry(to_key(key), properties, number, run, is_whole))
         first = chunks.stop
-    return Entries(rules.property_rows, [layout.to_row() for layout in rules.layouts], runs, entries)
+    made = Entries(rules.property_rows, [layout.to_row() for layout in rules.layouts], runs, entries)
+    try:
+        check_numbers(made, sum(len(part.table) + len(part.digests) + len(part.seals) for part in parts))
+    except ValueError as error:
+        raise WriteError(
+            f"no reader would load this checkpoint: {error}. Describe only chunks that ranks save."
+        ) from None
+    return made
 
 
 def _owners_of(wanted: np.ndarray, parts: Sequence[RankLocations]) -> tuple[np.ndarray, np.ndarray]:
@@ -196,6 +214,29 @@ _OF_OBJECT = (encode_rows(None),)
 
 
 # --- reading entries --------------------------------------------------------------------------------------------------
+
+SPARE_NUMBERS = 1 << 20
+"""The count of numbers that the entries may have for chunks without locations. See `check_numbers`."""
+
+
+def check_numbers(rows: Entries, places_nbytes: int) -> None:
+    """Raises `ValueError` if the entries have more chunks than the ranks' locations, before any run is expanded.
+
+    A tensor has objects for each of its chunks, even if it shares its layout. A location takes at least 34 of the
+    ``places_nbytes`` bytes, and a chunk in up to 16 dimensions 34 numbers: itself, its owner, its offsets and sizes.
+    """
+    of_layouts = [
+        row.count + sum(run[2] for side in (row.offsets, row.sizes) for runs in side or () for run in runs)
+        for row in rows.layouts
+    ]
+    of_owners = [sum(run[2] for run in runs) for runs in rows.owners]
+    tensors = [entry for entry in rows.entries if type(entry) is TensorEntry]
+    of_tensors = sum(of_layouts[entry.layout] + of_owners[entry.owners] for entry in tensors)
+    count, limit = max(of_tensors, sum(of_layouts) + sum(of_owners)), SPARE_NUMBERS + places_nbytes
+    if count > limit:
+        raise ValueError(
+            f"its chunks expand to {count:,} numbers, and {places_nbytes:,} bytes of locations allow {limit:,}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,9 +271,13 @@ Value = TensorValue | int
 """A tensor, or the number of an object's section of locations (-1: none)."""
 
 
-def values_of(rows: Entries, part_count: int) -> dict[Any, Value]:
-    """Returns each value of the state dict by key. Raises `ValueError` or `LookupError` if the section is invalid."""
-    check_numbers(rows.layouts, rows.owners)
+def values_of(rows: Entries, parts: Sequence[Section]) -> dict[Any, Value]:
+    """Returns each value of the state dict by key. Raises `ValueError` or `LookupError` if the section is invalid.
+
+    ``parts`` are the sections of locations.
+    """
+    check_numbers(rows, sum(section.nbytes for section in parts))
+    part_count = len(parts)
     layouts = [ChunkLayout.from_row(row) for row in rows.layouts]
     owners = [expand(runs) for runs in rows.owners]
     if any(len(of) and not -1 <= int(of.min()) <= int(of.max()) < part_count for of in owners):

@@ -14,8 +14,7 @@ from .._tensor_file.regions import Region, covers
 from .schema import Layout, Run, encode_rows
 
 MAX_NUMBERS = 1 << 26
-"""The maximum count of numbers in all runs of an index. They take half a gibibyte, so a tiny file cannot make a reader
-allocate more."""
+"""The maximum count of numbers in a list of runs."""
 
 
 def runs_of(numbers: np.ndarray) -> list[Run]:
@@ -30,14 +29,6 @@ def runs_of(numbers: np.ndarray) -> list[Run]:
     if start < len(numbers):
         runs.append((int(numbers[start]), 0, 1))
     return runs
-
-
-def check_numbers(layouts: Iterable[Layout], owners: Iterable[Sequence[Run]]) -> None:
-    """Raises `ValueError` if an index has more numbers than any job needs, before its runs are expanded."""
-    sides = [side for row in layouts for side in (row.offsets, row.sizes) if side is not None]
-    lists = itertools.chain(owners, *sides)
-    if (count := sum(run[2] for runs in lists for run in runs)) > MAX_NUMBERS:
-        raise ValueError(f"the index expands to {count:,} numbers; the limit is {MAX_NUMBERS:,}")
 
 
 def expand(runs: Sequence[Run]) -> np.ndarray:

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 
 
 _CHECK_BYTES = 16  # encrypted zeros, which only the same key decrypts
-# The limit of libsodium's opslimit, whose preset "sensitive" is 4. Without a limit, a forged file could make a reader
-# compute for days.
-_MOST_OPERATIONS = 1024
+# libsodium's preset "sensitive". Nothing authenticates the costs in a checkpoint before a reader has derived the key.
+_MOST_OPERATIONS, _MOST_MEMORY = 4, 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +84,8 @@ class Cipher:
 def encryption_cipher(params: EncryptionParams) -> Cipher:
     """Returns the cipher of a writer's key.
 
-    Raises `TypeError` unless ``params`` is an ``EncryptionParams``, `ValueError` if the key's derivation takes more
-    operations than readers allow, and `WriteError` without libsodium.
+    Raises `TypeError` unless ``params`` is an ``EncryptionParams``, `ValueError` if readers do not allow the costs of
+    the key's derivation, and `WriteError` without libsodium.
     """
     from tensorizer import EncryptionParams
 
@@ -94,8 +93,11 @@ def encryption_cipher(params: EncryptionParams) -> Cipher:
         raise TypeError(f"encryption must be tensorizer.EncryptionParams, got {type(params).__name__}")
     require_libsodium()
     made = params._crypt_info_chunk()  # the public interface of tensorizer exposes only the salt
-    if made is not None and made.opslimit > _MOST_OPERATIONS:
-        raise ValueError(f"encryption must have an opslimit of at most {_MOST_OPERATIONS:,}, got {made.opslimit:,}.")
+    if made is not None and (made.opslimit > _MOST_OPERATIONS or made.memlimit > _MOST_MEMORY):
+        raise ValueError(
+            f"encryption must have an opslimit of at most {_MOST_OPERATIONS} and a memlimit of at most "
+            f"{_MOST_MEMORY:,}, got {made.opslimit:,} and {made.memlimit:,}."
+        )
     return Cipher(
         params.key,
         None if made is None else Derivation(int(made.opslimit), int(made.memlimit), made.alg, bytes(made.salt)),
@@ -146,10 +148,13 @@ def _decryption_cipher(params: DecryptionParams, derivation: Derivation | None) 
             "was encrypted with a key, not a passphrase. Give the key (tensorizer.DecryptionParams.from_key, or "
             "--key-file)"
         )
-    if derivation.opslimit > _MOST_OPERATIONS:  # the metadata is not authenticated before there is a key
+    if derivation.opslimit > _MOST_OPERATIONS or derivation.memlimit > _MOST_MEMORY:
         raise DecryptionError(
-            f"requires {derivation.opslimit:,} operations to derive the key, and the limit is {_MOST_OPERATIONS:,}: it "
-            f"is damaged or forged. Load another checkpoint"
+            f"asks for an opslimit of {derivation.opslimit:,} and a memlimit of {derivation.memlimit:,} to derive the "
+            f"key, and readers allow {_MOST_OPERATIONS} and {_MOST_MEMORY:,}: it may be forged. If you saved it with "
+            f"these values, give the key of EncryptionParams.from_string(..., opslimit={derivation.opslimit}, "
+            f"memlimit={derivation.memlimit}, salt=bytes.fromhex({derivation.salt[:16].hex()!r})) instead of the "
+            f"passphrase"
         )
     try:
         made = EncryptionParams.from_string(

@@ -19,7 +19,7 @@ Integers: TypeAlias = NDArray[np.int64]
 Interval: TypeAlias = tuple[int, int]
 
 
-_MOST_SIDE_BY_SIDE = 10_000  # chunks to compare with one chunk: a tiny index may describe millions
+_MOST_COMPARISONS = 100_000_000  # of the chunks of a tensor, in pairs: a tiny index may describe many chunks
 
 
 class Region(NamedTuple):
@@ -82,8 +82,7 @@ def overlapping_pair(starts: Integers, stops: Integers) -> tuple[int, int] | Non
         The indices of the two chunks, or None if no two overlap.
 
     Raises:
-        MetadataError: more than `_MOST_SIDE_BY_SIDE` chunks, neither a grid nor in C order, would have to be compared
-            with one chunk.
+        MetadataError: the chunks are neither a grid nor in C order, and take more than `_MOST_COMPARISONS`.
     """
     if len(starts) < 2 or _is_grid(starts, stops):
         return None
@@ -93,14 +92,19 @@ def overlapping_pair(starts: Integers, stops: Integers) -> tuple[int, int] | Non
     if not starts.shape[1]:
         return 0, 1
     dim = max(range(starts.shape[1]), key=lambda dim: len(np.unique(starts[:, dim])))
+    sides = [np.ascontiguousarray(side.T) for side in (starts, stops)]  # a dimension at a time is faster
     active = np.zeros(0, dtype=np.int64)
+    compared = 0
     for row in np.lexsort((stops[:, dim], starts[:, dim])).tolist():
-        active = active[stops[active, dim] > starts[row, dim]]
-        overlaps = ((starts[active] < stops[row]) & (stops[active] > starts[row])).all(axis=1)
-        if overlaps.any():
-            return int(active[overlaps.argmax()]), row
+        active = active[sides[1][dim][active] > starts[row, dim]]
+        near = active
+        for begins, ends, start, stop in zip(*sides, starts[row], stops[row], strict=True):
+            near = near[(begins[near] < stop) & (ends[near] > start)]
+        if len(near):
+            return int(near[0]), row
+        compared += len(active)
         active = np.append(active, row)
-        if len(active) > _MOST_SIDE_BY_SIDE:
+        if compared > _MOST_COMPARISONS:
             raise MetadataError(
                 f"the {len(starts):,} chunks of a tensor are neither a grid nor in C order, and too many to be checked "
                 f"for overlaps. Save a grid of chunks."

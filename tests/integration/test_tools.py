@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import tracemalloc
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_tensorizer import tools
+from dcp_tensorizer import open_reader, tools
 from dcp_tensorizer._tensor_file.regions import Region
-from dcp_tensorizer.errors import CheckpointError, DecryptionError, NotCommitted
+from dcp_tensorizer.errors import CheckpointError, DecryptionError, MetadataError, NotCommitted
 from dcp_tensorizer.tools import Collected, convert
 from dcp_tensorizer.tools._diff import Change
 from dcp_tensorizer.tools._formats.registry import TARGETS
@@ -22,6 +25,7 @@ from dcp_tensorizer.tools._inspect import ChunkInfo, TensorInfo, Total
 from dcp_tensorizer.tools._verify import Damage
 
 from ..lab.checkpoints import make_checkpoint
+from ..lab.index_edits import edit_index
 
 KEY = "a key"
 RECORDS = [getattr(tools, name) for name in tools.__all__ if inspect.isclass(getattr(tools, name))]
@@ -209,6 +213,33 @@ def test_a_run_is_verified_as_a_whole(run: Path) -> None:
     found = tools.verify(run)
     assert [damage.file for damage in found.damages] == ["step-11/.metadata", f"step-10/{file.name}"]
     assert found.checkpoints == 3
+
+
+def test_a_small_index_of_millions_of_chunks(run: Path) -> None:
+    """Loads and tools refuse it without the memory that its chunks would take."""
+
+    def forge(rows: Any) -> None:
+        count = 8_000_000
+        number = next(number for number, row in enumerate(rows.layouts) if row.offsets is not None)
+        row = rows.layouts[number]
+        row.count, row.offsets, row.sizes = count, [[(0, 1, count)], [(0, 0, count)]], [[(1, 0, count)]] * 2
+        for entry in rows.entries:
+            if getattr(entry, "layout", None) == number:
+                rows.owners[entry.owners] = [(0, 0, count)]
+
+    path = run / "step-11"
+    edit_index(path / ".metadata", "entries", forge)
+    state = {"model.w": torch.zeros(4, 2)}
+    tracemalloc.start()
+    try:
+        for verb in (tools.inspect, tools.verify, lambda path: tools.diff(path, path)):
+            with pytest.raises(MetadataError, match=r"step-11.* expand to 48,000,002 numbers"):
+                verb(path)
+        with pytest.raises(CheckpointException, match="expand to 48,000,002 numbers"):
+            dcp.load(state, storage_reader=open_reader(path))
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_key_that_is_none(run: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -14,9 +15,18 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_tensorizer._index import entries
-from dcp_tensorizer._index.entries import StateRules, entries_section
+from dcp_tensorizer._index.entries import StateRules, entries_section, values_of
 from dcp_tensorizer._index.locations import RankLocations
-from dcp_tensorizer._index.schema import decode_entries
+from dcp_tensorizer._index.schema import (
+    Entries,
+    Layout,
+    ObjectEntry,
+    Properties,
+    Run,
+    Section,
+    TensorEntry,
+    decode_entries,
+)
 from dcp_tensorizer._runtime.recent import Recent
 from dcp_tensorizer._tensor_file.names import StoredItem
 from dcp_tensorizer.errors import WriteError
@@ -137,3 +147,66 @@ def test_what_makes_no_sense_is_named(wrong: object, problem: str) -> None:
     """The error names the key."""
     with pytest.raises(WriteError, match=f"'key' cannot be described in a checkpoint's metadata: .*{problem}"):
         StateRules.of({"key": wrong})
+
+
+def section_of(nbytes: int) -> Section:
+    """Returns a section of locations with this many bytes."""
+    return Section("places", 0, 0, nbytes, b"", None, [])
+
+
+def chunked(count: int, tensors: int, *, layouts: int = 1, dims: int = 1, owner: int = 0) -> Entries:
+    """Returns the entries of tensors that share layouts of ``count`` chunks, in a few runs."""
+    offsets: list[list[Run]] = [[(0, 1, count)]] * dims
+    rows = [Layout((count,) * dims, count, offsets, [[(1, 0, count)]] * dims)] * layouts
+    properties = Properties("float32", "strided", False, "contiguous_format", False)
+    keys = [TensorEntry(f"k{n}", 0, 0, 0, False) for n in range(tensors)]
+    return Entries([properties], rows, [[(owner, 0, count)]], [*keys, ObjectEntry("o", -1)])
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        chunked(8_000_000, 1),
+        chunked(100_000, 300),
+        chunked(300_000, 1, owner=-1),
+        chunked(300_000, 0, layouts=2),
+        chunked(2_100, 1, dims=255),
+        chunked(600_000, 1, dims=0),
+    ],
+    ids=["one tensor", "many tensors", "not stored", "no tensor", "many dimensions", "no dimensions"],
+)
+def test_a_few_bytes_do_not_describe_millions_of_chunks(rows: Entries, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries with more chunks than locations are refused before a run is expanded, whatever they share."""
+    monkeypatch.setattr(entries, "expand", lambda runs: pytest.fail("a run was expanded"))
+    monkeypatch.setattr(entries.ChunkLayout, "from_row", lambda row: pytest.fail("a layout was expanded"))
+    with pytest.raises(ValueError, match=r"expand to [\d,]+ numbers, and 100 bytes of locations allow 1,048,676"):
+        values_of(rows, [section_of(60), section_of(40)])
+
+
+def test_chunks_with_locations_are_read_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The locations of chunks with up to 16 dimensions have as many bytes as the chunks have numbers."""
+    monkeypatch.setattr(entries, "SPARE_NUMBERS", 0)
+    for dims in (0, 1, 16):
+        grid = [*itertools.product(range(2), repeat=min(dims, 5))]
+        chunks = [tuple(corner) + (0,) * (dims - len(corner)) for corner in grid]
+        size = torch.Size([2] * min(dims, 5) + [1] * (dims - min(dims, 5)))
+        one = torch.Size([1] * dims)
+        described = TensorStorageMetadata(
+            TensorProperties(torch.int8), size, [ChunkStorageMetadata(torch.Size(at), one) for at in chunks]
+        )
+        stored = StoredItem("", "", 0, 0, "int8", "tensor", b"")
+        written = [RankLocations.of(rank, {("w", at): stored}, {}) for rank, at in enumerate(chunks)]
+        section = decode_entries(entries_section(StateRules.of({"w": described}), written))
+        value = values_of(section, [section_of(len(part.section)) for part in written])["w"]
+        assert isinstance(value, entries.TensorValue)
+        assert [(region.start, region.size) for region in value.layout.regions] == [(at, (1,) * dims) for at in chunks]
+        assert value.owners.tolist() == list(range(len(chunks)))
+
+
+def test_what_no_reader_would_read_is_not_written() -> None:
+    """A planner that describes a few hundred thousand chunks more than the ranks save gets an error."""
+    offsets = torch.arange(300_000).tolist()
+    chunks = [ChunkStorageMetadata(torch.Size([offset]), torch.Size([1])) for offset in offsets]
+    state = {"w": TensorStorageMetadata(TensorProperties(torch.int8), torch.Size([len(chunks)]), chunks)}
+    with pytest.raises(WriteError, match="no reader would load this checkpoint: its chunks expand to 1,200,000 "):
+        entries_section(StateRules.of(state), parts())

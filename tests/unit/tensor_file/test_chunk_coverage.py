@@ -112,7 +112,7 @@ def test_chunks_of_no_sharding_are_refused_before_they_take_long(monkeypatch: py
     """A tiny index may describe millions of chunks that must all be compared with each other."""
     shape, chunks = nested_pinwheels(256)
     assert covers(shape, chunks)
-    monkeypatch.setattr(module, "_MOST_SIDE_BY_SIDE", 50)
+    monkeypatch.setattr(module, "_MOST_COMPARISONS", 5_000)
     with pytest.raises(MetadataError, match="257 chunks of a tensor are neither a grid nor in C order"):
         covers(shape, chunks)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import pickle
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -157,13 +158,41 @@ def test_a_passphrase_for_what_was_encrypted_with_a_key() -> None:
 
 def test_a_derivation_that_cannot_be_carried_out() -> None:
     """The error names the memory that the derivation needs, and not the passphrase."""
-    with pytest.raises(DecryptionError, match=r"1,000,000,000,000,000 bytes") as caught:
-        unlock(
-            DecryptionParams.from_string("passphrase"),
-            record_of(Cipher(KEY, Derivation(1, 10**15, 2, bytes(16)))),
-            "/c",
-        )
+    record = record_of(Cipher(KEY, Derivation(1, 1_000, 2, bytes(16))))
+    with pytest.raises(DecryptionError, match=r"1,000 bytes") as caught:
+        unlock(DecryptionParams.from_string("passphrase"), record, "/c")
     assert "passphrase'" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("operations", "memory"), [(5, 8192), (1, (1 << 30) + 1), (10**9, 1 << 40)])
+def test_a_derivation_that_costs_too_much(operations: int, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reader and writer refuse more than libsodium's preset "sensitive"; the reader derives nothing.
+
+    The error names the costs, which may be forged, and how to load the checkpoint if they are not.
+    """
+    monkeypatch.setattr(EncryptionParams, "from_string", lambda *a, **k: pytest.fail("a key was derived"))
+    cipher = Cipher(KEY, Derivation(operations, memory, 2, b"sixteen of salt."))
+    costs = f"an opslimit of {operations:,} and a memlimit of {memory:,}"
+    call = f"opslimit={operations}, memlimit={memory}, salt=bytes.fromhex('{b'sixteen of salt.'.hex()}')"
+    with pytest.raises(DecryptionError, match=re.escape(costs)) as caught:
+        unlock(DecryptionParams.from_string("passphrase"), record_of(cipher), "/c")
+    assert call in str(caught.value)
+    assert unlock(DecryptionParams.from_key(KEY), record_of(cipher), "/c") == Cipher(KEY)
+    params = EncryptionParams(KEY)
+    made = _crypt_info.PWHashKeyDerivationChunk(operations, memory, 2, b"sixteen of salt.")
+    monkeypatch.setattr(EncryptionParams, "_crypt_info_chunk", lambda self: made)
+    with pytest.raises(ValueError, match=f"at most 4 .* of at most 1,073,741,824, got {operations:,} and {memory:,}"):
+        encryption_cipher(params)
+
+
+def test_the_costliest_preset_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer takes a key that was derived with libsodium's preset "sensitive"."""
+    costs = Derivation(EncryptionParams.OpsLimit.SENSITIVE, EncryptionParams.MemLimit.SENSITIVE, 2, bytes(16))
+    params = EncryptionParams(KEY)
+    monkeypatch.setattr(
+        EncryptionParams, "_crypt_info_chunk", lambda self: _crypt_info.PWHashKeyDerivationChunk(*costs)
+    )
+    assert encryption_cipher(params) == Cipher(KEY, costs)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
