@@ -9,7 +9,7 @@ import inspect
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from typing import IO, TYPE_CHECKING, Any, TypeGuard
@@ -196,6 +196,11 @@ def real_tensors() -> Iterator[None]:
     """Disables dispatch modes of the calling thread, such as ``FakeTensorMode``, whose results have no elements."""
     with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
         yield
+
+
+def without_torch_function() -> AbstractContextManager[object]:
+    """Disables the ``__torch_function__`` of subclasses: a ShardedTensor's raises an error for most attributes."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def negated_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from .._runtime.torch_compat import describes_part
+from .._runtime.torch_compat import describes_part, without_torch_function
 from ..errors import StagingError
 
 # Integers of less than a byte. DCP's planner fails on them without naming the key.
@@ -38,7 +38,9 @@ def check_supported(key: str, tensor: torch.Tensor) -> None:
 
 def check_plannable(key: str, tensor: torch.Tensor) -> None:
     """Raises `StagingError`, naming the key, for a tensor on which DCP's planner fails without naming the key."""
-    if tensor.is_nested or tensor.dtype in _SUB_BYTE:
+    with without_torch_function():
+        may_fail = tensor.is_nested or tensor.dtype in _SUB_BYTE
+    if may_fail:
         check_supported(key, tensor)
 
 
