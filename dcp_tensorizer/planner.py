@@ -243,7 +243,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return LoadPlan(read_items_of(self.state_dict, self.metadata, strict=not self.allow_partial_load))
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Sets a value that is not a tensor, also in a dict whose keys are not strings.
+        """Sets a value that is not a tensor, even in a dict whose keys are not strings.
 
         The planner's ``mappings`` have such keys as strings: torch's planner would add ``"1"`` to a dict that has the
         key ``1``.

@@ -203,7 +203,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         extra step, which Adam counts.
 
         Raises:
-            StagingError: memory is short; or a value cannot be saved, and the message names its key.
+            StagingError: there is not enough memory; or a value cannot be saved, and the message names its key.
         """
         self._saver.prewarm({k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()})
 

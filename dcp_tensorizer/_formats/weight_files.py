@@ -157,7 +157,7 @@ def check_plain_name(name: str, path: str) -> None:
 
 
 def check_weight_name(name: str, path: str) -> None:
-    """Raises `MetadataError` as `check_plain_name` does, and also if ``name`` does not end in ``.safetensors``."""
+    """Raises `MetadataError` as `check_plain_name` does, and if ``name`` does not end in ``.safetensors``."""
     check_plain_name(name, path)
     if not name.endswith(_ENDING):
         raise MetadataError(f"{path} names the file {name!r}, which is not a safetensors file")

@@ -417,7 +417,7 @@ class SelectivePlanner(LoadPlanner):
     def _set_up(self, state_dict: dict[str, Any], metadata: Metadata, is_coordinator: bool) -> None:
         super().set_up_planner(state_dict, metadata, is_coordinator)
         stored = metadata.state_dict_metadata
-        if self._of_optimizers:  # also if the selection leaves the parameters out
+        if self._of_optimizers:  # even if the selection leaves the parameters out
             of_optimizers = tuple(f"{key}." for key in self._of_optimizers)
             entries = ((key, stored.get(key)) for key in self.state_dict if not key.startswith(of_optimizers))
             dtypes = {key: e.properties.dtype for key, e in entries if isinstance(e, TensorStorageMetadata)}

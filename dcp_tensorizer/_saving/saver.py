@@ -85,7 +85,7 @@ class Saver:
         self.owner: Lease | None = None
         self.id = uuid.uuid4().hex
         self.save_id = self.next_id = uuid.uuid4().hex
-        # Saves without staging may begin at the same time, also in a signal handler.
+        # Saves without staging may begin at the same time, even in a signal handler.
         self._numbering = free_in_child(threading.RLock())
         self._of_thread = threading.local()
         self.refusal: WriteError | None = None
@@ -97,7 +97,7 @@ class Saver:
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
         """Starts the writer process, and allocates the staging buffer in the background.
 
-        Raises `StagingError` if memory is short, or, naming the key, if a value cannot be saved.
+        Raises `StagingError` if there is not enough memory, or, naming the key, if a value cannot be saved.
         """
         self._ensure_process()
         if self.flushing is not None and not self.closed:  # an earlier job may have left saves in the local folder

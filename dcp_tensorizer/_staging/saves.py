@@ -122,7 +122,7 @@ class StagedSaves:
     def prewarm(self, nbytes: int, make: Callable[[int], SharedBuffer]) -> None:
         """Makes a buffer in the background, unless an idle buffer is large enough or a save is in progress.
 
-        Raises `StagingError` if memory is short.
+        Raises `StagingError` if there is not enough memory.
         """
         self.wait_prewarmed()
         if self._saves or self.has_buffer(nbytes):

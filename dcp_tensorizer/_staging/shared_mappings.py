@@ -97,7 +97,7 @@ class SharedTensors:
 
 
 class SharedWay(BufferWay):
-    """The way of ``staging="shared"``: tensors in shared memory are written without a copy."""
+    """The strategy of ``staging="shared"``: tensors in shared memory are written without a copy."""
 
     holds_training = True
 

@@ -75,7 +75,7 @@ class Stager:
     def prewarm(self, state_dict: Mapping[str, Any]) -> None:
         """Allocates the buffer for state dicts of this size ahead of the first save, in the background.
 
-        Raises `StagingError` if memory is short, or, naming the key, if a value cannot be staged.
+        Raises `StagingError` if there is not enough memory, or, naming the key, if a value cannot be staged.
         """
         self.saves.reclaim()
         _, _, copies = self._list(state_dict)

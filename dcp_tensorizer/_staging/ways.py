@@ -1,4 +1,4 @@
-"""The ways of staging: which tensors are copied to the staging buffer, and by which process.
+"""The staging strategies: which tensors are copied to the staging buffer, and by which process.
 
 `SharedWay` is in `shared_mappings`, and `DeviceWay` in `_writer_process.gpu_ipc`.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class BufferWay:
-    """The way of ``staging="buffer"``: this process copies everything. The other ways override methods of this one.
+    """The strategy of ``staging="buffer"``: this process copies everything. The others override methods of this one.
 
     Attributes:
         copies_from_devices: Whether this process copies from devices. If it does, it pins the buffer, and may

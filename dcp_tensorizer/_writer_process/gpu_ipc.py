@@ -34,7 +34,7 @@ _MAX_DEATHS = 2  # of writer processes while copying from GPUs: each death costs
 
 
 class DeviceWay(BufferWay):
-    """The way of ``staging="device"``: the writer process copies from GPUs; if it cannot, this process does.
+    """The strategy of ``staging="device"``: the writer process copies from GPUs; if it cannot, this process does.
 
     If the writer process makes no progress for ``timeout`` seconds, it is killed.
     """

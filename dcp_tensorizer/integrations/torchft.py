@@ -127,7 +127,7 @@ class TensorizerTransport:
             timeout: Timeout for the keeper's answer, a minute at most. The keeper does not wait for other replicas.
 
         Raises:
-            StagingError: memory is short, or a tensor cannot be copied; the error names its key.
+            StagingError: there is not enough memory, or a tensor cannot be copied; the error names its key.
             WriteError: an object cannot be pickled, and the error names its key; or the keeper does not answer.
         """
         self._keeper.timeout = timeout.total_seconds()

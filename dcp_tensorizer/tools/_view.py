@@ -68,7 +68,8 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[Region], torch.Tensor]  # reads a region into a CPU tensor in C order; raises `CheckpointError`
-    # cover the whole tensor; empty if the chunks of ranks contradict each other, or for a part that is to be written
+    # the stored chunks, which cover the whole tensor; empty if the chunks of several ranks contradict each other, or if
+    # `read` casts the tensor or returns one tensor-parallel rank's part
     chunks: tuple[Piece, ...] = ()
 
     @property
