@@ -136,7 +136,7 @@ class CheckpointManager:
             checkpoints in ``folder``.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong type or value, or differs from that of another rank; or
+        TypeError, ValueError: an argument has the wrong type or value, or differs from that of another rank; or
             ``stop_signals`` is not empty, and this is not the main thread.
         WriteError: the folder's URL cannot be opened, its path is relative and the working directory no longer exists,
             or another rank has ended or does not respond.

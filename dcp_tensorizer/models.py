@@ -47,7 +47,7 @@ class Export(ModelOptions):
             ``include``, pass other rules, or ``{}``.
 
     Raises:
-        TypeError: an option has a wrong type.
+        TypeError: an option has the wrong type.
         ValueError: an option has a value that is not allowed; or, without ``overwrite``, several exports would go to
             one path.
         WriteError, CheckpointError: as for `SafetensorsStorageWriter`.
@@ -125,7 +125,7 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
     The other arguments are those of `TensorizerStorageWriter`.
 
     Raises:
-        TypeError: an argument has a wrong type.
+        TypeError: an argument has the wrong type.
         ValueError: an argument has a value that is not allowed.
         WriteError: the path is relative, and there is no working directory; or its URL has an unknown protocol, needs a
             library that is missing, or is on a storage where several ranks cannot write one file.

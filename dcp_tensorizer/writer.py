@@ -138,7 +138,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             number requires ``local``.
 
     Raises:
-        TypeError: an argument has a wrong type.
+        TypeError: an argument has the wrong type.
         ValueError: an argument has a value that is not allowed; ``local`` is given without ``path``; or two options
             cannot be combined: ``encryption`` with ``sha256``, ``reuse_unchanged`` or ``staging="shared"``; ``local``
             with ``reuse_unchanged``; ``staging="device"`` with torch's expandable segments.

@@ -65,7 +65,7 @@ class CopyOptions:
             towards another host.
 
     Raises:
-        TypeError: an option has a wrong type, or an empty string.
+        TypeError: an option has the wrong type, or is an empty string.
         ValueError: the rate is too low, or not finite.
     """
 

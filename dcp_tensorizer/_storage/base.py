@@ -398,7 +398,8 @@ class Storage(abc.ABC):
             name: The name of the file.
             expected: The contents that the file must have now. None if it must not exist.
             data: Its new contents.
-            sync, save_id: As for `put`.
+            sync: As for `put`.
+            save_id: As for `put`.
 
         Raises:
             ReadError: the current contents cannot be read.

@@ -99,7 +99,7 @@ class Flusher:
         return is_damaged
 
     def _is_held_back(self, entry: FlushEntry, record: FlushRecord) -> bool:
-        """Returns whether a part must not be sent yet, because this node expects an earlier save on the remote.
+        """Returns whether a part must not be sent yet, because an earlier save is not on the remote yet.
 
         A part that is sent too early could take the space that earlier saves need. Then no save could be committed.
         """

@@ -66,7 +66,7 @@ class TensorizerCheckpointManager(CheckpointManager):
     - torch_checkpointing itself loads its own checkpoints, from local disks.
 
     Raises:
-        TypeError: an option of the writer or the reader has a wrong type.
+        TypeError: an option of the writer or the reader has the wrong type.
         ValueError: an option has an invalid value; or the configuration has an unsupported part: layouts, resharders of
             other classes, or hooks that run in torch_checkpointing's own process. For an unsupported part of a single
             item, the first save or load raises the error.
