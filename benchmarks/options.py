@@ -421,7 +421,7 @@ def _following(state: dict[str, Any], saves: int, folder: Path) -> dict[str, dic
     """
     figures: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in _FOLLOWERS} for name in _OF_FOLLOWERS}
     for kind in _FOLLOWERS:
-        following = Publish(folder / "published") if kind == _FOLLOWERS[1] else None
+        following = Publish(folder / "versions") if kind == _FOLLOWERS[1] else None
         beside = _hashing(folder / _FOLLOWERS[0]) if kind == _FOLLOWERS[2] and dist.get_rank() == 0 else nullcontext()
         writing = SafetensorsStorageWriter(folder / kind, overwrite=True, max_shard_bytes=10**9, publish=following)
         with beside, writing as writer:

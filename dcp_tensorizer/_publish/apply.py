@@ -436,8 +436,8 @@ def _locked(path: Path) -> Iterator[_Journal]:
         while not _lock(descriptor):
             if time.monotonic() > deadline:
                 raise WriteError(
-                    f"{path.parent} was locked for {_LOCK_SECONDS:g} s, because other processes update it. End them, "
-                    f"and retry."
+                    f"{path.parent} has been locked for {_LOCK_SECONDS:g} s by other processes, which are updating it. "
+                    f"Wait for them or end them, and retry."
                 )
             time.sleep(0.05)
         yield _Journal(descriptor)

@@ -42,7 +42,7 @@ class TieredSave(Save):
     """A save to the local folder. If that fails on a rank, this rank saves to the remote."""
 
     meta = CommittedMeta
-    shares_id = True  # so that the files of a lost node are recognised
+    shares_id = True  # so that a later run finds the files of lost nodes on the remote, by the id in their names
 
     def __init__(self, saver: Saver, save_id: str, where: str | Path, staged: StagedSave | None) -> None:
         assert saver.flushing is not None
@@ -219,7 +219,10 @@ class TieredSave(Save):
             entry, record = ahead[0]
             what = f"the earlier checkpoint in {self._flushing.target.folder(record.subpath)}"
             trouble = self._flushing.queue.trouble(entry)
-        words = f"{self.path} is not committed: {what} has not arrived for {own.timeout:g} s"
+        words = (
+            f"{self.path} is not committed: {what} is missing on the remote, and nothing has arrived there for "
+            f"{own.timeout:g} s"
+        )
         raise Refused(f"{words}: {trouble}" if trouble else words)
 
     def _publish(self) -> SaveReport:

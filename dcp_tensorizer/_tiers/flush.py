@@ -213,7 +213,10 @@ class Flusher:
             if timeout.is_over():
                 ranks = sorted({data_file_rank(name) for name in missing})
                 seconds = f"{self.target.timeout:g} s"
-                reason = f"data of rank(s) {listed_ranks(ranks)} has not arrived for {seconds} ({min(missing)})"
+                reason = (
+                    f"data of rank(s) {listed_ranks(ranks)} ({min(missing)}) is missing on the remote, and nothing has "
+                    f"arrived there for {seconds}"
+                )
                 self._give_up(entry, record, f"{reason}: a node is lost, or no job flushes its local folder")
             return
         self._gate()

@@ -319,7 +319,10 @@ def test_metadata_waits_for_the_files_of_all_ranks(tmp_path: Path) -> None:
     while flusher.step() is not None:
         assert time.monotonic() < deadline
     assert run.states() in (["lost"], ["told"])  # by the thread of the writer that has saved
-    assert "data of rank(s) 3 has not arrived for 0.2 s" in run.queue.record(run.queue.entries()[0]).reason  # type: ignore[union-attr]
+    assert (
+        "is missing on the remote, and nothing has arrived there for 0.2 s"
+        in run.queue.record(run.queue.entries()[0]).reason
+    )  # type: ignore[union-attr]
     assert files_below(run.remote) == set()
 
 

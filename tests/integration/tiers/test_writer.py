@@ -328,7 +328,8 @@ def test_a_save_that_waits_in_vain_for_the_one_before_leaves_nothing(
     with quietly(), run.writer(limits=limits) as writer, pytest.raises(CheckpointException) as caught:
         dcp.async_save(state_of(2), storage_writer=writer, checkpoint_id=run.remote / "step-2").result()
     words = str(unwrap(caught.value))
-    assert f"the earlier checkpoint in {run.local / 'step-1'} has not arrived for 2 s: cannot " in words
+    reason = "is missing on the remote, and nothing has arrived there for 2 s: cannot "
+    assert f"the earlier checkpoint in {run.local / 'step-1'} {reason}" in words
     assert list((run.remote / "step-2").iterdir()) == []
     assert run.states() == ["sent"]
 
