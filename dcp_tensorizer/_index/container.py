@@ -238,7 +238,7 @@ def _check_head(head: Head, nbytes: int, path: str) -> None:
     kinds = [section.kind for section in head.sections]
     first = [kind for kind in kinds if kind != "places"]
     if first != kinds[: len(first)] or len(set(first)) < len(first) or {"paths", "planner"} <= set(first):
-        raise invalid_index(path, f"its sections {first} are not a valid combination, or follow those of locations")
+        raise invalid_index(path, f"its sections {kinds} are an invalid combination, or in the wrong order")
     if "entries" not in first:
         raise invalid_index(path, "it has no section of entries")
     names = [file.name for section in head.sections for file in section.files]

@@ -9,9 +9,9 @@ that no save writes, of items that other ranks write, and of states that are not
 or the trainer dies.
 
 While the trainer lives, no process waits for digests or copies. So the threads that make them have low priorities, and
-so does the session of a keeper that copies: of a core that both need, training gets ten times as much. A successor does
-wait, so the session has the usual priority once the trainer is gone. The keeper of a torchft transport always has the
-usual priority, because other replicas wait for it.
+so does the session of a keeper that copies: if training and the keeper need one core, training gets ten times as much
+of its time. A successor does wait, so the session has the usual priority once the trainer is gone. The keeper of a
+torchft transport always has the usual priority, because other replicas wait for it.
 """
 
 from __future__ import annotations

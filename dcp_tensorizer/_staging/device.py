@@ -1,8 +1,8 @@
 """GPUs: side streams, events on them, pinned host memory. Only this module calls ``torch.cuda``; see also `driver`.
 
-Calls that may create a context name their device. The current device of a new thread is device 0, so a call in that
-thread that names no device would create a context on device 0, which may be another rank's GPU. This module never
-initialises CUDA: it makes streams and events only for tensors that are already on a GPU.
+Each call that may create a CUDA context states its device explicitly. The current device of a new thread is device 0,
+so a call in that thread that names no device would create a context on device 0, which may be another rank's GPU. This
+module never initialises CUDA: it makes streams and events only for tensors that are already on a GPU.
 """
 
 from __future__ import annotations

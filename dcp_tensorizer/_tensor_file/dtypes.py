@@ -47,7 +47,7 @@ def check_plannable(key: str, tensor: torch.Tensor) -> None:
 def _fault(tensor: torch.Tensor) -> str | None:
     """Returns why a tensor cannot be saved, and advice, as words that follow "is a tensor"; None if it can be saved."""
     if tensor.is_nested:
-        return f"of nested tensors (layout {tensor.layout}), which cannot be saved. Save the result of its unbind()"
+        return f"that is nested (layout {tensor.layout}), which cannot be saved. Save the result of its unbind()"
     if tensor.layout is not torch.strided:
         return f"of layout {tensor.layout}, which cannot be saved. Save the result of its to_dense()"
     if tensor.is_meta:

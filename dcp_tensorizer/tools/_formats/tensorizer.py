@@ -74,8 +74,11 @@ def _tensor(storage: Storage, file: str, nbytes: int, entry: Any) -> StoredTenso
         raise ValueError(f"its index is damaged: {str(entry.name)!r} ends beyond the end of the file")
     if not entry.data_length and math.prod(entry.shape):
         raise NotImplementedError(f"it has no data for {str(entry.name)!r}, which was a meta tensor")
-    if entry.data_length != math.prod(entry.shape) * dtype.itemsize:
-        raise ValueError(f"its index is damaged: {str(entry.name)!r} has {entry.data_length:,} bytes")
+    if entry.data_length != (expected := math.prod(entry.shape) * dtype.itemsize):
+        raise ValueError(
+            f"its index is damaged: {str(entry.name)!r} has {entry.data_length:,} bytes, but its shape and dtype need "
+            f"{expected:,}"
+        )
     tensor = plain_tensor(storage, tuple(entry.name), dtype, tuple(entry.shape), file, entry.data_offset)
     return replace(tensor, read=_VerifiedReads(storage, file, entry, tensor).read) if entry.data_length else tensor
 

@@ -61,11 +61,11 @@ def test_tensors_that_are_not_quite_alike_have_rows_of_their_own() -> None:
     [
         (
             lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-            r"of nested tensors \(layout torch\.strided\)",
+            r"that is nested \(layout torch\.strided\)",
         ),
         (
             lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
-            r"of nested tensors \(layout torch\.jagged\)",
+            r"that is nested \(layout torch\.jagged\)",
         ),
         (lambda: torch.ones(2, dtype=torch.uint8).view(torch.uint4), "of dtype torch.uint4, which DCP cannot plan"),
     ],

@@ -36,7 +36,7 @@ class Opaque(torch.Tensor):
         ),
         (
             lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
-            "of nested tensors (layout torch.strided), which cannot be saved. Save the result of its unbind()",
+            "that is nested (layout torch.strided), which cannot be saved. Save the result of its unbind()",
         ),
         (
             lambda: torch.ones(2, device="meta"),
