@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .._runtime.validation import did_you_mean
+from .._storage.urls import protocols_of
 from ..errors import ConversionError, DecryptionError
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ StorageOptions = Annotated[
 
 
 def read_options(given: list[str] | None, *paths: str | None) -> dict[str, Any]:
-    if given and not any(path and ("://" in path or "::" in path) for path in paths):
+    if given and not any(path and protocols_of(path) for path in paths):
         raise typer.BadParameter("has no effect on local paths. Leave it out.", param_hint="--storage-option")
     options = {}
     for option in given or []:

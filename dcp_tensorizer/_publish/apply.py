@@ -40,7 +40,6 @@ from .chain import Chain, Delta, copied, read_delta
 from .delta import PIECE, DeltaDecoder, digest_of, zstd
 from .model import read_blocks, read_model, written_file
 from .versions import (
-    LEASE,
     FileRecord,
     Manifest,
     Published,
@@ -49,7 +48,7 @@ from .versions import (
     encode_manifest,
     now,
     published_at,
-    version_of,
+    versions_above,
 )
 
 _LOCK = ".publish.lock"
@@ -394,11 +393,11 @@ def _check_known(deltas: Sequence[Delta], keys: Set[str]) -> None:
 def _check_apart(target: Path, published: Published) -> None:
     """Raises `WriteError` if the target overlaps the directory of versions, or is a published version."""
     real, source = Path(os.path.realpath(target)), Path(published.storage.real_path)
-    is_version = version_of(real.name) is not None and os.path.exists(real.parent / LEASE)
-    if is_version or real.is_relative_to(source) or source.is_relative_to(real):
+    above = versions_above(real)
+    if above is not None or real.is_relative_to(source) or source.is_relative_to(real):
         raise WriteError(
             f"{target} cannot be updated to a version in {published.path}: "
-            + (f"it is a version in {real.parent}" if is_version else "the two directories overlap")
+            + ("the two directories overlap" if above is None else f"it is a version in {above.path}")
             + ". Pass another directory."
         )
 

@@ -57,7 +57,7 @@ from .versions import (
     encode_manifest,
     now,
     other_file_name,
-    published_at,
+    versions_above,
 )
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -197,19 +197,22 @@ class Publication:
         """
         zstd()
         folder = Published(open_storage(self.options.path, self.storage_options))
-        _check_no_model(folder, open_storage(self.directory, self.storage_options), self.storage_options)
-        model = self._model(self.directory, self.index, self.others)
+        source = open_storage(self.directory, self.storage_options)
+        above = versions_above(folder.storage.real_path, self.storage_options)
+        if above is not None or folder.storage.real_path == source.real_path:
+            what = "it is the directory of the model" if above is None else f"it is a version in {above.path}"
+            raise WriteError(f"no versions can be published in {folder.path}: {what}. Pass another directory.")
+        model = read_model(source, self.index, self.others)
         if not any(file.tensors for file in model.weights.values()):  # readers refuse the index of a copy
             raise MetadataError(f"{model.storage.path} is not published: the model has no tensors")
-        previous = None if self.previous is None else self._model(self.previous, self.previous_index, {})
+        previous = None
+        if self.previous is not None:
+            previous = read_model(open_storage(self.previous, self.storage_options), self.previous_index, {})
         publisher = _Publisher(folder, self.own, model, self.step, on_progress)
         with folder.storage.writing(f"publish in {folder.path}"):
             version = publisher.publish(previous, self.options)
         assert publisher.lease.own is not None
         return version, publisher.lease.own, tuple(publisher.warnings)
-
-    def _model(self, directory: str, index: bytes | None, others: Mapping[str, OtherFile] | None) -> Model:
-        return read_model(open_storage(directory, self.storage_options), index, others)
 
 
 class _Publisher:
@@ -569,15 +572,6 @@ class _Base(NamedTuple):
     chain: Chain
     pairs: list[tuple[WeightFile, WeightFile]]
     """The files of the model, with those of the whole version that have the same headers."""
-
-
-def _check_no_model(folder: Published, source: Storage, storage_options: Mapping[str, Any]) -> None:
-    """Raises `WriteError` if the directory of versions is the model itself, or a published version."""
-    above, number = published_at(folder.storage.real_path, storage_options)
-    is_version = number is not None and above.storage.head(LEASE) is not None
-    if is_version or folder.storage.real_path == source.real_path:
-        what = f"it is a version in {above.path}" if is_version else "it is the directory of the model"
-        raise WriteError(f"no versions can be published in {folder.path}: {what}. Pass another directory.")
 
 
 def _matching(previous: Model, base: _Base) -> dict[str, tuple[Storage, WeightFile]]:

@@ -414,6 +414,12 @@ def published_at(
 # --- for users --------------------------------------------------------------------------------------------------------
 
 
+def versions_above(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> Published | None:
+    """Returns the directory of versions in which ``path`` is a version; None if it is no version."""
+    above, number = published_at(path, storage_options)
+    return above if number is not None and above.storage.head(LEASE) is not None else None
+
+
 def list_versions(
     path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
 ) -> tuple[VersionInfo, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
@@ -48,14 +47,20 @@ def check_apart(output: str | os.PathLike[str], sources: Iterable[str | os.PathL
 def _real(path: str | os.PathLike[str]) -> str:
     """Returns a local path, or that of a ``file:`` URL, without links; other URLs as they are."""
     absolute = absolute_path(path)
-    text = re.sub("^(file|local)://", "", os.fspath(absolute))
-    return os.path.realpath(text) if isinstance(absolute, Path) or text != absolute else text
+    if (local := _path_of_url(os.fspath(absolute))) is not None:
+        return os.path.realpath(local)
+    return os.path.realpath(absolute) if isinstance(absolute, Path) else absolute
+
+
+def _path_of_url(url: str) -> str | None:
+    """Returns the path of a ``file:`` URL; None for paths and other URLs."""
+    return open_storage(url).path if protocols_of(url) in (["file"], ["local"]) else None
 
 
 def shown_path(path: str) -> str:
     """Returns an absolute path, or a URL without credentials, for metadata and messages, as `Storage.path` has it."""
-    is_local_url = protocols_of(path) in (["file"], ["local"])
-    return open_storage(path).path if is_local_url else redact(str(absolute_path(path)))
+    local = _path_of_url(path)
+    return redact(str(absolute_path(path))) if local is None else local
 
 
 @contextmanager
