@@ -131,6 +131,16 @@ def check_export(export: object, writer_options: Mapping[str, Any]) -> None:
         raise ValueError("export cannot be combined with cache_staged_state_dict=False: exports read the buffer.")
 
 
+def check_no_local_folder(writer_options: Mapping[str, Any]) -> None:
+    """Raises `ValueError` if options of a writer for a framework send checkpoints to a local folder first."""
+    for name in ("local", "max_unflushed"):
+        if writer_options.get(name) is not None:
+            raise ValueError(
+                f"writer_options has {name!r}, but frameworks load and remove checkpoints at the path, where they "
+                "would arrive only after their saves. Leave it out, or save with CheckpointManager(local=...)."
+            )
+
+
 def options_of_reader(
     folder: str | os.PathLike[str], writer_options: Mapping[str, Any], limits: SaveLimits, given: object
 ) -> dict[str, Any]:
