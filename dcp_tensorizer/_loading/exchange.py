@@ -36,7 +36,9 @@ _DIGEST = slice(8, 16)
 _MIN_READ = 1 << 20
 _READS_OF_WINDOW = 16
 _MIN_WINDOW = 8 << 20
-_WINDOWS = 8  # minimum per rank, unless these would be too small: one is read while another is exchanged
+_WINDOWS = (
+    8  # minimum per rank, unless windows would be smaller than `_MIN_WINDOW`; one is read while another is exchanged
+)
 Progress = Callable[[int, int], object]
 
 

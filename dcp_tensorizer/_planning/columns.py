@@ -35,7 +35,7 @@ _FIELDS = {
     MetadataIndex: {"fqn", "offset", "index"},
     SavePlan: {"items", "storage_data", "planner_data", "usable"},
 }
-# If torch has other fields, columns cannot hold everything, and torch's planner makes the plan.
+# If torch's classes have other fields, columns cannot hold everything, and torch's planner makes the plan.
 _UNDERSTOOD = all({field.name for field in dataclasses.fields(cls)} == names for cls, names in _FIELDS.items())
 _properties = operator.attrgetter(*[field.name for field in dataclasses.fields(TensorProperties)])
 

@@ -70,7 +70,7 @@ class SideStream(abc.ABC):
 
     @abc.abstractmethod
     def follow(self) -> None:
-        """Orders copies that are queued from now on after everything on the calling thread's current stream."""
+        """Orders later copies after the work that is queued so far on the calling thread's current stream."""
 
     @abc.abstractmethod
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 `Stager.stage` copies the state dict's structure, and records events on the devices' current streams, for which the side
 streams wait. With overlapping staging, training waits only for these two. Then the tensors are copied to a shared
-buffer, which a later save may reuse when the save is over (`StagedSave`).
+buffer, which a later save may reuse when this save is over (`StagedSave`).
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Stager:
         staged_save = staged.staged_save
         if self._overlap_staging:
             # Copying would take the GIL from ``async_save``. So copying starts when the save's thread, which
-            # ``async_save`` starts last, waits for the copy.
+            # ``async_save`` starts last, waits for the copy, or at the latest after `_RETURN_SECONDS`.
             staged_save.wait_for_consumer(_RETURN_SECONDS)
         try:
             buffer = staged_save.buffer = self.saves.take_buffer(copies.nbytes, self._pin_for(copies))
