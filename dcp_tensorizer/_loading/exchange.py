@@ -36,9 +36,8 @@ _DIGEST = slice(8, 16)
 _MIN_READ = 1 << 20
 _READS_OF_WINDOW = 16
 _MIN_WINDOW = 8 << 20
-_WINDOWS = (
-    8  # minimum per rank, unless windows would be smaller than `_MIN_WINDOW`; one is read while another is exchanged
-)
+# Minimum per rank, unless windows would be smaller than `_MIN_WINDOW`. One is read while another is exchanged.
+_WINDOWS = 8
 Progress = Callable[[int, int], object]
 
 
