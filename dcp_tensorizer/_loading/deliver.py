@@ -55,7 +55,7 @@ class LoadOptions:
 
 @dataclass
 class Load:
-    """The load of one rank, once it has a plan.
+    """The load of one rank, once the rank has a plan.
 
     The constructor raises `MetadataError` if an item of the plan is not stored or the metadata is damaged, and
     `ReadError` if the metadata cannot be read, or if a data file is found to be missing or too short.
@@ -318,7 +318,7 @@ def read_tensors(
         resolved_items, targets = [], []
         with collector_paused():
             for (read_item, pieces, coder), tensor in zip(batch, resolved(batch, planner), strict=True):
-                coder = None if is_fake(tensor) else coder  # a fake tensor has no elements to decode to
+                coder = None if is_fake(tensor) else coder  # a fake tensor has no elements to decode into
                 memory = _memory_for(tensor, pieces, coder)
                 if coder is not None and _is_object(pieces):
                     key, item = read_item.dest_index.fqn, pieces[0].item

@@ -49,8 +49,8 @@ class Exchange:
     ``fetch`` reads targets from the storage, like `run.fetch`. ``verify`` compares data with its digests, and data
     received in host memory with the sender's digests. ``in_memory`` has the contents of files that need not be read.
     ``reason`` is the reason why this rank exchanges no tensors; empty if it does. ``window_bytes`` is the maximum size
-    of a window, of which a rank holds two in memory, and ``round_bytes`` that of all ranks' pieces in one collective.
-    ``received_bytes`` counts the bytes from other ranks.
+    of a window. A rank holds two windows in memory. ``round_bytes`` is the maximum total size of all ranks' pieces in
+    one collective. ``received_bytes`` counts the bytes from other ranks.
     """
 
     def __init__(

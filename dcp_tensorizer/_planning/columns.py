@@ -266,7 +266,7 @@ def _are_paths(planner_data: dict[Any, Any]) -> bool:
 
 # --- write items of a state dict as rows ------------------------------------------------------------------------------
 #
-# These are the items of torch's planner, made with few of its objects.
+# These are the items of torch's planner, made without most of the objects that torch makes.
 
 
 def rows_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Iterator[Row]:

@@ -38,8 +38,8 @@ class Stager:
     Args:
         saves: The staged saves and buffers, which stagers may share. If None, the stager makes its own.
         cache_staged_state_dict: Retain the buffer after a save. Otherwise each save allocates and frees its memory.
-        thread_count: The number of threads that copy on the host if torch itself has only one (as ``torchrun`` sets
-            it).
+        thread_count: The number of threads that copy on the host if torch itself has only one, as by default
+            under ``torchrun``.
         way: Which tensors are copied, and by which process.
         overlap_staging: Whether `stage` returns before the staged state dict is complete; see `StagedSave.wait_copied`
             and `StagedSave.wait_released`.
