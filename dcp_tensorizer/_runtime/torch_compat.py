@@ -250,7 +250,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def describes_part(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor has any of `PART_NAMES`, so that its class, shape and placements do not define its part.
 
-    torch plans such a tensor, and staging uses that plan. Nothing about it is assumed or cached.
+    torch plans such a tensor, and staging uses that plan. No module assumes or caches the part of such a tensor.
     """
     if not PART_NAMES.isdisjoint(tensor.__dict__):
         return True

@@ -89,8 +89,8 @@ class FlushEntry(NamedTuple):
 class Queue:
     """The records of a local folder, which several processes may use at once.
 
-    If the disk refuses a new state of a record, only this object knows that state, until `retry` has recorded it. All
-    other processes see the recorded state, and repeat the step.
+    If the disk refuses a new state of a record, only this object knows that state, until `retry` has recorded it. Until
+    then, all other processes see the previous state, and repeat the step.
     """
 
     def __init__(self, root: Path) -> None:
@@ -363,7 +363,7 @@ class Queue:
 
     @contextmanager
     def claimed(self, entry: FlushEntry) -> Iterator[bool]:
-        """Locks a record in a ``with`` block. Yields whether that succeeded, with the state unchanged."""
+        """Locks a record in a ``with`` block. Yields whether it is locked, and still in the state of ``entry``."""
         path = self._path(entry)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
