@@ -323,9 +323,10 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def layout_of(value: object) -> tuple[Any, ...] | None:
-    """Returns a value that is equal only for DTensors of which this rank has the same part, while their meshes exist.
+    """Returns a value that is equal only for DTensors of which this rank has the same part.
 
-    Returns None for a DTensor that describes its part, and for values that are not DTensors.
+    Compare two values only while both DTensors' meshes exist, because the values contain the ids of the meshes. Returns
+    None for a DTensor that describes its part, and for values that are not DTensors.
     """
     if type(value) is not DTensor or describes_part(value):
         return None

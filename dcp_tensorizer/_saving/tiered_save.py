@@ -127,7 +127,7 @@ class TieredSave(Save):
         return written
 
     def wrote(self, written: WriteDone) -> None:
-        """Hands over this rank's files to the flush. On the coordinator, `commit` does that."""
+        """Hands over this rank's files to the flush. On a rank that commits, `commit` does that."""
         if self._writing is None:
             super().wrote(written)
         elif not self.commits and not self._local_files:
@@ -258,7 +258,8 @@ class TieredSave(Save):
         except (CheckpointError, OSError) as failure:
             with suppress(CheckpointError, OSError):
                 discard(self._remote(), *self._local_files)
-            raise WriteError(f"{describe(error)}; then {describe(failure)}") from failure
+            words = f"{describe(error)}; the copy to {self.path} then failed: {describe(failure)}"
+            raise WriteError(words) from failure
         finally:
             if before is not None:
                 before.release()

@@ -41,10 +41,10 @@ _ALIVE = ".writer"
 
 
 class Commit(msgspec.Struct, frozen=True):
-    """A whole checkpoint, as recorded by the coordinator."""
+    """A checkpoint, as recorded by the rank that commits it."""
 
     name: str  # the name of the metadata file
-    files: dict[str, int]  # the files of all ranks, with their sizes
+    files: dict[str, int]  # the data files that the metadata names, with their sizes
     overwrite: bool  # a checkpoint on the remote may be replaced
 
 
@@ -57,7 +57,7 @@ class FlushRecord(msgspec.Struct, frozen=True, rename={"subpath": "place"}):
     id: str  # the id of the rank's save, which is part of the names of its files
     writer: str = ""  # the id of the writer, whose saves are committed in order
     files: dict[str, int] = {}  # the files in the local folder, with their sizes
-    commit: Commit | None = None  # on the coordinator, after the local commit
+    commit: Commit | None = None  # on a rank that commits, after the local commit
     reason: str = ""  # why the save was given up
 
 
