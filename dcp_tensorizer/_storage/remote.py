@@ -85,7 +85,7 @@ class RemoteStorage(Storage):
 
         Raises:
             FileExistsError: the file exists, and ``replace`` is False. `put` has already checked that it did not
-                exist. If several jobs put at the same time, only one succeeds, on servers with conditional writes.
+                exist. On servers with conditional writes, only one of several jobs that put at the same time succeeds.
             FileNotFoundError, PermissionError: the file was not written (see `_is_refusal`).
             Exception: the outcome is unknown.
         """

@@ -40,7 +40,7 @@ class TensorSource(NamedTuple):
 
 
 class EarlierFile(NamedTuple):
-    """The location of a file of an earlier save that has the same bytes as a file to write."""
+    """The location of an earlier save's file, which has the same bytes as a file to write."""
 
     location: str
     """The directory, as `open_storage` takes it."""
