@@ -43,7 +43,7 @@ def check_metrics(metrics: object) -> dict[str, float]:
             number = float(value.detach() if isinstance(value, torch.Tensor) else value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise TypeError(f"metrics[{name!r}] must be a number, got {type(value).__name__}: {error}") from None
-        checked[check_name("a name in metrics", name)] = number
+        checked[check_name("metrics: each name", name)] = number
     return checked
 
 
