@@ -79,7 +79,7 @@ def _plain(model, world_size):
 
 
 LAYOUTS = {"ddp": _ddp, "fsdp": _fsdp, "hsdp": _hsdp, "tp": _tp, "fsdp and tp": _fsdp_and_tp, "fsdp1": _fsdp1}
-# DCP's planner cannot load a ShardedTensor, which FSDP1 makes, on a rank that has no rows of it.
+# torch's planner cannot load model and optimizer of FSDP1 together on a rank that has no rows of a parameter.
 PAIRS = [(source, target, 7 if "fsdp1" in (source, target) else 3) for source in LAYOUTS for target in LAYOUTS]
 
 
