@@ -29,7 +29,7 @@ import torch.distributed as dist
 from .._runtime.channel import Done
 from .._runtime.memory_limit import available_memory
 from .._runtime.torch_compat import store_host
-from .._runtime.validation import check_count, check_name, check_number, check_type, set_fields
+from .._runtime.validation import check_count, check_number, check_type, plain, set_fields
 from .._storage.local import boot_id
 from .._tensor_file.encryption import require_libsodium
 from ..errors import CheckpointError, WriteError
@@ -83,7 +83,7 @@ class CopyOptions:
         for name, value in (("failure_domain", self.failure_domain), ("interface", self.interface)):
             if value is not None and (not isinstance(value, str) or not value):
                 raise TypeError(f"{name} must be a string that is not empty, or None, got {value!r}.")
-            set_fields(self, **{name: None if value is None else check_name(name, value)})
+            set_fields(self, **{name: plain(value)})
 
 
 def check_copies(copies: object, options: object, seconds: float) -> tuple[int, CopyOptions]:
