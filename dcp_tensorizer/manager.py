@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
 from ._index.schema import SaveRecord
 from ._job.exports import Exports
@@ -26,13 +26,12 @@ from ._job.options import (
     check_export,
     check_growth,
     check_metrics,
-    check_patterns,
     check_state,
     check_survival,
     options_of_reader,
     split_limits,
 )
-from ._job.policy import Action, SaveInterval, SavePolicy, StopSignals, Vote, decide
+from ._job.policy import Action, SaveInterval, SavePolicy, StopSignals, Vote, check_interval, decide
 from ._job.ranks import Agreement, Heartbeats, make_groups
 from ._job.restore import Problem, Selection, load_first, load_from_memory
 from ._job.retention import Retaining, Retention
@@ -56,7 +55,7 @@ from ._memory.copies import CopyOptions, check_copies
 from ._memory.survival import Survival
 from ._runtime.forks import Home
 from ._runtime.threads import NEVER, Deadline
-from ._runtime.validation import check_flags, check_path, check_step, check_timeout
+from ._runtime.validation import check_count, check_flags, check_path, check_patterns, check_step, check_timeout
 from ._storage.lease import Lease, lease_file_name
 from ._storage.open import absolute_path
 from ._tensor_file.names import metadata_file_name
@@ -69,7 +68,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from torch.utils.hooks import RemovableHandle
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
 __all__ = ["CheckpointManager", "GoodputReport"]
 
@@ -171,12 +170,14 @@ class CheckpointManager:
         options: dict[str, Any] = dict(writer_options)
         self._names = StepNames(name)
         self._clock = GoodputClock()
-        self._policy = SavePolicy(save_every, save_interval, survive_every, clock=self._clock)
+        save_every = check_count("save_every", save_every, optional=True)
+        save_interval = None if save_interval is None else check_interval(save_interval)
         self._retention = Retention.of(keep_latest, keep_every, keep_best, delete_after, delete_other_files)
         must_change = check_patterns("must_change", must_change)
         self._signals = StopSignals(stop_signals)
-        check_survival(survive, survive_every, buffers, options)
-        check_copies(copies, copy_options, survive)
+        survive, survive_every, buffers = check_survival(survive, survive_every, buffers, options)
+        copies, copy_options = check_copies(copies, copy_options, survive)
+        self._policy = SavePolicy(save_every, save_interval, survive_every, clock=self._clock)
         check_export(export, options)
         check_flags(save_at_end=save_at_end)
         limits, self._max_failures = split_limits(options, inspect.signature(CheckpointManager).parameters)
@@ -191,13 +192,13 @@ class CheckpointManager:
             agreement.check_same(  # before the first collective whose course depends on an option
                 {
                     "folder": self._folder.path,
-                    "name": name,
+                    "name": self._names.template,
                     "save_every": save_every,
                     "save_interval": save_interval,
-                    "keep_latest": keep_latest,
-                    "keep_every": keep_every,
-                    "keep_best": keep_best,
-                    "delete_after": delete_after,
+                    "keep_latest": self._retention.latest,
+                    "keep_every": self._retention.every,
+                    "keep_best": self._retention.metric and (self._retention.metric, self._retention.mode),
+                    "delete_after": self._retention.delete_after,
                     "delete_other_files": delete_other_files,
                     "survive": survive,
                     "survive_every": survive_every,
@@ -265,7 +266,7 @@ class CheckpointManager:
         """Returns the folder, without secrets."""
         return f"{type(self).__name__}({self._folder.path!r}, name={self._names.template!r})"
 
-    def __enter__(self) -> CheckpointManager:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
@@ -286,7 +287,7 @@ class CheckpointManager:
         state: Mapping[str, Any],
         *,
         force: bool = False,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         wait: bool = False,
         exclude: Sequence[str] = (),
         trainable_only: bool = False,
@@ -472,8 +473,7 @@ class CheckpointManager:
         """
         if self._is_over or self._is_copy:
             return
-        if timeout is not None:
-            check_timeout(timeout, least=0)
+        timeout = check_timeout(timeout, least=0, optional=True)
         self._closed = True
         deadline = Deadline(timeout)
         is_end = not self._survival.has_left

@@ -19,7 +19,7 @@ from .._formats.safetensors_header import INDEX, MAX_HEADER
 from .._formats.weight_files import StoredBytes, WeightFile, read_weight_file
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
-from .._runtime.validation import check_count, check_step
+from .._runtime.validation import check_count, check_step, set_fields
 from .._storage.base import Refused, Storage
 from .._storage.lease import Lease, LeaseRecord
 from .._storage.open import open_storage, path_to_write
@@ -164,10 +164,12 @@ class Publish:
     keep_latest: int | None = None
 
     def __post_init__(self) -> None:
-        path = path_to_write(self.path)
-        check_count("max_deltas", self.max_deltas)
-        check_count("keep_latest", self.keep_latest, optional=True)
-        object.__setattr__(self, "path", str(path))
+        set_fields(
+            self,
+            path=str(path_to_write(self.path)),
+            max_deltas=check_count("max_deltas", self.max_deltas),
+            keep_latest=check_count("keep_latest", self.keep_latest, optional=True),
+        )
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
