@@ -68,8 +68,8 @@ class TensorizerTransport:
             ``{"user": {"default": state}, "torchft": ...}``. Tensors of the same key, shape and dtype are filled in
             place. Tensors without a target are allocated in host memory. Required if the state has DTensors.
         interface: The name or address of the network interface to listen on. None: the interface towards torchft's
-            lighthouse, if ``TORCHFT_LIGHTHOUSE`` names one. If that is missing or local, the interface of the host's
-            name, or else that of the default route.
+            lighthouse (``TORCHFT_LIGHTHOUSE``). If there is no lighthouse, or this is the loopback interface, the
+            interface of the host's name; if that is the loopback interface, too, the interface of the default route.
         reader_options: ``allow_pickle``, ``verify``, ``thread_count``, ``on_progress``, ``on_report``, as in
             `TensorizerStorageReader`.
 

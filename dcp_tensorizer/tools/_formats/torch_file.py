@@ -211,7 +211,7 @@ def _records(view: CheckpointView) -> dict[str, bytes | StoredTensor]:
 
 
 def _loaded(stored: StoredObject, path: str) -> Any:
-    """Loads an object, which torch.save can only write as part of the state dict."""
+    """Loads an object, which torch.save can write only as part of the state dict."""
     content = stored.read()
     try:
         with loading_object(stored.key, path):
