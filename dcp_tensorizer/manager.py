@@ -293,7 +293,7 @@ class CheckpointManager:
     ) -> Future[str] | None:
         """Saves a step if a save is due, or if a rank has received a stop signal. Call it after each step.
 
-        It returns when the state is copied (with ``overlap_staging``, before that), and the save continues in the
+        It returns when the state is copied (with ``overlap_staging``, earlier), and the save continues in the
         background. If the previous save still runs when the next is due, the call waits for that save first (with
         ``survive``, see ``buffers``). If the job is `stopping`, the call waits for its own save.
 

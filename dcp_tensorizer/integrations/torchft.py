@@ -121,7 +121,7 @@ class TensorizerTransport:
 
         Args:
             dst_ranks: The joining replicas; unused, because the metadata alone gives access.
-            step: The step that they request.
+            step: The step that the joining replicas request.
             state_dict: Nested containers of tensors and other values. Of DTensors, this rank's part is sent, for the
                 rank with the same number in other replicas.
             timeout: Timeout for the keeper's answer, a minute at most. The keeper does not wait for other replicas.
