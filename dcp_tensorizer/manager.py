@@ -87,8 +87,8 @@ class CheckpointManager:
                     break
 
     Every rank makes a manager, and makes the same calls to `save`, `restore`, `wait` and `close` in the same order. The
-    other methods are not collective. The manager makes two gloo groups, with the timeout of the ranks' process group:
-    except during a commit, no rank waits longer for an unresponsive rank. Close the manager before
+    other methods are not collective. The manager makes two gloo groups, with the timeout of the ranks' process group.
+    Except during a commit, no rank waits longer than this timeout for an unresponsive rank. Close the manager before
     ``destroy_process_group()``. Errors of the manager are never wrapped in DCP's ``CheckpointException``.
 
     Args:
@@ -124,9 +124,9 @@ class CheckpointManager:
             in memory, and a job that has lost a host resumes from that copy. Copies are encrypted on the network.
         copy_options: How states are copied: see `CopyOptions`.
         export: Which models for inference to save as well, and when: see `Export`.
-        save_at_end: On `close`, also save the step of the last `save` call, unless it is saved already. This saves the
-            objects of that call as they are on `close`, so they must not have changed since. It saves nothing if an
-            error ends the ``with`` block, `close` has a timeout, or `restore` was called after that `save`.
+        save_at_end: On `close`, also save the step of the last `save` call, unless it is saved already. `close`
+            saves the objects of that call as they are then, so they must not change after the call. Nothing is saved if
+            an error ends the ``with`` block, `close` has a timeout, or `restore` was called after that `save`.
         process_group: The ranks of the job; by default all.
         reader_options: Options of `TensorizerStorageReader` for `restore`. Storage options, ``local``, the timeout and
             the key default to those of the writer. With a passphrase, use the same salt in every run. ``page_cache`` is
@@ -294,7 +294,7 @@ class CheckpointManager:
     ) -> Future[str] | None:
         """Saves a step if a save is due, or if a rank has received a stop signal. Call it after each step.
 
-        It returns when the state is copied (with ``overlap_staging``, before that), and the save continues in the
+        It returns when the state is copied (with ``overlap_staging``, earlier), and the save continues in the
         background. If the previous save still runs when the next is due, the call waits for that save first (with
         ``survive``, see ``buffers``). If the job is `stopping`, the call waits for its own save.
 
@@ -455,11 +455,12 @@ class CheckpointManager:
 
         Idempotent. Rank 0, which deletes old checkpoints, also waits for the deletions.
 
-        Without a timeout, the call is collective: it first saves the step in memory, if a save was due, and with
-        ``save_at_end`` the last step. It warns, on the first rank, if the step of the last `save` call is not committed
-        in the end. It frees the states in memory, unless the last due step is not committed, or an error has ended
-        the ``with`` block. A job that is `stopping` waits for a publication for at most ``limits.timeout`` seconds, and
-        then logs the unpublished model. In a forked child the call does nothing.
+        Unless it has a timeout, or an error has ended the ``with`` block, the call is collective: it first saves the
+        step in memory, if a save was due, and with ``save_at_end`` the last step. It warns, on the first rank, if the
+        step of the last `save` call is not committed in the end. It frees the states in memory, unless the last due
+        step is not committed, or an error has ended the ``with`` block. A job that is `stopping` waits for a
+        publication for at most ``limits.timeout`` seconds, and then logs the unpublished model. In a forked child the
+        call does nothing.
 
         Args:
             timeout: Timeout in seconds. After it, the save in progress is abandoned, and the previous checkpoint

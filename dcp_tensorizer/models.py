@@ -92,8 +92,8 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         dcp.async_save(model.state_dict(), storage_writer=writer, process_group=gloo_group)
 
     Every rank writes its parts of the tensors to their offsets in the files. The ranks do not gather the tensors: on
-    network mounts and S3 they only exchange the bytes of file blocks in which several ranks have parts. Each file has
-    the same bytes as if ``safetensors.torch.save_file`` had written it. Training only waits for the copy to the staging
+    network mounts and S3 they exchange only the bytes of file blocks in which several ranks have parts. Each file has
+    the same bytes as if ``safetensors.torch.save_file`` had written it. Training waits only for the copy to the staging
     buffer, as with `TensorizerStorageWriter`.
 
     ``model.safetensors.index.json`` is the commit: it is written last, and atomically. A model of one file needs no

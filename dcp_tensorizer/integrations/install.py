@@ -58,9 +58,9 @@ def install(
     - ``DefaultSavePlanner(...)`` and ``DefaultLoadPlanner(...)``, which DCP makes by default, make a `SavePlanner` and
       a `LoadPlanner`.
 
-    This also applies to functions and classes that were imported before. Subclasses, such as torch's ``FsspecWriter``
-    and ``HuggingFaceStorageWriter``, and stagers that are passed to ``async_save`` are not changed. A later call to
-    `install` replaces the options.
+    The replacement also applies to names that were imported before the call. Subclasses, such as torch's
+    ``FsspecWriter`` and ``HuggingFaceStorageWriter``, and stagers that are passed to ``async_save`` are not changed. A
+    later call to `install` replaces the options.
 
     Args:
         writer_options: Options of `TensorizerStorageWriter`, for all writers, without ``local`` and ``max_unflushed``.

@@ -192,7 +192,7 @@ def _file_set(top: Folder) -> set[tuple[str, FileInfo, bool]]:
 
 
 def _chosen(folder: Folder, planned: Collected) -> list[FileInfo]:
-    """Files in incomplete uploads are among the leftovers, but not in a listing."""
+    """Returns the planned files. Incomplete uploads are among the leftovers, but not in a listing."""
     names = set(planned.files)
     found = {file.name: file for file in (*folder.leftovers, *_files_below(folder))}
     return [file for name, file in found.items() if name in names]
