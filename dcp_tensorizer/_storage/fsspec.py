@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import os
 import re
@@ -18,7 +19,7 @@ from .._runtime.process_context import environment
 from .._runtime.threads import in_threads
 from ..errors import WriteError
 from .base import TAKEN, FileInfo, RangeReader, Sink, Storage
-from .redact import Scrubber
+from .redact import Scrubber, redact
 from .remote import Ranges, RemoteStorage, is_transient, silence_timeout
 from .s3 import S3Storage
 from .urls import check_writable, is_in_process, protocols_of
@@ -40,14 +41,28 @@ def is_known(url: str) -> bool:
 def check_url(url: str) -> str:
     """Returns the first protocol of a URL.
 
-    Raises `ValueError` for an unknown protocol, and `ImportError` if a library is missing.
+    Raises `WriteError` if a part before ``::`` cannot open another filesystem, `ValueError` for an unknown protocol, and
+    `ImportError` if a library is missing.
     """
     import fsspec
 
+    for part in url.split("::")[:-1]:  # fsspec splits every URL there, and would ignore the rest of gs://bucket/a::1
+        if not any(map(_opens_another, protocols_of(f"{part}::"))):
+            raise WriteError(
+                f"cannot open {redact(url)}: its path contains ::, which chains filesystems, as in simplecache::gs://. "
+                f"Choose a path without ::, or pass a local path as a pathlib.Path."
+            )
     for behind in protocols_of(url):
         fsspec.get_filesystem_class(behind)
     protocol: str = fsspec.utils.get_protocol(url)
     return protocol
+
+
+def _opens_another(protocol: str) -> bool:
+    import fsspec
+
+    classes = fsspec.get_filesystem_class(protocol).__mro__
+    return any("target_protocol" in inspect.signature(kind.__init__).parameters for kind in classes)
 
 
 def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: float) -> Storage | Path:
@@ -177,7 +192,7 @@ class StreamStorage(RemoteStorage):
 
     def _head(self, name: str) -> int:
         self.filesystem.invalidate_cache(self._root)  # some filesystems return sizes from a cached listing
-        return int(self._call("info", self._full(name))["size"])
+        return int(self._call("info", self._full(name))["size"] or 0)  # adlfs reports no size of a directory
 
     def _is_refusal(self, error: Exception) -> bool:
         return False  # filesystems retry requests: an attempt whose response was lost may have succeeded

@@ -110,7 +110,7 @@ def check_location(path: str | os.PathLike[str], options: Mapping[str, Any] | No
     return resolved
 
 
-_OWN_PROTOCOLS = "(sftp|ssh)(://|::)"
+_OWN_PROTOCOLS = "(sftp|ssh)://[^/]*(/(?!.*::)|$)"  # an IPv6 address may contain ::, but no path of a URL
 
 
 def _own_storage(url: str) -> Callable[[str, Mapping[str, Any], Scrubber, float], Storage] | None:
@@ -126,6 +126,8 @@ def _own_storage(url: str) -> Callable[[str, Mapping[str, Any], Scrubber, float]
 def _translated(url: str, scrub: Scrubber) -> Iterator[None]:
     try:
         yield
+    except CheckpointError:
+        raise
     except Exception as error:
         if re.match("sftp://|ssh://", url):  # a password that is not percent-encoded may contain slashes
             url = re.sub("://.*@", "://", url)

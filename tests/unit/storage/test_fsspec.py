@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -12,7 +13,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
-from dcp_tensorizer import TensorizerStorageWriter, WriteError
+from dcp_tensorizer import CheckpointManager, TensorizerStorageReader, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._storage.open import check_location, open_storage
 
 
@@ -49,6 +50,35 @@ def test_a_missing_library_is_installed_by_an_extra(
     for taker in (open_storage, check_location, TensorizerStorageWriter):
         with pytest.raises(WriteError, match=re.escape(f"pip install 'dcp_tensorizer[{extra}]'")):
             taker(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "gs://bucket/run/a::1",
+        "s3://bucket/a::latest",
+        "az://container/a::memory://b",
+        "memory://run/a::1",
+        "simplecache::memory://run/a::1",
+        "sftp://u:hunter2@host/a::1",
+        "file:///data/a::1",
+        "/data/a::1",
+    ],
+)
+def test_a_path_with_two_colons_is_refused(url: str) -> None:
+    """fsspec splits URLs at ::, so that two paths could lead to one directory. Nothing is opened."""
+    takers = (open_storage, check_location, TensorizerStorageWriter, TensorizerStorageReader, CheckpointManager)
+    for taker in takers:
+        with pytest.raises(WriteError, match="its path contains ::, which chains") as caught:
+            taker(url)
+        assert "hunter2" not in str(caught.value)
+
+
+def test_chains_and_addresses_with_two_colons_are_accepted(tmp_path: Path) -> None:
+    """A filesystem that opens another one may precede ::, and an IPv6 address and a path that is no text contain it."""
+    urls = ["simplecache::memory://run", "dir://a::memory://run", "zip://x::/data/a.zip", "sftp://u@[::1]:22/run"]
+    assert [check_location(url) for url in urls] == urls
+    assert check_location(tmp_path / "a::1") == tmp_path / "a::1"
 
 
 def test_a_storage_removes_its_options_from_messages() -> None:
