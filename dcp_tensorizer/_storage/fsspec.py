@@ -41,8 +41,8 @@ def is_known(url: str) -> bool:
 def check_url(url: str) -> str:
     """Returns the first protocol of a URL.
 
-    Raises `WriteError` if a part before ``::`` cannot open another filesystem, `ValueError` for an unknown protocol, and
-    `ImportError` if a library is missing.
+    Raises `WriteError` if a part before ``::`` cannot open another filesystem, `ValueError` for an unknown protocol,
+    and `ImportError` if a library is missing.
     """
     import fsspec
 
