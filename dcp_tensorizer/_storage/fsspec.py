@@ -115,6 +115,8 @@ def _shared_filesystem(protocol: str, url: str, options: Mapping[str, Any]) -> t
 
 _FOR_THREADS = {"memory", "hdfs", "arrow_hdfs"}
 """Protocols of thread-safe filesystems that have no event loop."""
+_RETRYING = {"gs", "gcs", *_AZURE}
+"""Protocols whose libraries retry requests for minutes, whatever the timeout."""
 _swapping = free_in_child(threading.Lock())  # held while a file in this process's memory is replaced
 
 
@@ -136,6 +138,7 @@ class StreamStorage(RemoteStorage):
         if not type(filesystem).async_impl and protocols.isdisjoint(_FOR_THREADS):
             self._turn = free_in_child(threading.RLock())
             self.reads = dataclasses.replace(self.reads, max_threads=1)
+        self._interrupts = type(filesystem).async_impl and not protocols.isdisjoint(_RETRYING)
 
     def _list(self) -> tuple[list[FileInfo], list[str]]:
         self.filesystem.invalidate_cache(self._root)
@@ -162,7 +165,7 @@ class StreamStorage(RemoteStorage):
 
         def put() -> None:
             try:
-                self.filesystem.pipe_file(self._full(name), data, **mode)
+                self._attempt("pipe_file", self._full(name), data, **mode)
             except OSError as error:
                 # If the condition fails because another job has written the file, s3fs reports an invalid argument.
                 answer = getattr(error.__cause__, "response", None) or {}
@@ -198,7 +201,20 @@ class StreamStorage(RemoteStorage):
         return False  # filesystems retry requests: an attempt whose response was lost may have succeeded
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._retried(lambda: getattr(self.filesystem, method)(*args, **kwargs))
+        return self._retried(lambda: self._attempt(method, *args, **kwargs))
+
+    def _attempt(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the filesystem. If its library retries requests, ends it after half of the timeout."""
+        if not self._interrupts:
+            return getattr(self.filesystem, method)(*args, **kwargs)
+        from fsspec.asyn import sync
+        from fsspec.exceptions import FSTimeoutError
+
+        coroutine = getattr(self.filesystem, f"_{method}")
+        try:
+            return sync(self.filesystem.loop, coroutine, *args, timeout=self.retries.timeout / 2, **kwargs)
+        except FSTimeoutError:
+            raise TimeoutError("the request timed out") from None
 
     def _retried(self, operation: Callable[[], Any]) -> Any:
         def in_turn() -> Any:

@@ -248,9 +248,11 @@ class Retries:
         """Yields the seconds to wait before each retry, with jitter, so that ranks do not retry at the same moment.
 
         Ends after ``attempts`` attempts, or when another attempt could end in the last tenth of the timeout if the
-        server does not respond. In that tenth the caller reports the failure.
+        server does not respond. In that tenth the caller reports the failure. The timeout begins with this call.
         """
-        end = self.clock() + self.timeout - 2 * silence_timeout(self.timeout)
+        return self._waits(self.clock() + self.timeout - 2 * silence_timeout(self.timeout))
+
+    def _waits(self, end: float) -> Iterator[float]:
         longest, made = self.first_wait, 1
         while made < self.attempts:
             wait = min(_LONGEST_WAIT, longest) * random.uniform(0.5, 1.0)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
-from dcp_tensorizer import CheckpointManager, TensorizerStorageReader, TensorizerStorageWriter, WriteError
+from dcp_tensorizer import CheckpointManager, ReadError, TensorizerStorageReader, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._storage.open import check_location, open_storage
 
 
@@ -115,6 +118,34 @@ def test_filesystems_that_connect_by_themselves_get_timeouts(
     open_storage(f"{protocol}://bucket/x", {}, 60.0)
     open_storage(f"{protocol}://bucket/x", {"block_size": 1} | dict.fromkeys(defaults, 1), 60.0)
     assert given == [defaults, dict.fromkeys(defaults, 1)]
+
+
+@pytest.mark.parametrize("protocol", ["gs", "az"])
+def test_a_library_that_retries_is_interrupted(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
+    """Listings, reads and writes of small files end after the timeout, however long the library retries."""
+
+    class Hanging(AsyncFileSystem):  # type: ignore[misc]
+        cachable = False
+
+        async def hang(self, *args: Any, **options: Any) -> None:
+            await asyncio.Event().wait()
+
+        _ls = _info = _cat_file = _pipe_file = _makedirs = hang
+
+    Hanging.protocol = protocol
+    monkeypatch.setitem(_registry, protocol, Hanging)
+    storage = open_storage(f"{protocol}://bucket/x", {}, 0.1)
+    calls: list[tuple[type[Exception], Callable[[], object]]] = [
+        (ReadError, storage.listing),
+        (ReadError, lambda: storage.read("a")),
+        (ReadError, lambda: storage.head("a")),
+        (OSError, lambda: storage.open("a").read_range(0, 1)),
+        (WriteError, lambda: storage.put("a", b"x", sync=True)),
+        (WriteError, storage.make_directory),
+    ]
+    for kind, call in calls:
+        with pytest.raises(kind, match="the request timed out"):
+            call()
 
 
 def test_azures_filesystems_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
