@@ -137,10 +137,10 @@ def _translated(url: str, scrub: Scrubber) -> Iterator[None]:
                 f"{scrub(f'cannot open {url}')}: its library cannot be imported ({error}): "
                 f"pip install 'dcp_tensorizer[{extra}]'"
             ) from None
-        message = scrub(f"cannot open {url}: {type(error).__name__}: {error}")
-        raise WriteError(
-            f"{message}. Check that the package for this kind of URL is installed, and check storage_options."
-        ) from None
+        advice = ". Check that the package for this kind of URL is installed, and check storage_options."
+        if isinstance(error, ConnectionError | TimeoutError):  # of a filesystem that connects at once, as FTP's
+            advice = ""
+        raise WriteError(scrub(f"cannot open {url}: {type(error).__name__}: {error}") + advice) from None
 
 
 def _registered(url: str) -> list[EntryPoint]:
