@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from .._runtime.forks import free_in_child
@@ -65,15 +64,14 @@ def _opens_another(protocol: str) -> bool:
     return any("target_protocol" in inspect.signature(kind.__init__).parameters for kind in classes)
 
 
-def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: float) -> Storage | Path:
-    """Opens the storage that a URL names; for a local URL, returns the path. Raises any error of the filesystem.
+def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: float) -> Storage:
+    """Opens the storage that a URL names. Raises any error of the filesystem.
 
     Creates new filesystems instead of taking them from fsspec's cache, so that they have the current credentials and no
     old listings. Azure's filesystems are shared, because adlfs never frees one, and each has its own connections. No
     request is retried after ``timeout`` seconds.
     """
     import fsspec.core
-    from fsspec.implementations.local import LocalFileSystem
 
     protocol = check_url(url)
     waits: dict[str, float] = {}
@@ -88,8 +86,6 @@ def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: flo
         behind = protocols_of(url)[1:] if "::" in url else []
         anew = {name: {"skip_instance_cache": name not in _AZURE} | dict(options.get(name) or {}) for name in behind}
         filesystem, root = fsspec.core.url_to_fs(url, **(options | anew))
-    if type(filesystem) is LocalFileSystem:
-        return Path(root)
     if protocol in ("s3", "s3a") and "session" not in options:  # only s3fs can use an aiobotocore session
         return S3Storage(filesystem, root, url, scrub, timeout)
     return StreamStorage(filesystem, root, url, scrub, timeout)

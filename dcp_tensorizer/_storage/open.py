@@ -36,7 +36,7 @@ _EXTRAS = (
 )
 """The extra that installs the library of a protocol: ``pip install 'dcp_tensorizer[s3]'``."""
 
-_SHARED = (["file"], ["local"], ["s3"], ["s3a"])
+_SHARED = (["s3"], ["s3a"])
 NOT_SHARED = (
     "several processes cannot write one file there. Save the model to a local directory, a network mount or S3, and "
     "copy it to this URL"
@@ -58,7 +58,7 @@ def open_storage(
     Args:
         path: Local path (``str`` or path-like, taken literally) or URL.
         options: Passed to the registered opener, to this package's SFTP storage, or to the fsspec filesystem; ignored
-            for local paths.
+            for local paths, including those of ``file:`` URLs.
         timeout: The timeout of an operation of the storage, with all its retries, in seconds.
 
     Raises:
@@ -83,8 +83,7 @@ def open_storage(
             return own(url, options, scrub, timeout)
         from .fsspec import open_url
 
-        opened = open_url(url, options, scrub, timeout)
-        return LocalStorage(opened) if isinstance(opened, Path) else opened
+        return open_url(url, options, scrub, timeout)
 
 
 def check_location(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> str | Path:
@@ -144,7 +143,7 @@ def _translated(url: str, scrub: Scrubber) -> Iterator[None]:
 
 def _registered(url: str) -> list[EntryPoint]:
     protocol, separator, _ = url.partition("://")
-    if not separator or "::" in url or protocol in ("file", "local"):
+    if not separator or "::" in url:
         return []
     return [point for point in _entry_points(tuple(sys.path)) if point.name == protocol]
 
@@ -185,25 +184,21 @@ def path_to_write(
     there.
     """
     check_writable(text := check_path(path))
-    if is_shared and not (_is_local(path) or _registered(text)) and protocols_of(text)[:1] not in _SHARED:
+    if is_shared and _local(path) is None and not _registered(text) and protocols_of(text)[:1] not in _SHARED:
         raise WriteError(f"{redact(text)}: {NOT_SHARED}")
     return check_location(path, options)
 
 
 def absolute_path(path: str | os.PathLike[str], directory: str | None = None) -> str | Path:
-    """Makes a local path, or that of a ``file:`` URL, absolute, so that it does not depend on the working directory.
+    """Returns a local path, or that of a ``file:`` URL, as an absolute `Path`. Returns other URLs as they are.
 
-    Returns other URLs as they are. A relative path is relative to ``directory``, by default the working directory. A
-    leading ``~`` is the user's home. Raises `WriteError` if the path is not a valid file name, or is relative and there
-    is no working directory.
+    So the path does not depend on the working directory. A relative path is relative to ``directory``, by default the
+    working directory. A leading ``~`` is the user's home. Raises `WriteError` if the path is not a valid file name, or
+    is relative and there is no working directory.
     """
     text = check_path(path)
-    if _is_local(path):
-        return Path(_absolute(text, directory))
-    protocol, _, rest = text.partition("://")
-    if protocol in ("file", "local") and not rest.startswith(("/", "~")):  # fsspec expands a ~
-        return f"{protocol}://{_absolute(rest, directory)}"
-    return text
+    local = _local(path)
+    return text if local is None else Path(_absolute(local, directory))
 
 
 def _absolute(path: str, directory: str | None) -> str:
@@ -232,12 +227,19 @@ def is_location(path: object) -> bool:
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         return False
     text = os.fspath(path)
-    if _is_local(path) or _registered(text) or re.match(_OWN_PROTOCOLS, text):
+    if _local(path) is not None or _registered(text) or re.match(_OWN_PROTOCOLS, text):
         return True
     from .fsspec import is_known
 
     return is_known(text)
 
 
-def _is_local(path: str | os.PathLike[str]) -> bool:
-    return isinstance(path, os.PathLike) or ("://" not in path and "::" not in path)
+def _local(path: str | os.PathLike[str]) -> str | None:
+    """Returns the local path that a path or a ``file:`` URL names; None for other URLs."""
+    text = os.fspath(path)
+    if isinstance(path, os.PathLike):
+        return text
+    if "::" in text:
+        return None
+    protocol, separator, rest = text.partition("://")
+    return text if not separator else rest if protocol in ("file", "local") else None

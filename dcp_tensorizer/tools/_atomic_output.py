@@ -15,7 +15,6 @@ from .._storage.base import Storage
 from .._storage.local import LocalStorage
 from .._storage.open import absolute_path, open_storage
 from .._storage.redact import redact
-from .._storage.urls import protocols_of
 from .._tiers.target import subpath_of
 from ..errors import ConversionError, NotCommitted, WriteError
 
@@ -24,13 +23,13 @@ _SHOWN = 50  # characters of the final name in a temporary name, so that error m
 
 def beside(path: str, options: Mapping[str, Any]) -> tuple[Storage, str]:
     """Returns the storage of a file's directory, and the file's name in it."""
-    if "://" in path or "::" in path:
-        folder, _, name = path.rpartition("/")
-        if not name or folder.endswith(":/"):
-            raise ConversionError(f"{redact(path)} names no file in a directory. Add a file name.")
-        return open_storage(folder, options), name
-    absolute = Path(absolute_path(path))
-    return LocalStorage(absolute.parent), absolute.name
+    absolute = absolute_path(path)
+    if isinstance(absolute, Path):
+        return LocalStorage(absolute.parent), absolute.name
+    folder, _, name = path.rpartition("/")
+    if not name or folder.endswith(":/"):
+        raise ConversionError(f"{redact(path)} names no file in a directory. Add a file name.")
+    return open_storage(folder, options), name
 
 
 def check_apart(output: str | os.PathLike[str], sources: Iterable[str | os.PathLike[str]]) -> None:
@@ -47,20 +46,12 @@ def check_apart(output: str | os.PathLike[str], sources: Iterable[str | os.PathL
 def _real(path: str | os.PathLike[str]) -> str:
     """Returns a local path, or that of a ``file:`` URL, without links; other URLs as they are."""
     absolute = absolute_path(path)
-    if (local := _path_of_url(os.fspath(absolute))) is not None:
-        return os.path.realpath(local)
     return os.path.realpath(absolute) if isinstance(absolute, Path) else absolute
-
-
-def _path_of_url(url: str) -> str | None:
-    """Returns the path of a ``file:`` URL; None for paths and other URLs."""
-    return open_storage(url).path if protocols_of(url) in (["file"], ["local"]) else None
 
 
 def shown_path(path: str) -> str:
     """Returns an absolute path, or a URL without credentials, for metadata and messages, as `Storage.path` has it."""
-    local = _path_of_url(path)
-    return redact(str(absolute_path(path))) if local is None else local
+    return redact(str(absolute_path(path)))
 
 
 @contextmanager

@@ -62,15 +62,15 @@ def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.Monk
         ("a/~", Path("/there/a/~")),
         ("~no-such-user/a", Path("/there/~no-such-user/a")),
         ("/a", Path("/a")),
-        ("file://a", "file:///there/a"),
-        ("file:///a", "file:///a"),
+        ("file://a", Path("/there/a")),
+        ("file:///a", Path("/a")),
         ("s3://bucket/a", "s3://bucket/a"),
     ],
 )
 def test_paths_are_relative_to_a_directory_that_is_given(
     given: str | Path, path: str | Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A path is relative to the directory in which the save was staged, ``~`` is the home, and a URL stays as it is."""
+    """A path is relative to the directory in which the save was staged, ``~`` is the home, and other URLs stay as they are."""
     monkeypatch.setenv("HOME", "/home/me")
     assert absolute_path(given, "/there") == path
 
