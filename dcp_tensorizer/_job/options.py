@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import inspect
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,10 +48,6 @@ def check_patterns(name: str, patterns: object) -> tuple[str, ...]:
     if isinstance(patterns, str) or not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
         raise TypeError(f"{name} must be a list of patterns, got {patterns!r}.")
     return tuple(patterns)
-
-
-def matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def check_growth(grow: object) -> tuple[tuple[str, float | None], ...]:

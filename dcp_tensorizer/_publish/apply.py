@@ -658,7 +658,8 @@ class VersionsVerified:
         versions: The versions that were checked, including damaged ones.
         files: The number of files that are undamaged.
         nbytes: The bytes that were checked, including those of damaged files.
-        damages: One message for each version that differs from what was published, or cannot be read.
+        damages: One message for each version that differs from what was published, or cannot be read. It names the
+            damaged file.
         seconds: The duration of the call.
     """
 
