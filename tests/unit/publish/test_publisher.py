@@ -169,7 +169,7 @@ def test_the_version_before_may_be_given(tmp_path: Path) -> None:
     assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "new")
 
 
-@pytest.mark.promise("published-damaged")
+@pytest.mark.promise("published-damaged", reason="one of several deltas")
 @pytest.mark.parametrize("decodes", [True, False])
 def test_of_several_deltas_the_damaged_one_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, decodes: bool
@@ -200,7 +200,7 @@ def test_of_several_deltas_the_damaged_one_is_named(
     assert all(np.array_equal(tensors[key], value) for key, value in states[0].items())
 
 
-@pytest.mark.promise("published-damaged")
+@pytest.mark.promise("published-damaged", reason="a whole version with deltas")
 def test_a_damaged_whole_version_is_named(tmp_path: Path) -> None:
     """If a tensor of a whole version is damaged, the errors name its file, even if deltas change that tensor."""
     published_versions(tmp_path, 3)
@@ -450,6 +450,15 @@ def test_a_delta_is_no_model(tmp_path: Path, made_by: str) -> None:
     assert not (tmp_path / "converted").exists()
     with pytest.raises(NotCommitted, match="nothing has been published"):
         list_versions(tmp_path / "other")
+
+
+def test_the_metadata_of_a_delta_shows_why_it_cannot_be_read(tmp_path: Path) -> None:
+    """`read_metadata` raises no error, because DCP swallows it: the metadata raises it when read, and shows it."""
+    published_versions(tmp_path, 2)
+    metadata = open_reader(tmp_path / "published" / "weight_v000002").read_metadata()
+    with pytest.raises(UnsupportedFormat, match="holds only the changes of version 2 "):
+        metadata.state_dict_metadata.keys()
+    assert "holds only the changes of version " in repr(metadata)
 
 
 def test_steps_are_those_of_a_manager(tmp_path: Path) -> None:
