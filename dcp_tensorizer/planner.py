@@ -152,7 +152,7 @@ class SavePlanner(DefaultSavePlanner):
         return super().lookup_object(index) if tensor is None else tensor
 
     def resolve_plan(self, plan: SavePlan) -> Iterator[tuple[ItemKey, torch.Tensor, bool] | WriteItem]:
-        """Yields the items of a plan, for a storage writer that would call `resolve_data` for each item.
+        """Yields the items of a plan, for a storage writer that would otherwise call `resolve_data` for each item.
 
         Instead of the item of an ordinary tensor, yields its `ItemKey`, the result of `resolve_data`, and whether that
         result is the whole tensor. This avoids the seven objects of DCP's item.
@@ -268,7 +268,7 @@ def _set_up(planner: DefaultSavePlanner | DefaultLoadPlanner, set_up: Callable[[
     takes_apart, planner.flatten_sharded_tensors = planner.flatten_sharded_tensors, False
     try:
         set_up()
-    except ValueError:  # two keys have the same path; before a load, flattening ShardedTensors retains the second
+    except ValueError:  # two keys have the same path: for a load, flattening ShardedTensors retains the second value
         if not takes_apart:
             raise
         is_flat = False

@@ -80,9 +80,9 @@ class TensorizerStorageReader(StorageReader):
         storage_options: Options of a URL's storage, such as credentials.
         verify: Compare everything that is read with its stored digests. Lengths, coverage and the metadata's own digest
             are always checked.
-        allow_pickle: Load objects of any type, which can run any code: only for checkpoints that you trust as you trust
-            a program. Without it, only common data types of the standard library, NumPy and torch can be loaded, and
-            types passed to ``torch.serialization.add_safe_globals``.
+        allow_pickle: Load objects of any type. Loading them can run any code: set ``allow_pickle`` only for checkpoints
+            that you trust as you trust a program. Without it, only common data types of the standard library, NumPy and
+            torch can be loaded, and types passed to ``torch.serialization.add_safe_globals``.
         thread_count: The number of parallel reads; None: the storage's default.
         page_cache: Leave the data of local disks in the page cache, for the next load. None: only if free memory can
             hold twice the bytes that the ranks of this machine read.
@@ -412,11 +412,11 @@ def open_reader(
     """Returns a reader for ``dcp.load`` that recognises the format of the checkpoint at a path.
 
     The reader loads checkpoints of this package, of torch's ``FileSystemWriter`` and ``FsspecWriter``, and directories
-    of safetensors files in Hugging Face's layout. In such a directory, it reads all safetensors files, or, if there is
-    an index, the files that the index names (only ``model.safetensors`` if that file also exists). The files may hold
-    parts of tensors, as torch's ``HuggingFaceStorageWriter`` writes them without consolidation. The reader multiplies
-    FP8 weights by the scales of their blocks (``weight_scale_inv``), unless the target has the same FP8 dtype. Each
-    load recognises the format again, so that a job may switch to another storage writer between two saves.
+    of safetensors files in Hugging Face's layout. If such a directory has no index, it reads all safetensors files.
+    Otherwise it reads ``model.safetensors``, or, if that file does not exist, the files that the index names. The files
+    may hold parts of tensors, as torch's ``HuggingFaceStorageWriter`` writes them without consolidation. The reader
+    multiplies FP8 weights by the scales of their blocks (``weight_scale_inv``), unless the target has the same FP8
+    dtype. Each load recognises the format again, so that a job may switch to another storage writer between two saves.
 
     By default, loading a checkpoint of any format runs no code from it.
 
@@ -425,7 +425,8 @@ def open_reader(
         rename: The rules by which a model was, or would be, saved (see `SafetensorsStorageWriter`), applied in reverse:
             tensors get the names and shapes that they have in the state dict. Only for safetensors.
         options: Options of `TensorizerStorageReader`. ``verify`` and ``exchange`` apply only to checkpoints of this
-            package, ``allow_pickle`` also to torch's own. ``encryption`` is refused for other formats.
+            package, ``allow_pickle`` also to torch's own. If ``encryption`` is given, the reader refuses checkpoints of
+            other packages.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
@@ -435,7 +436,8 @@ def open_reader(
         NotCommitted: there is nothing at the path, only a file, or only data of a save that is not committed.
         MetadataError: the path holds no checkpoint in any of these formats; names what was found.
         UnsupportedFormat: the path is the delta of a published version.
-        ReadError: ``rename`` does not fit the model, or the checkpoint is not in the safetensors format.
+        ReadError: ``rename`` does not fit the model, or was given for a checkpoint that is not in the safetensors
+            format.
     """
     return AnyFormatReader(path, rename=rename, **options)
 

@@ -252,8 +252,8 @@ def _check_head(head: Head, nbytes: int, path: str) -> None:
 def _not_an_index(path: str, data: bytes) -> MetadataError:
     if data[-24:-16] == _OLD_TRAILER:
         return UnsupportedFormat(
-            f"{path} is a pickle of dcp_tensorizer from before its first release, which is no longer read. Load the "
-            f"checkpoint with the revision that wrote it, and save it with torch's own FileSystemWriter."
+            f"{path} is a pickle that dcp_tensorizer wrote before its first release. No release reads such a pickle. "
+            f"Load the checkpoint with the revision that wrote it, and save it with torch's own FileSystemWriter."
         )
     if data.startswith(_PICKLE):
         return UnsupportedFormat(

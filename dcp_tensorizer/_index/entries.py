@@ -220,10 +220,11 @@ SPARE_NUMBERS = 1 << 20
 
 
 def check_numbers(rows: Entries, places_nbytes: int) -> None:
-    """Raises `ValueError` if the entries have more chunks than the ranks' locations, before any run is expanded.
+    """Raises `ValueError`, before any run is expanded, if the entries have far more chunks than the ranks' locations.
 
-    A tensor has objects for each of its chunks, even if it shares its layout. A location takes at least 34 of the
-    ``places_nbytes`` bytes, and a chunk in up to 16 dimensions 34 numbers: itself, its owner, its offsets and sizes.
+    DCP's metadata lists each chunk of each tensor, even if tensors share a layout. A location takes at least 34 of the
+    ``places_nbytes`` bytes. A chunk in up to 16 dimensions takes at most 34 numbers, for itself, its owner, its
+    offsets and its sizes.
     """
     of_layouts = [
         row.count + sum(run[2] for side in (row.offsets, row.sizes) for runs in side or () for run in runs)

@@ -191,8 +191,8 @@ decode_paths = Decoder(dict[str, tuple[str | int, ...]]).decode
 # A string is a string. Any other key is an extension of MessagePack:
 #
 #     1    a string with lone surrogates, in UTF-8 that allows them
-#     2    a key of another type: the MessagePack of nil, a boolean, a number or a binary, or of an array, for a tuple
-#          of these and of strings
+#     2    a key of another type: the MessagePack of nil, a boolean, a number or a binary; for a tuple of these and of
+#          strings, that of an array
 #     3    an integer of more than 64 bits, inside of 2: its bytes in two's complement, the lowest first
 
 ItemKey = tuple[Any, tuple[int, ...] | None]

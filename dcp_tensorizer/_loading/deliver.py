@@ -55,7 +55,7 @@ class LoadOptions:
 
 @dataclass
 class Load:
-    """The load of one rank, once it has a plan.
+    """The load of one rank, once the rank has a plan.
 
     The constructor raises `MetadataError` if an item of the plan is not stored or the metadata is damaged, and
     `ReadError` if the metadata cannot be read, or if a data file is found to be missing or too short.
@@ -184,14 +184,14 @@ def check_own_parts(path: str, metadata: Metadata, plan: LoadPlan, targets: Mapp
         needed = local_elements(target, entry.size)
         if planned[key] != needed:
             raise MetadataError(
-                f"{path} holds {planned[key]:,} of the {needed:,} elements of {key!r} that this rank loads. It was "
-                f"saved with another sharding or rank order, each rank for itself (use_collectives=False) or in "
-                f"memory. Load it with the sharding and the rank order of the save."
+                f"{path} holds {planned[key]:,} of the {needed:,} elements of {key!r} that this rank loads. The "
+                f"checkpoint was saved in memory or with use_collectives=False, each rank for itself, and with another "
+                f"sharding or rank order. Load it with the sharding and the rank order of the save."
             )
 
 
 EMPTY_DICT = (
-    "the target state dict has an empty dict in the place of the saved one, so nothing is loaded into it. For a new "
+    "the target state dict has an empty dict in place of the saved one, so nothing is loaded into it. For a new "
     "optimizer, pass the optimizer itself to CheckpointManager.restore, or use get_optimizer_state_dict of "
     "torch.distributed.checkpoint.state_dict. Other dicts must contain the keys that are to be loaded"
 )
@@ -250,7 +250,8 @@ def read_objects(
 def check_trust(path: str, objects: Sequence[tuple[ReadItem, bytes]]) -> None:
     """Checks, before any object is loaded, that none needs a type that could run code.
 
-    Raises `UntrustedObject`, naming the first key and, unless that object is invalid, all types, with advice.
+    Raises `UntrustedObject`, with advice. The error names the key of the first invalid object. If all objects are
+    valid, it names the first key whose object needs such a type, and all such types.
     """
     checked: dict[bytes, tuple[str, ...]] = {}
     keys: list[str] = []
@@ -317,7 +318,7 @@ def read_tensors(
         resolved_items, targets = [], []
         with collector_paused():
             for (read_item, pieces, coder), tensor in zip(batch, resolved(batch, planner), strict=True):
-                coder = None if is_fake(tensor) else coder  # a fake tensor has no elements to decode to
+                coder = None if is_fake(tensor) else coder  # a fake tensor has no elements to decode into
                 memory = _memory_for(tensor, pieces, coder)
                 if coder is not None and _is_object(pieces):
                     key, item = read_item.dest_index.fqn, pieces[0].item
@@ -342,8 +343,8 @@ def read_tensors(
 def resolved(items: _Items, planner: LoadPlanner) -> Iterator[torch.Tensor]:
     """Yields the tensors that receive items, in the order of the items.
 
-    If the planner looks up tensors as torch's own does, plain tensors that one item fills are looked up without it:
-    torch's planner takes several times as long.
+    If the planner looks up tensors as torch's own does, looks up plain tensors that one item fills without calling the
+    planner, which would take several times as long.
     """
     state = getattr(planner, "state_dict", {}) if delivers_at_once(planner) else {}
     for read_item, *_ in items:

@@ -36,7 +36,8 @@ _DIGEST = slice(8, 16)
 _MIN_READ = 1 << 20
 _READS_OF_WINDOW = 16
 _MIN_WINDOW = 8 << 20
-_WINDOWS = 8  # minimum per rank, unless these would be too small: one is read while another is exchanged
+# Minimum per rank, unless windows would be smaller than `_MIN_WINDOW`. One is read while another is exchanged.
+_WINDOWS = 8
 Progress = Callable[[int, int], object]
 
 
@@ -48,8 +49,8 @@ class Exchange:
     ``fetch`` reads targets from the storage, like `run.fetch`. ``verify`` compares data with its digests, and data
     received in host memory with the sender's digests. ``in_memory`` has the contents of files that need not be read.
     ``reason`` is the reason why this rank exchanges no tensors; empty if it does. ``window_bytes`` is the maximum size
-    of a window, of which a rank holds two in memory, and ``round_bytes`` that of all ranks' pieces in one collective.
-    ``received_bytes`` counts the bytes from other ranks.
+    of a window. A rank holds two windows in memory. ``round_bytes`` is the maximum total size of all ranks' pieces in
+    one collective. ``received_bytes`` counts the bytes from other ranks.
     """
 
     def __init__(

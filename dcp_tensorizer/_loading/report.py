@@ -31,7 +31,8 @@ class LoadReport:
             collectives, and checks.
         read_seconds: The rest of ``seconds``: reading, verifying, converting and, with ``exchange``, exchanging.
         verify_seconds: The time for comparing digests or decrypting, summed over threads.
-        spans: The time spans of the load, its parts and each file, the whole load first. `trace` draws them.
+        spans: The time spans of the load, its parts and each file, the whole load first. `TraceFile` writes
+            them to a file.
         clock_offset: The seconds to add to the times of spans to get ``time.time()``.
     """
 

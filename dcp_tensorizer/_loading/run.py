@@ -163,7 +163,7 @@ class _Reads:
         if pool is not None and not any(map(pool.is_for, operation.targets)):
             pool = None
         slots: AbstractContextManager[torch.Tensor | None] = nullcontext() if pool is None else pool.slot()
-        # Only in this mode may a thread write to tensors that were made in it. It also allows other targets.
+        # Only in this mode may a thread write to tensors that were made in it. The mode also allows other targets.
         with torch.inference_mode(), slots as slot:
             starts = list(itertools.accumulate((aligned(segment.scratch_bytes) for segment in segments), initial=0))
             memories = self._memories(segments, starts, slot)
@@ -518,8 +518,8 @@ def run_all(
                     return
                 nbytes += run(operation)
                 finished += 1
-                # Measuring takes time: a thread does it after its 1st, 2nd, 4th, 8th operation, and so on. It counts
-                # the thread's total time, because a single operation may take long merely due to preemption.
+                # Measuring takes time, so a thread measures after its 1st, 2nd, 4th, 8th operation, and so on. Each
+                # measurement covers the thread's total time: preemption may prolong a single operation.
                 if remaining and len(workers) < max_threads and not finished & (finished - 1):
                     wall, busy, from_disk = (now - before for now, before in zip(usage(), began, strict=True))
                     if wall > _WAITING_FACTOR * busy or from_disk > _FROM_DISK * nbytes:

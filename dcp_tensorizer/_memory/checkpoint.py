@@ -55,14 +55,15 @@ class StateCheckpoint(Storage):
     Args:
         path: The checkpoint's name in messages.
         parts: The parts of the ranks, each with its buffer on this host or another host. `close` closes the buffers.
-            If several parts have an item, it is loaded from the last of them: pass the loading rank's part last.
+            If several parts have the same item, a load reads it from the last of them. So pass the loading rank's part
+            last.
 
     Attributes:
         is_whole: Whether the parts of all ranks are included.
         holders: The holder of each rank's part, for messages.
 
     Raises:
-        CheckpointError: a part's description is damaged or has another version, or no index can be made of the parts.
+        CheckpointError: a part's description is damaged or of another version, or no index can be made of the parts.
     """
 
     def __init__(self, path: str, parts: Sequence[tuple[StatePart, Descriptor | RemotePart]]) -> None:

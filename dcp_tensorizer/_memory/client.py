@@ -45,7 +45,7 @@ class KeeperProcess(ChildProcess):
     the overwritten buffers to a successor.
 
     Args:
-        job: The name of the job in the names of sockets.
+        job: The prefix of the names of the job's sockets (`job_name`).
         seconds: How long the keeper waits for a successor when this process is gone.
         timeout: Seconds after which an unresponsive keeper is killed, a minute at most.
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dcp_tensorizer")
 
 DEFAULT_RATE = 500e6
-"""Default limit of the bytes a second that each host sends for copies."""
+"""Default limit on the bytes that each host sends for copies in a second."""
 LEAST_RATE = 1e6
 """Minimum rate, because a partner gives up after a minute of silence."""
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
@@ -118,7 +118,7 @@ class PeerCopies:
 
     Attributes:
         is_on: Whether states are copied. The same on all ranks.
-        confirmed: The id of the newest state that is copied from all ranks; empty before the first.
+        confirmed: The id of the newest state that is copied from all ranks; empty without such a state.
         ordered: The id of the state that is to be copied, or is being copied; empty without such a state. The same on
             all ranks.
         is_ready: Whether a copy can be ordered: all ranks have partners, and all hosts have memory for the replicas.
@@ -394,7 +394,7 @@ def address_towards(other: str) -> str:
 
 
 def address_of(interface: str) -> str:
-    """Returns the address of an interface of this host, or an IP address unchanged. Raises `OSError`."""
+    """Returns the IPv4 address of an interface of this host, or an IP address unchanged. Raises `OSError`."""
     with suppress(ValueError):
         return str(ipaddress.ip_address(interface))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:

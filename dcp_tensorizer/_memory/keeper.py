@@ -9,9 +9,9 @@ that no save writes, of items that other ranks write, and of states that are not
 or the trainer dies.
 
 While the trainer lives, no process waits for digests or copies. So the threads that make them have low priorities, and
-so does the session of a keeper that copies: if training and the keeper need one core, training gets ten times as much
-of its time. A successor does wait, so the session has the usual priority once the trainer is gone. The keeper of a
-torchft transport always has the usual priority, because other replicas wait for it.
+so does the session of a keeper that copies: if training and the keeper need the same core, training gets ten times as
+much of its time as the keeper. A successor does wait, so the session has the usual priority once the trainer is gone.
+The keeper of a torchft transport always has the usual priority, because other replicas wait for it.
 """
 
 from __future__ import annotations
@@ -120,8 +120,9 @@ class _HeldPart:
 class Keeper:
     """Holder of states, which answers the trainer, its successors, and other hosts.
 
-    Once the trainer is gone, it waits ``seconds`` for a successor. ``set_priority`` sets the niceness of its session:
-    to 10 when the keeper is opened to other hosts, unless ``seconds`` is 0, and to 0 when the trainer is gone.
+    Once the trainer is gone, the keeper waits ``seconds`` for a successor. ``set_priority`` sets the niceness of the
+    keeper's session: to 10 when the keeper is opened to other hosts, unless ``seconds`` is 0, and to 0 when the trainer
+    is gone.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Keeper:
         self.is_orphaned = self._is_over = False
         self._deadline: float | None = None
         self._changed = free_in_child(threading.Condition())
-        # With 0 seconds, other hosts wait for the digests while the trainer lives.
+        # A torchft transport passes 0 seconds: other hosts wait for the digests while the trainer lives.
         lower = functools.partial(lower_priority, _NICENESS) if seconds else None
         self._digesting = ThreadPoolExecutor(1, "digest", initializer=lower)
 
@@ -288,7 +289,7 @@ class Keeper:
         if request.anew and self._server is not None:
             self._server.close()
             self._server = None
-        if self._seconds:  # with 0 seconds, other hosts wait for the states while the trainer lives
+        if self._seconds:  # 0 for a torchft transport: other hosts wait for the states while the trainer lives
             self._set_priority(_NICENESS)
         try:
             self._server = self._server or ReplicaServer(self, request.host, request.secret)
@@ -301,7 +302,7 @@ class Keeper:
             held, before = self._own(request.id), self._copying
             if held is None or (self._copy.is_running and not (before is not None and before.is_forgotten)):
                 return Failed("the state is not held" if held is None else "another state is being copied")
-            self._digest(held)  # now: a save may take long to send its digests
+            self._digest(held)  # now, because the save that computes the digests may take a long time
             fd = os.dup(held.fd)
             self._copied = request.to, held.part.head
             self._copy, self._copying = CopyStatus(request.id, is_running=True), held

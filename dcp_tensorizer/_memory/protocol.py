@@ -109,7 +109,7 @@ class Copy:
     id: str
     to: Address
     rate: float  # bytes a second; 0: no limit
-    confirmed: str = ""  # the newest state that is copied from all ranks; empty before the first
+    confirmed: str = ""  # the newest state that is copied from all ranks; empty without such a state
 
 
 @dataclass(frozen=True, slots=True)

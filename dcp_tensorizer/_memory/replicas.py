@@ -1,7 +1,7 @@
 """Replicas of states in the memory of other hosts: how keepers copy, receive and serve them.
 
     source                                                  partner
-    ReplicaOffer (the state, its size, which to retain) ──▶ checks free memory, and allocates the whole copy
+    ReplicaOffer (state, size, which replica to retain) ──▶ checks free memory, and allocates the whole copy
                                                         ◀── Answer: the name of the copy, or why it is refused
     the offer again with that name, on further connections ▶
     Block, its bytes; on all connections ─────────────────▶ checks each block against its XXH3-128
@@ -83,7 +83,7 @@ class ReplicaOffer(Struct, tag="offer", array_like=True):
     head: StateHead
     nbytes: _Count = 0  # the size of the buffer
     record_nbytes: Annotated[int, Meta(ge=0, le=_MAX_RECORD)] = 0
-    confirmed: _Id = ""  # the newest state that is copied from all ranks; empty before the first
+    confirmed: _Id = ""  # the newest state that is copied from all ranks; empty without such a state
     copy: _Id = ""  # the accepted copy whose blocks this connection also carries; empty for a new offer
 
 

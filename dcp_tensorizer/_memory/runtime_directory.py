@@ -38,7 +38,7 @@ def runtime_directory() -> Path:
 
 
 def job_name(location: str) -> str:
-    """Returns the name of a job in the names of its sockets. ``location`` identifies the job, such as its folder."""
+    """Returns the prefix of the names of a job's sockets. ``location`` identifies the job, such as its folder."""
     # The name includes the boot's id: machines may share the directory's disk, but a socket works only on one machine.
     boot = socket.gethostname()
     with suppress(OSError):

@@ -123,8 +123,8 @@ class Survival:
         if silent:
             refusal = (
                 f"a run of this job counts as alive, because its keeper on {socket.gethostname()} does not answer at "
-                f"{silent[0]}. If that run is suspended, resume it, or kill its processes (that path is in the "
-                f"keeper's command line). Then start again."
+                f"{silent[0]}. Kill the processes of that run, among them its keeper, whose command line has that "
+                f"path, and start again. If that run is only suspended, you can resume it instead."
             )
         else:
             refusal = self.predecessors.claim(self.run)

@@ -109,7 +109,7 @@ class Wire:
     # --- messages ---------------------------------------------------------------------------------------------------
 
     def send(self, message: msgspec.Struct) -> None:
-        """Sends a message. Raises `OSError`, and `WireError` if it is too large."""
+        """Sends a message. Raises `OSError` if that fails, and `WireError` if the message is too large."""
         content = msgspec.msgpack.encode(message)
         if len(content) > MAX_MESSAGE:
             raise WireError(f"a message of {len(content):,} bytes is too large")
@@ -118,7 +118,7 @@ class Wire:
     def receive(self, kind: Any) -> Any:
         """Receives a message of a type or of a union of types.
 
-        Raises `OSError`, and `WireError` if the other end sends anything else.
+        Raises `OSError` if the connection fails, and `WireError` if the other end sends anything else.
         """
         nbytes = self._header(_MESSAGE, MAX_MESSAGE)
         content = memoryview(bytearray(nbytes))

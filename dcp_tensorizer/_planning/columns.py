@@ -35,7 +35,7 @@ _FIELDS = {
     MetadataIndex: {"fqn", "offset", "index"},
     SavePlan: {"items", "storage_data", "planner_data", "usable"},
 }
-# If torch has other fields, columns cannot hold everything, and torch's planner makes the plan.
+# If torch's classes have other fields, columns cannot hold everything, and torch's planner makes the plan.
 _UNDERSTOOD = all({field.name for field in dataclasses.fields(cls)} == names for cls, names in _FIELDS.items())
 _properties = operator.attrgetter(*[field.name for field in dataclasses.fields(TensorProperties)])
 
@@ -266,7 +266,7 @@ def _are_paths(planner_data: dict[Any, Any]) -> bool:
 
 # --- write items of a state dict as rows ------------------------------------------------------------------------------
 #
-# These are the items of torch's planner, made with few of its objects.
+# These are the items of torch's planner, made without most of the objects that torch makes.
 
 
 def rows_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Iterator[Row]:

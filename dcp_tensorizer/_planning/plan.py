@@ -187,7 +187,7 @@ class Items(MutableSequence[WriteItem]):
 class CompactPlan(SavePlan):
     """torch's ``SavePlan`` with `Items`, sent as columns or as a reference to columns.
 
-    The pickle is only valid between the ranks of one save.
+    The pickle is valid only between the ranks of one save.
     """
 
     __hash__ = None  # type: ignore[assignment]
@@ -263,7 +263,7 @@ _FIELDS = [field.name for field in dataclasses.fields(SavePlan)]
 
 # --- the plans that a planner has cached ------------------------------------------------------------------------------
 
-# A job that saves model and optimizer in turn, with other states between them, alternates between four plans. The
+# A job that saves the model and the optimizer in turn, with other states between them, cycles through four plans. The
 # coordinator retains more plans of a rank than the rank does, because saves may fail after the coordinator planned
 # them.
 _SAVES = 4

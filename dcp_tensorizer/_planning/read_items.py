@@ -35,7 +35,7 @@ def has_older_keys(metadata: Metadata, state_dict: Mapping[str, Any], nested: Ma
 
 
 def _containers(container: Any, path: str) -> Iterator[str]:
-    """Yields the key of each nested dict and list of a container in a checkpoint that stores it as one object."""
+    """Yields the key under which a checkpoint would store each nested dict and list of a container as one object."""
     members = container.items() if isinstance(container, Mapping) else enumerate(container)
     for name, member in members:
         if isinstance(member, (Mapping, list)):

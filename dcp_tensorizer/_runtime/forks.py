@@ -51,7 +51,7 @@ def in_child(owner: _T, release: Callable[[_T], object]) -> None:
 
 
 def keep_from_children(mapping: mmap.mmap) -> None:
-    """Excludes the pages of a mapping from forked children, which have a hole there and never unmap it."""
+    """Excludes the pages of a mapping from forked children. A child has a hole there, and never unmaps that range."""
     # The child leaks the Python object, because freeing it would unmap what the child has mapped at that address.
     in_child(mapping, lambda mapping: ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping)))
     if hasattr(mmap, "MADV_DONTFORK"):

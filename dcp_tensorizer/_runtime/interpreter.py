@@ -136,7 +136,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def age_objects() -> None:
-    """Moves all objects to the oldest generation, as `collector_paused` does, for objects that DCP has made."""
+    """Moves all objects, among them those that DCP has made, to the oldest generation, as `collector_paused` does."""
     with collector_paused():
         pass
 
@@ -145,12 +145,12 @@ def age_objects() -> None:
 #
 # A thread that needs the GIL waits until its holder releases it, or for the switch interval, 5 ms by default. A save
 # needs the GIL hundreds of times: after each system call, and after many of torch's operations. If a training loop
-# holds the GIL, the save waits 5 ms each time. While the save plans, training waits up to 5 ms each time it has
-# released the GIL.
+# holds the GIL, the save waits 5 ms each time. While the save plans, a training thread that has released the
+# GIL waits up to 5 ms to get it back.
 #
 # With 0.5 ms, a save of 1,000 tensors beside a pure Python loop is durable after 0.19 s instead of 0.49 s, and the loop
-# is as fast. Beside small matrix products the longest gap in a save of 5,000 tensors is 4 ms instead of 9 ms. With
-# 0.1 ms such a loop loses a fifth of its speed to the switching.
+# is as fast as with 5 ms. A loop of small matrix products pauses for at most 4 ms during a save of 5,000 tensors,
+# instead of 9 ms. With 0.1 ms, it loses a fifth of its speed to the switching.
 #
 # The interval is short while a save runs in its thread. If the program reads the short interval during the save and
 # sets it again later, the short one stays.

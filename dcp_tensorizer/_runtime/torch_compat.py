@@ -250,7 +250,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def describes_part(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor has any of `PART_NAMES`, so that its class, shape and placements do not define its part.
 
-    torch plans such a tensor, and staging uses that plan. Nothing about it is assumed or cached.
+    torch plans such a tensor, and staging uses that plan. No module assumes or caches the part of such a tensor.
     """
     if not PART_NAMES.isdisjoint(tensor.__dict__):
         return True
@@ -323,9 +323,10 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def layout_of(value: object) -> tuple[Any, ...] | None:
-    """Returns a value that is equal only for DTensors of which this rank has the same part, while their meshes exist.
+    """Returns a value that is equal only for DTensors of which this rank has the same part.
 
-    Returns None for a DTensor that describes its part, and for values that are not DTensors.
+    Compare two values only while both DTensors' meshes exist, because the values contain the ids of the meshes. Returns
+    None for a DTensor that describes its part, and for values that are not DTensors.
     """
     if type(value) is not DTensor or describes_part(value):
         return None

@@ -243,7 +243,7 @@ def _named_files(storage: Storage, name: str) -> set[str]:
 
 # --- uploads of a model's files, for storages without locks that show whether a save is in progress -------------------
 #
-# A save records its files before it begins their uploads, and then the uploads.
+# A save records its files before it begins their uploads. Once the uploads have begun, it records their tokens too.
 
 _decode = msgspec.json.Decoder(dict[str, str]).decode
 

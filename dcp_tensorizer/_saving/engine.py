@@ -107,7 +107,7 @@ def _exit(reference: weakref.ref[Engine]) -> None:
 
 
 class _Engines(dict[bool, Engine]):
-    """The engines of this process, by whether their writer processes see its GPUs."""
+    """The engines of this process, by whether their writer processes see the trainer's GPUs."""
 
 
 _engines = _Engines()

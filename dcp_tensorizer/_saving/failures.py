@@ -63,10 +63,9 @@ class FailuresInARow:
         return 0 if self.count == self._reported else self.count
 
     def refusal(self, limit: int | None, count: int | None = None) -> WriteError | None:
-        """Returns the error with which the next save is refused: when ``limit`` saves in a row have failed.
+        """Returns the error that refuses the next save, if ``limit`` saves in a row have failed, otherwise None.
 
-        If it is not refused, or if ``limit`` is None, returns None. ``count`` is another rank's `unreported`, which is
-        then checked instead of this rank's.
+        If ``limit`` is None, returns None. ``count`` is another rank's `unreported`, to check instead of this rank's.
         """
         count = self.unreported if count is None else count
         if limit is None or count < limit:

@@ -276,7 +276,7 @@ class Flushing:
     def _check_folder(self) -> bool:
         """Reports saves that have arrived, were given up or can no longer be followed, and warns of failing flushes.
 
-        Returns whether other saves may be left to follow or flush.
+        Returns whether saves may be left to follow or to flush.
         """
         if not self._lock.acquire(timeout=1.0):
             return True

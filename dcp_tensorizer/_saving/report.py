@@ -218,7 +218,7 @@ class Freshness:
         self._digests: dict[ItemKey, bytes] = {}
 
     def compare(self, step: int, written: Mapping[ItemKey, StoredItem]) -> tuple[str, ...] | None:
-        """Compares a save with the previous one, and retains its digests for the next comparison.
+        """Compares a save with the previous one, and stores the new digests for the next comparison.
 
         ``written`` has all items that the rank has written. If no compared tensor has changed, returns the first keys;
         if one has, an empty tuple; if there is nothing to compare, or no previous save of another step, None.

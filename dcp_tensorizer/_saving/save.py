@@ -409,8 +409,8 @@ class Save:
     def remove(self, names: Iterable[str]) -> None:
         """Removes files that no checkpoint names, and the records of their saves.
 
-        The removal takes 0.25 s for 2 GB. Unless the storage was given up (see `_clean_up`), it runs before this method
-        returns, because a caller may copy the directory as soon as the save is over.
+        The removal takes 0.25 s for 2 GB. Unless the storage was given up (see `_clean_up`), this method waits for
+        the removal, because a caller may copy the directory as soon as the save is over.
         """
         self._clean_up(functools.partial(remove_with_records, self.storage, tuple(names)))
 

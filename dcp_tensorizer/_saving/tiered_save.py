@@ -127,7 +127,7 @@ class TieredSave(Save):
         return written
 
     def wrote(self, written: WriteDone) -> None:
-        """Hands over this rank's files to the flush. On the coordinator, `commit` does that."""
+        """Hands over this rank's files to the flush. On a rank that commits, `commit` does that."""
         if self._writing is None:
             super().wrote(written)
         elif not self.commits and not self._local_files:
@@ -202,7 +202,7 @@ class TieredSave(Save):
             # If the local disk cannot be written to, only the writer process knows what has arrived.
             left = [] if self._flushing.unknown else left
             ahead = [(e, r) for e, r in left if e.id != self.id and r.commit is not None]
-            self._check_wanted()  # the requests above may have taken long
+            self._check_wanted()  # the requests above may have taken a long time
             return not missing and not ahead
 
         self._flushing.resume()
@@ -238,7 +238,7 @@ class TieredSave(Save):
 
     def _leave_local_folder(self, error: Exception) -> None:
         logger.warning(
-            "rank %d: cannot save to %s; saving to %s directly, which takes longer: %s",
+            "rank %d: cannot save to %s; saving to %s directly, which takes longer. The error was: %s",
             *(self.rank, self.storage.path, self.path, describe(error)),
         )
         self.storage = self._remote()
@@ -258,7 +258,8 @@ class TieredSave(Save):
         except (CheckpointError, OSError) as failure:
             with suppress(CheckpointError, OSError):
                 discard(self._remote(), *self._local_files)
-            raise WriteError(f"{describe(error)}; then {describe(failure)}") from failure
+            words = f"{describe(error)}; the copy to {self.path} then failed: {describe(failure)}"
+            raise WriteError(words) from failure
         finally:
             if before is not None:
                 before.release()

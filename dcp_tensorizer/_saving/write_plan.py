@@ -140,8 +140,8 @@ def in_files(items: Sequence[Item], *, is_encrypted: bool) -> list[Item]:
     """Returns the items to write to a rank's data files: those with bytes, and tensors without elements.
 
     Other readers of tensorizer files look up tensors without elements in the files. As with tensorizer, encrypted files
-    omit these tensors. Other files omit those whose dtype would make the file unreadable. If no item has bytes, no file
-    is made.
+    omit these tensors. Unencrypted files omit only those whose dtype would make the file unreadable. If no item
+    has bytes, no file is made.
     """
     written = [item for item in items if item.has_bytes]
     if is_encrypted or not written or len(written) == len(items):

@@ -38,8 +38,8 @@ PIECE_BYTES = 32 << 20
 not for a whole tensor. Copying a piece takes a millisecond, about a hundred times as long as queueing it."""
 
 LANES = 4
-"""Streams on which large copies are queued round-robin if the driver takes no batches. Queueing blocks when about 1,000
-operations are pending on a stream."""
+"""The number of streams on which large copies are queued round-robin if the driver takes no batches. Queueing
+blocks when about 1,000 operations are pending on a stream."""
 
 
 class Event:
@@ -70,7 +70,7 @@ class SideStream(abc.ABC):
 
     @abc.abstractmethod
     def follow(self) -> None:
-        """Orders copies that are queued from now on after everything on the calling thread's current stream."""
+        """Orders later copies after the work that is queued so far on the calling thread's current stream."""
 
     @abc.abstractmethod
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

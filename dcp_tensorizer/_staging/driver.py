@@ -73,7 +73,7 @@ def pieces_of(address: int, nbytes: int, borders: Sequence[int], most: int) -> l
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes. The location hints only matter for managed and pageable memory."""
+    """CUmemcpyAttributes. The location hints matter only for managed and pageable memory."""
 
     _fields_ = (
         ("source_order", ctypes.c_int),

@@ -2,7 +2,7 @@
 
 `Stager.stage` copies the state dict's structure, and records events on the devices' current streams, for which the side
 streams wait. With overlapping staging, training waits only for these two. Then the tensors are copied to a shared
-buffer, which a later save may reuse when the save is over (`StagedSave`).
+buffer, which a later save may reuse when this save is over (`StagedSave`).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Stager:
     Args:
         saves: The staged saves and buffers, which stagers may share. If None, the stager makes its own.
         cache_staged_state_dict: Retain the buffer after a save. Otherwise each save allocates and frees its memory.
-        thread_count: The number of threads that copy on the host if torch itself has only one (as ``torchrun`` sets
-            it).
+        thread_count: The number of threads that copy on the host if torch itself has only one, as by default
+            under ``torchrun``.
         way: Which tensors are copied, and by which process.
         overlap_staging: Whether `stage` returns before the staged state dict is complete; see `StagedSave.wait_copied`
             and `StagedSave.wait_released`.
@@ -167,7 +167,7 @@ class Stager:
         staged_save = staged.staged_save
         if self._overlap_staging:
             # Copying would take the GIL from ``async_save``. So copying starts when the save's thread, which
-            # ``async_save`` starts last, waits for the copy.
+            # ``async_save`` starts last, waits for the copy, or at the latest after `_RETURN_SECONDS`.
             staged_save.wait_for_consumer(_RETURN_SECONDS)
         try:
             buffer = staged_save.buffer = self.saves.take_buffer(copies.nbytes, self._pin_for(copies))

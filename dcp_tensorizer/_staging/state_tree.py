@@ -39,7 +39,7 @@ from ..errors import StagingError, describe
 
 _OTHER_TENSORS = (
     "the tensors of the state dict have changed during staging. Do not change the state dict before staging is "
-    "complete. A container or tensor subclass that returns other tensors at each access cannot be saved."
+    "complete. A container or tensor subclass that returns different tensors at each access cannot be saved."
 )
 _SHOWN = 60  # characters of the key of a container that contains itself: the whole key has hundreds of parts
 _NO_ANSWER = "has attributes that describe which part of a tensor it is, but DCP cannot plan the tensor with them"
@@ -249,7 +249,7 @@ def _copy_container(value: Any, members: list[Any], key: str) -> Any:
     given = [member for _, member in members] if isinstance(value, dict) else members
     held = list(copied.values() if isinstance(value, dict) else copied)
     if len(held) != len(given) or any(a is not b for a, b in zip(held, given, strict=True)):
-        raise _cannot_be_copied(key, value, "a copy of it has other items")
+        raise _cannot_be_copied(key, value, "a copy of it has different items")
     return copied
 
 

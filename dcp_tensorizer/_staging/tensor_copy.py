@@ -52,8 +52,8 @@ class GatherLimits:
 
 DEFAULT_LIMITS = GatherLimits()
 _BATCH = 1024  # tensors that are gathered in one call
-# Small tensors are gathered as integers, which have a fused kernel, unless they are all of one of these dtypes. The
-# kernel for half precision converts through float32, which changes the bits of a NaN.
+# Small tensors are gathered as integers, which have a fused kernel, unless the tensors of a batch all have the same one
+# of these dtypes. The kernel for half precision converts through float32, which changes the bits of a NaN.
 _FUSED = {torch.float32, torch.float64, torch.uint8, torch.int16, torch.int32, torch.int64}
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 

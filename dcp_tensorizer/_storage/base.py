@@ -200,7 +200,7 @@ class FileInfo(NamedTuple):
 
 
 class DirectoryLock:
-    """A lock on a directory. Saves share it. The removal of leftovers or of a checkpoint needs it exclusively.
+    """A lock on a directory. Saves share it. To remove leftovers or a checkpoint, a process must hold it exclusively.
 
     This base class locks nothing. Storages without locks use it.
     """
@@ -388,7 +388,7 @@ class Storage(abc.ABC):
         """
 
     def put_if(self, name: str, expected: bytes | None, data: bytes, *, sync: bool = True, save_id: str = "") -> bool:
-        """Replaces a small file if it has the expected contents; returns whether it did.
+        """Replaces a small file if it has the expected contents; returns whether ``data`` was written.
 
         If several writers expect the same contents, one succeeds. Local disks, this process's memory, and S3 servers
         with conditional writes guarantee that. Elsewhere two writers may both succeed, and then the file has the

@@ -96,7 +96,7 @@ def _shared_filesystem(protocol: str, url: str, options: Mapping[str, Any]) -> t
     return filesystem, kind._strip_protocol(url)
 
 
-# --- a directory of any fsspec filesystem: streams to write, ranges to read -------------------------------------------
+# --- a directory in any fsspec filesystem: streams to write, ranges to read -------------------------------------------
 
 _FOR_THREADS = {"memory", "hdfs", "arrow_hdfs"}
 """Protocols of thread-safe filesystems that have no event loop."""
@@ -104,7 +104,7 @@ _swapping = free_in_child(threading.Lock())  # held while a file in this process
 
 
 class StreamStorage(RemoteStorage):
-    """A directory of any fsspec filesystem. Uses only methods that all filesystems have.
+    """A directory in any fsspec filesystem. Uses only methods that all filesystems have.
 
     Google Cloud Storage and Azure show an object only when its stream is closed. Others may show an incomplete data
     file. That is harmless, because no reader reads a data file before ``.metadata`` names it.

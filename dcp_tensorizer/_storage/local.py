@@ -557,7 +557,7 @@ def identity_of(status: os.stat_result) -> FileIdentity | None:
 
 
 def link_file(source: Path, identity: FileIdentity, target: Path, *, sync: bool) -> bool:
-    """Links a file to a second name if it has the expected identity; returns whether it did.
+    """Links a file to a second name if the file has the expected identity; returns whether the file is linked.
 
     The caller must fsync the directory of the new name. ``sync`` makes the data durable, because its writer may not
     have done so. Raises no errors, because many are ordinary: the file is missing (ENOENT), is on another file system
@@ -578,9 +578,9 @@ def link_file(source: Path, identity: FileIdentity, target: Path, *, sync: bool)
 
 
 def _made_read_only(descriptor: int, target: Path, *, sync: bool) -> bool:
-    """Removes the write permission of a linked file and, with ``sync``, makes its data durable; returns whether it did.
+    """Removes the write permission of a linked file and, with ``sync``, makes its data durable.
 
-    If either fails, removes the file's second name.
+    Returns True on success. If either fails, removes the file's second name, and returns False.
     """
     try:
         mode = stat.S_IMODE(os.fstat(descriptor).st_mode)

@@ -111,8 +111,8 @@ class UncachedFile(LocalFile):
     """Reader of a local file with O_DIRECT where possible, to verify what is on the disk.
 
     O_DIRECT needs whole blocks with aligned offset and memory, so `read_into` reads only the whole blocks of the first
-    buffer with it. The rest of a read goes through the page cache, or all of it if its offset or memory is not aligned,
-    or the file system refuses O_DIRECT.
+    buffer with it. The rest of a read goes through the page cache. If the offset or the memory is not aligned, or
+    the file system refuses O_DIRECT, the whole read does.
     """
 
     def __init__(self, path: Path) -> None:

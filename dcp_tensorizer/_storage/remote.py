@@ -85,7 +85,7 @@ class RemoteStorage(Storage):
 
         Raises:
             FileExistsError: the file exists, and ``replace`` is False. `put` has already checked that it did not
-                exist. If several jobs put at the same time, only one succeeds, on servers with conditional writes.
+                exist. On servers with conditional writes, only one of several jobs that put at the same time succeeds.
             FileNotFoundError, PermissionError: the file was not written (see `_is_refusal`).
             Exception: the outcome is unknown.
         """
@@ -247,8 +247,8 @@ class Retries:
     def waits(self) -> Iterator[float]:
         """Yields the seconds to wait before each retry, with jitter, so that ranks do not retry at the same moment.
 
-        Ends after ``attempts`` attempts, or when another attempt could end in the last tenth of the timeout if the
-        server does not respond. In that tenth the caller reports the failure.
+        Ends after ``attempts`` attempts, or when another attempt, if the server does not respond to it, would end in
+        the last tenth of the timeout. The caller needs that tenth to report the failure.
         """
         end = self.clock() + self.timeout - 2 * silence_timeout(self.timeout)
         longest, made = self.first_wait, 1

@@ -384,7 +384,7 @@ class S3Storage(RemoteStorage):
         try:
             self.call_until_timeout(lambda: self.once("complete_multipart_upload", name, **whole))
         except OSError:
-            # If the response to the first request was lost, the retry finds no upload: that request completed it.
+            # If the response to the first request was lost, the retry finds no upload: the first request completed it.
             # Check the owner, because the upload is also gone if another job has aborted it and put its own object.
             if self.owner(name) != owner:
                 raise
@@ -549,7 +549,7 @@ class S3Storage(RemoteStorage):
 
 
 class S3Reader(RangeReader):
-    """Reader of the ranges of an object. When a response's body breaks off, it requests the rest."""
+    """Reader of the ranges of an object. When a response's body breaks off, the reader requests the rest."""
 
     def __init__(self, storage: S3Storage, name: str) -> None:
         self._storage = storage

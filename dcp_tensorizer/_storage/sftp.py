@@ -27,7 +27,7 @@ from .remote import Ranges, RemoteStorage, Retries, is_transient, silence_timeou
 
 
 class SftpStorage(RemoteStorage):
-    """A directory of an SFTP server. Its URL is ``sftp://user:password@host:port/path``, whose path is taken literally.
+    """A directory on an SFTP server. Its URL is ``sftp://user:password@host:port/path``, whose path is taken literally.
 
     For ``options``, and for errors, see `SftpClient`.
     """
@@ -296,9 +296,9 @@ class SftpClient:
     def _connected(self, known: OSError | None) -> Any:
         """Returns the connection. If it is lost, connects again.
 
-        ``known`` is the last failure to connect when the attempt began. If another thread has failed since then, raises
-        that thread's error. Otherwise threads would connect one after the other, and each would wait for a hung server
-        until the timeout.
+        ``known`` is the last failure to connect before the attempt began. If another thread has failed since then,
+        raises that thread's error. Otherwise threads would connect one after the other, and each would wait for a
+        hung server until the timeout.
         """
         if not _is_active(self._connection):
             if self._failure is not None and self._failure is not known:

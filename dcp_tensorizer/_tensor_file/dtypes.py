@@ -33,7 +33,7 @@ UNCOPYABLE = {torch.float4_e2m1fn_x2}
 def check_supported(key: str, tensor: torch.Tensor) -> None:
     """Raises `StagingError`, naming the key and the kind of tensor, unless the elements can be saved as plain bytes."""
     if (fault := _fault(tensor)) is not None:
-        raise StagingError(f"{key!r} is a tensor {fault}, or leave it out of the state dict.")
+        raise StagingError(f"{key!r} is a tensor {fault}, or leave the tensor out of the state dict.")
 
 
 def check_plannable(key: str, tensor: torch.Tensor) -> None:
@@ -122,7 +122,7 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Returns the memory of a contiguous host tensor, five times as fast as `host_bytes`.
 
-    The view may hold no reference to the tensor, so the caller must.
+    The view does not always hold a reference to the tensor, so the caller must hold one.
     """
     if type(tensor) is not torch.Tensor or not tensor.nbytes:
         return host_bytes(tensor)

@@ -162,8 +162,8 @@ def _decryption_cipher(params: DecryptionParams, derivation: Derivation | None) 
         )
     except Exception as error:  # too little memory, or costs that libsodium refuses
         raise DecryptionError(
-            f"was encrypted with a passphrase, and the key cannot be derived on this machine (it takes "
-            f"{derivation.memlimit:,} bytes of memory): {type(error).__name__}: {error}"
+            f"was encrypted with a passphrase, and the key cannot be derived on this machine (the "
+            f"derivation takes {derivation.memlimit:,} bytes of memory): {type(error).__name__}: {error}"
         ) from None
     return Cipher(made.key, derivation)
 

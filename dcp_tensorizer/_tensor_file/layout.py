@@ -51,8 +51,8 @@ _PASSPHRASE = struct.Struct("<HHQQiH")  # two tags; costs and algorithm of the d
 _DERIVED, _BY_PWHASH = 1, 1
 _BLOCKS = struct.Struct(f"<HQ{NONCE_BYTES}sQ")  # tag, bytes in a block, nonce of the first, number of MACs that follow
 _XSALSA20 = 2
-# torch's dtypes that numpy also has, and the item sizes of the others, unless they are one byte. They are listed
-# because the writer process does not import torch, which takes two seconds.
+# torch's dtypes that numpy also has, and the item sizes of the others, unless these are one byte. They are listed here
+# because the writer process does not import torch: the import takes two seconds.
 _NUMPY = {"bool", *(f"{kind}int{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64))}
 _NUMPY |= {"float16", "float32", "float64", "complex64", "complex128"}
 _ITEMSIZE = {"bfloat16": 2, "bits16": 2, "bcomplex32": 4, "complex32": 4}

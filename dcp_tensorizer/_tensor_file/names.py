@@ -32,7 +32,7 @@ _ENCRYPTED_ALIGNMENT = 64
 NONCE_BYTES, MAC_BYTES = 24, 16  # of libsodium's secretbox
 
 # Small values that are not sharded, such as an optimizer's step, are spread over the files of all ranks. A load would
-# open each file for a few bytes. So they are also stored in the index, which every load reads.
+# open each file for a few bytes. So these values are also stored in the index, which every load reads.
 INLINE_BYTES = 4 << 10
 """The largest item, in bytes, that is also stored in the index."""
 MAX_INLINE_BYTES = 1 << 20

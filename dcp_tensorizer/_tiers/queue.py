@@ -41,10 +41,10 @@ _ALIVE = ".writer"
 
 
 class Commit(msgspec.Struct, frozen=True):
-    """A whole checkpoint, as recorded by the coordinator."""
+    """A checkpoint, as recorded by the rank that commits it."""
 
     name: str  # the name of the metadata file
-    files: dict[str, int]  # the files of all ranks, with their sizes
+    files: dict[str, int]  # the data files that the metadata names, with their sizes
     overwrite: bool  # a checkpoint on the remote may be replaced
 
 
@@ -57,7 +57,7 @@ class FlushRecord(msgspec.Struct, frozen=True, rename={"subpath": "place"}):
     id: str  # the id of the rank's save, which is part of the names of its files
     writer: str = ""  # the id of the writer, whose saves are committed in order
     files: dict[str, int] = {}  # the files in the local folder, with their sizes
-    commit: Commit | None = None  # on the coordinator, after the local commit
+    commit: Commit | None = None  # on a rank that commits, after the local commit
     reason: str = ""  # why the save was given up
 
 
@@ -89,8 +89,8 @@ class FlushEntry(NamedTuple):
 class Queue:
     """The records of a local folder, which several processes may use at once.
 
-    If the disk refuses a new state of a record, only this object knows that state, until `retry` has recorded it. All
-    other processes see the recorded state, and repeat the step.
+    If the disk refuses a new state of a record, only this object knows that state, until `retry` has recorded it. Until
+    then, all other processes see the previous state, and repeat the step.
     """
 
     def __init__(self, root: Path) -> None:
@@ -363,7 +363,7 @@ class Queue:
 
     @contextmanager
     def claimed(self, entry: FlushEntry) -> Iterator[bool]:
-        """Locks a record in a ``with`` block. Yields whether that succeeded, with the state unchanged."""
+        """Locks a record in a ``with`` block. Yields whether it is locked, and still in the state of ``entry``."""
         path = self._path(entry)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

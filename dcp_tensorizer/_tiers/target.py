@@ -65,7 +65,7 @@ def below(root: Storage, subpath: str) -> Storage:
 
 
 def subpath_of(root: str | os.PathLike[str], path: str | os.PathLike[str]) -> str | None:
-    """Returns a path relative to a root, which is empty for the root itself; None if it is not below the root."""
+    """Returns a path relative to a root: empty for the root itself, None if the path is not below the root."""
     above, below = (one_spelling(os.fspath(end)).rstrip("/") for end in (root, path))
     if above == below:
         return ""

@@ -30,7 +30,7 @@ class _Copies(NamedTuple):
 
 
 class NearestStorage(Storage):
-    """A directory on the remote, of which this node may have a copy. Writes to the remote only.
+    """A directory on the remote, of which this node may have a copy. Writes only to the remote.
 
     ``remote`` is the directory itself, not the remote folder of ``target``.
     """

@@ -28,7 +28,7 @@ class WriterProcessHung(WriterProcessDied):
     """The process made no progress for too long, and was killed. The storage may also hang for other processes."""
 
     cleaning: Future[None] | None = None
-    """A future that is done when the process has ended, which may take long, and the save's files are removed."""
+    """A future that is done once the process has ended and the save's files are removed, which may take a long time."""
 
 
 class Unsendable(WriteError):

@@ -63,7 +63,7 @@ class DeviceWay(BufferWay):
             # next copy is requested.
             client.deaths += isinstance(error, WriterProcessDied)
             client.copies_from_gpus = isinstance(error, WriterProcessDied) and client.deaths < _MAX_DEATHS
-            logger.warning("the writer process could not copy from the GPU, so the trainer copies: %s", str(error))
+            logger.warning("the trainer copies, because the writer process could not copy from the GPU: %s", str(error))
             if client.deaths == _MAX_DEATHS:
                 logger.error(
                     "staging='device': the writer process died %d times while it copied from the GPU. From now on the "

@@ -30,8 +30,9 @@ _UNFINISHED = 4  # files that may be open at once; each holds a descriptor until
 class FileJob:
     """A job that writes the files of one request.
 
-    ``contents`` returns the bytes that a source describes. ``memory`` is the pool of memory for parts; at the end the
-    job frees all of it that the pool does not cache. ``is_abandoned`` is set when the files are no longer needed.
+    ``contents`` returns the bytes that a source describes. ``memory`` is the pool of memory for parts. At the end
+    the job frees the pool's memory, except what the pool caches. ``is_abandoned`` is set when the files are no longer
+    needed.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class FileJob:
                 self._storage.discard(file.name)
 
     def _adopt(self, file: FileRequest) -> FileResult | None:
-        """Adopts an earlier file of the same bytes. Returns None if that is impossible or takes too long.
+        """Adopts an earlier file with the same bytes. Returns None if that is impossible or takes too long.
 
         Gives up when no file has been adopted for a while: a server may be too slow to copy files, and each attempt
         would end only at its timeout.
@@ -204,7 +205,7 @@ def take_digests(
 ) -> tuple[bytes, ...]:
     """Computes the XXH3-128 of tensors. 128 bits are enough to treat tensors with equal digests as equal.
 
-    ``done`` receives the number of bytes read of each tensor, for a thread that reports progress.
+    ``done`` receives the number of bytes read from each tensor, for a thread that reports progress.
     """
     counts = [] if done is None else done
     counts[:] = [0] * len(tensors)

@@ -36,17 +36,17 @@ class SaveLimits:
     """Limits of saves: waiting time, memory, failures in a row, and reuses of a file.
 
     Attributes:
-        timeout: Seconds after which a wait for the storage times out, 600 by default: for a write that makes no
-            progress, a disk or a mount that does not respond to an asynchronous save, or another save's clean-up of
-            the same directory. If an S3 or SFTP server does not respond for a tenth of the timeout, the request is
-            retried.
+        timeout: Seconds after which a wait for the storage times out; 600 by default. A save waits for a write that
+            makes no progress, for a disk or a mount that does not respond to an asynchronous save, and for another
+            save's clean-up of the same directory. If an S3 or SFTP server does not respond for a tenth of the timeout,
+            the request is retried.
         buffer_bytes: Memory in the writer process for the parts of files that are being made or sent; 256 MiB by
             default. With less memory, fewer parts are sent at once.
-        max_consecutive_failures: After this many failed saves in a row of one process group, to paths that differ only
-            in their numbers, the next save fails on all ranks, and ``async_save`` raises on the coordinator (with
-            ``overlap_staging``, the next ``lock`` raises). So a job that ignores its futures does not continue to train
-            without checkpoints. The save after that one is attempted; if it fails, the next one is refused. If None,
-            there is no limit.
+        max_consecutive_failures: Once this many saves in a row have failed, on one process group and to paths that
+            differ only in their numbers, the next save fails on all ranks, and ``async_save`` raises on the coordinator
+            (with ``overlap_staging``, the next ``lock`` raises). So a job that ignores its futures does not continue to
+            train without checkpoints. The save after that one is attempted; if it fails, the next one is refused. If
+            None, there is no limit.
         max_reuses: With ``reuse_unchanged``: number of later saves that may reuse a file. The next save then writes the
             file's tensors again, so that a damaged file does not spoil every later checkpoint.
 

@@ -40,7 +40,7 @@ class TensorSource(NamedTuple):
 
 
 class EarlierFile(NamedTuple):
-    """The location of a file of an earlier save that has the same bytes as a file to write."""
+    """The location of an earlier save's file, which has the same bytes as a file to write."""
 
     location: str
     """The directory, as `open_storage` takes it."""
@@ -54,7 +54,7 @@ class FileRequest:
 
     name: str
     tensors: tuple[TensorSource, ...]
-    earlier: tuple[EarlierFile, ...] = ()  # files of the same bytes: if one can be adopted, this file is not written
+    earlier: tuple[EarlierFile, ...] = ()  # files with the same bytes: if one can be adopted, this file is not written
     nbytes: int = 0  # of the file; 0 without earlier files
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -140,13 +140,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class FileResult:
-    """A file of a request that has succeeded (fsynced if requested), and the locations of its tensors."""
+    """A file of a request that has succeeded, and the locations of its tensors. The file is fsynced if requested."""
 
     name: str
     nbytes: int
     tensors: tuple[StoredItem, ...]  # empty if the file was adopted, or is shared
     identity: FileIdentity | None = None  # for later adoptions; None if files are not adopted
-    adopted: bool = False  # the file was not written, because a file of the same bytes existed
+    adopted: bool = False  # the file was not written, because a file with the same bytes existed
 
 
 @dataclass(frozen=True, slots=True)

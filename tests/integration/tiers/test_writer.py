@@ -309,7 +309,8 @@ def test_what_cannot_be_brought_either_fails_the_save(tmp_path: Path, monkeypatc
         patch.setattr(LocalStorage, "put", fails)
         patch.setattr(LocalStorage, "open_uncached", fails)
         with pytest.raises(
-            WriteError, match=r"cannot write to .*Input/output error.*; then cannot open .*Input/output"
+            WriteError,
+            match=r"cannot write to .*Input/output error.*; the copy .* then failed: cannot open .*Input",
         ):
             destination.wrote(written)
     assert files_below(run.folder) == set()

@@ -98,7 +98,7 @@ OLD = pickle.dumps({}) + b"\x00DCPTZR1" + bytes(16)
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (OLD, "is a pickle of dcp_tensorizer from before its first release"),
+        (OLD, "is a pickle that dcp_tensorizer wrote before its first release"),
         (
             pickle.dumps({"a": 1}),
             "FileSystemWriter writes. Load the checkpoint with open_reader, inspect it with `dcp-tensorizer report`",

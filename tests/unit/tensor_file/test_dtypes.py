@@ -62,7 +62,7 @@ def test_a_tensor_that_cannot_be_saved_is_named_with_what_to_do(make: Callable[[
     """The error names the key, the reason, and what to save instead."""
     with pytest.raises(StagingError) as caught:
         check_supported("a.b", make())
-    assert str(caught.value) == f"'a.b' is a tensor {message}, or leave it out of the state dict."
+    assert str(caught.value) == f"'a.b' is a tensor {message}, or leave the tensor out of the state dict."
 
 
 def test_host_bytes_of_a_contiguous_tensor_are_its_memory() -> None:
