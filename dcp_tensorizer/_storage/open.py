@@ -94,7 +94,6 @@ def check_location(path: str | os.PathLike[str], options: Mapping[str, Any] | No
         TypeError: ``path`` is neither a path nor a URL.
         WriteError: the URL's protocol is unknown, its library is missing, or `absolute_path` failed.
     """
-    check_path(path)
     resolved = absolute_path(path)
     if isinstance(resolved, str):
         scrub = Scrubber(options)
@@ -183,8 +182,7 @@ def path_to_write(
     Also raises `WriteError` if the URL is read-only, or if ``is_shared`` and several processes cannot write one file
     there.
     """
-    check_path(path)
-    check_writable(text := os.fspath(path))
+    check_writable(text := check_path(path))
     if is_shared and not (_is_local(path) or _registered(text)) and protocols_of(text)[:1] not in _SHARED:
         raise WriteError(f"{redact(text)}: {NOT_SHARED}")
     return check_location(path, options)
@@ -197,7 +195,7 @@ def absolute_path(path: str | os.PathLike[str], directory: str | None = None) ->
     leading ``~`` is the user's home. Raises `WriteError` if the path is not a valid file name, or is relative and there
     is no working directory.
     """
-    text = os.fspath(path)
+    text = check_path(path)
     if _is_local(path):
         return Path(_absolute(text, directory))
     protocol, _, rest = text.partition("://")

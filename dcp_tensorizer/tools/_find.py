@@ -45,7 +45,7 @@ logger = logging.getLogger("dcp_tensorizer")
 
 _NUMBER = re.compile(r"\d+")
 _TRAILER = 24  # last bytes, which mark the pickles that this package wrote before its first release
-_MAX_NAMED, _MAX_DEPTH = 3, 2  # of a hint: checkpoints named, and levels of directories searched
+_MAX_NAMED, _MAX_DEPTH = 3, 2  # limits of `where_below`: named checkpoints, searched levels of directories
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import os
 import tracemalloc
 from datetime import datetime, timedelta, timezone
@@ -125,8 +126,35 @@ def test_what_is_collected(run: Path) -> None:
     assert tools.collect(run, keep_latest=2) == (planned,)
     assert {path.name for path in run.iterdir()} == {"step-10", "step-11"}
     assert tools.collect(run, keep_latest=1, older_than=3600.0) == ()
-    with pytest.raises(ValueError, match=r"keep_latest must be at least 1, got 0: "):
+    with pytest.raises(ValueError, match=r"^keep_latest must be an int of at least 1, or None, got 0\.$"):
         tools.collect(run, keep_latest=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"older_than": math.nan}, ValueError, "older_than must be at least 0 seconds, .*, got nan"),
+        ({"older_than": -1}, ValueError, "older_than must be at least 0 seconds, .*, got -1"),
+        ({"older_than": timedelta(days=1)}, TypeError, "older_than must be a number of seconds, .*, got timedelta"),
+        ({"keep_latest": True}, TypeError, "keep_latest must be an int of at least 1, or None, got bool"),
+        ({"keep_latest": 2.5}, TypeError, "keep_latest must be an int of at least 1, or None, got float"),
+        ({"dry_run": 1, "keep_latest": 1}, TypeError, "dry_run must be True or False, got 1"),
+    ],
+)
+def test_what_is_not_collected(run: Path, options: dict[str, Any], error: type[Exception], words: str) -> None:
+    """An invalid argument is refused before any checkpoint is removed."""
+    before = sorted(path.name for path in run.iterdir())
+    with pytest.raises(error, match=f"^{words}"):
+        tools.collect(run, **options)
+    assert sorted(path.name for path in run.iterdir()) == before
+
+
+def test_one_path_is_not_a_list(tmp_path: Path) -> None:
+    """The letters of a str would be the paths of a report or a trace."""
+    with pytest.raises(TypeError, match=r"^checkpoints must be a list of paths, got 'ckpt'\.$"):
+        tools.report("ckpt", tmp_path / "report.html")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^sources must be a list of paths, got 'spans'\.$"):
+        tools.trace("spans", tmp_path / "trace.json")  # type: ignore[arg-type]
 
 
 def test_a_path_whose_checkpoints_lie_below(run: Path) -> None:
