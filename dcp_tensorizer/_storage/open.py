@@ -109,7 +109,7 @@ def check_location(path: str | os.PathLike[str], options: Mapping[str, Any] | No
     return resolved
 
 
-_OWN_PROTOCOLS = "(sftp|ssh)(://|::)"
+_OWN_PROTOCOLS = "(sftp|ssh)://[^/]*(/(?!.*::)|$)"  # an IPv6 address may contain ::, but no path of a URL
 
 
 def _own_storage(url: str) -> Callable[[str, Mapping[str, Any], Scrubber, float], Storage] | None:
@@ -125,6 +125,8 @@ def _own_storage(url: str) -> Callable[[str, Mapping[str, Any], Scrubber, float]
 def _translated(url: str, scrub: Scrubber) -> Iterator[None]:
     try:
         yield
+    except CheckpointError:
+        raise
     except Exception as error:
         if re.match("sftp://|ssh://", url):  # a password that is not percent-encoded may contain slashes
             url = re.sub("://.*@", "://", url)
@@ -134,10 +136,10 @@ def _translated(url: str, scrub: Scrubber) -> Iterator[None]:
                 f"{scrub(f'cannot open {url}')}: its library cannot be imported ({error}): "
                 f"pip install 'dcp_tensorizer[{extra}]'"
             ) from None
-        message = scrub(f"cannot open {url}: {type(error).__name__}: {error}")
-        raise WriteError(
-            f"{message}. Check that the package for this kind of URL is installed, and check storage_options."
-        ) from None
+        advice = ". Check that the package for this kind of URL is installed, and check storage_options."
+        if isinstance(error, ConnectionError | TimeoutError):  # of a filesystem that connects at once, as FTP's
+            advice = ""
+        raise WriteError(scrub(f"cannot open {url}: {type(error).__name__}: {error}") + advice) from None
 
 
 def _registered(url: str) -> list[EntryPoint]:

@@ -17,6 +17,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import open_reader, tools
+from dcp_tensorizer._storage.base import FileInfo
+from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tensor_file.regions import Region
 from dcp_tensorizer.errors import CheckpointError, DecryptionError, MetadataError, NotCommitted
 from dcp_tensorizer.tools import Collected, convert
@@ -241,6 +243,20 @@ def test_a_run_is_verified_as_a_whole(run: Path) -> None:
     found = tools.verify(run)
     assert [damage.file for damage in found.damages] == ["step-11/.metadata", f"step-10/{file.name}"]
     assert found.checkpoints == 3
+
+
+def test_a_step_that_is_deleted_after_it_was_listed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verify` and hints skip a directory that its parent lists, and that no longer exists."""
+    listing = LocalStorage.listing
+
+    def stale(storage: LocalStorage) -> tuple[list[FileInfo], list[str]]:
+        files, folders = listing(storage)
+        return files, [*folders, "step-12"] if folders else folders
+
+    monkeypatch.setattr(LocalStorage, "listing", stale)
+    assert tools.verify(run).checkpoints == 3
+    with pytest.raises(NotCommitted, match=r"below it: run/step-11, run/step-10, run/step-9\.$"):
+        tools.inspect(run.parent)
 
 
 def test_a_small_index_of_millions_of_chunks(run: Path) -> None:
