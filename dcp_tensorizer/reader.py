@@ -396,6 +396,9 @@ class _Unreadable(dict[str, Any]):
     def _raise(self, *arguments: object) -> NoReturn:
         raise self._error
 
+    def __repr__(self) -> str:
+        return repr(self._error)
+
     __contains__ = __getitem__ = __iter__ = __len__ = get = items = keys = values = _raise
 
 
@@ -431,6 +434,7 @@ def open_reader(
     ``dcp.load`` then raises, on each rank:
         NotCommitted: there is nothing at the path, only a file, or only data of a save that is not committed.
         MetadataError: the path holds no checkpoint in any of these formats; names what was found.
+        UnsupportedFormat: the path is the delta of a published version.
         ReadError: ``rename`` does not fit the model, or was given for a checkpoint that is not in the safetensors
             format.
     """

@@ -7,6 +7,8 @@ gets the tensors of the files. A load passes the tensors of the files, and gets 
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -137,6 +139,8 @@ class Renaming:
 
     def __init__(self, rules: Rules) -> None:
         self._rules: list[Rule] = []
+        self._names: dict[str, tuple[int, Match]] = {}  # old names without signs, with their positions in all old names
+        self._patterns: list[tuple[int, Rule, int, _Pattern]] = []  # the others: position, rule, number in the rule
         for old, new in rules.items():
             if not isinstance(old, str | Parts) or not isinstance(new, str | Parts):
                 raise TypeError(f"rename must map strings or Parts to strings or Parts, got {old!r}: {new!r}.")
@@ -147,16 +151,26 @@ class Renaming:
                 raise ValueError(
                     f"{old!r} cannot become {new!r}: the new name is empty, or has more * than the old one"
                 )
+            for number, pattern in enumerate(rule.old):
+                position = len(self._names) + len(self._patterns)
+                if pattern.is_plain:
+                    self._names.setdefault(pattern.text, (position, Match(rule, (), PartNumber(number, 0))))
+                else:
+                    self._patterns.append((position, rule, number, pattern))
             self._rules.append(rule)
         self.unused = dict.fromkeys(rules)
 
     def find(self, key: str) -> Match | None:
-        for rule in self._rules:
-            for number, pattern in enumerate(rule.old):
-                if (found := pattern.match(key)) is not None:
-                    self.unused.pop(rule.old_side, None)
-                    return Match(rule, found[0], PartNumber(number, found[1]))
-        return None
+        of_name, match = self._names.get(key, (math.inf, None))
+        for position, rule, number, pattern in self._patterns:
+            if position > of_name:
+                break
+            if (found := pattern.match(key)) is not None:
+                match = Match(rule, found[0], PartNumber(number, found[1]))
+                break
+        if match is not None:
+            self.unused.pop(match.rule.old_side, None)
+        return match
 
     def new_name(self, key: str) -> str:
         """Returns the new name of a key, for rules without parts."""
@@ -178,9 +192,13 @@ class _Pattern:
         self.text = text
         self.stars = text.count("*")
         self._pieces = re.split(r"(\*|\{\})" if is_numbered else r"(\*)", text)
+        self.is_plain = len(self._pieces) == 1
+
+    @functools.cached_property
+    def _regex(self) -> re.Pattern[str]:
         groups = {"*": "(.*)", "{}": "(0|[1-9][0-9]*)"}
         regex = (groups[piece] if number % 2 else re.escape(piece) for number, piece in enumerate(self._pieces))
-        self._regex = re.compile("".join(regex), re.DOTALL)
+        return re.compile("".join(regex), re.DOTALL)
 
     def match(self, key: str) -> tuple[tuple[str, ...], int] | None:
         """Returns the texts that the stars stand for, and the number that ``{}`` stands for, or 0."""

@@ -14,6 +14,7 @@ from .._memory.survival import OnStaged
 from .._models.save import ModelSaver
 from .._models.ties import ties_of
 from .._models.versions import NotPublished
+from .._runtime.patterns import matches
 from .._runtime.threads import Deadline
 from .._runtime.torch_compat import flatten_state_dict
 from .._staging.staged_save import StagedStateDict
@@ -22,7 +23,6 @@ from ..errors import WriteError, describe, listed, unwrap
 from ..models import Export, SafetensorsStorageWriter
 from ..planner import SavePlanner
 from ..writer import TensorizerStorageWriter
-from .options import matches
 from .ranks import Heartbeats
 from .steps import Step
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import inspect
 import os
 from collections.abc import Iterable, Mapping
@@ -45,10 +44,6 @@ def check_metrics(metrics: object) -> dict[str, float]:
             raise TypeError(f"metrics[{name!r}] must be a number, got {type(value).__name__}: {error}") from None
         checked[check_name("metrics: each name", name)] = number
     return checked
-
-
-def matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def check_growth(grow: object) -> tuple[tuple[str, float | None], ...]:

@@ -27,6 +27,7 @@ from .._memory.survival import AllMemory, Predecessors
 from .._memory.wire import Address
 from .._models.ties import identity_of
 from .._planning.read_items import has_older_keys
+from .._runtime.patterns import matches
 from .._runtime.torch_compat import local_parts, whole_size
 from .._runtime.validation import check_flags
 from .._storage.base import Storage
@@ -47,7 +48,6 @@ from ..errors import (
 from ..planner import LoadPlanner
 from ..reader import AnyFormatReader
 from .optimizer_state import OptimizerTarget, dtypes_kept
-from .options import matches
 from .ranks import Agreement, Heartbeats
 from .steps import Step
 

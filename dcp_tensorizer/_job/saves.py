@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from .._index.schema import SaveRecord
 from .._memory.survival import OnStaged
+from .._runtime.patterns import matches
 from .._runtime.threads import NEVER, Deadline, Hung, in_background, in_time
 from .._saving.commit import WrittenFiles, is_uncommitted
 from .._saving.failures import FailuresInARow
@@ -33,7 +34,6 @@ from ..planner import SavePlanner
 from ..writer import DescribedStager, TensorizerStorageWriter
 from .exports import Exports, ties_in
 from .metrics import GoodputClock
-from .options import matches
 from .ranks import Agreement, Heartbeats
 from .restore import WRAPPERS
 from .steps import Step

@@ -104,8 +104,9 @@ def fetch(
     total = sum(operation.nbytes for operation in operations)
     if page_cache is None:
         # For each rank of this machine, free memory must hold twice what this rank reads. Otherwise the load would
-        # evict other data from the page cache, and the next load would not find its data there.
-        available = available_memory()
+        # evict other data from the page cache, and the next load would not find its data there. Measuring the free
+        # memory takes longer than a small read.
+        available = available_memory() if total > _SMALL_BYTES else None
         page_cache = available is None or available >= 2 * (ranks_of_node() or 1) * total
     with pools.pool_for(operations, max_threads) as pool:
         reads = _Reads(
@@ -113,6 +114,9 @@ def fetch(
         )
         with closing(reads):
             for turn in turns:
+                if len(turn) == 1:  # starting a thread takes longer than a small read
+                    reads.run(turn[0])
+                    continue
                 run_all(turn, reads.run, min_threads=min_threads, max_threads=max_threads)
     return total
 

@@ -212,12 +212,13 @@ class _Directory:
             or current.chain != target.chain
             or not target.chain <= before < target.version
         )
-        chain = self._published.chain(target.version, None if is_whole else before)
-        deltas = [read_delta(self._published, manifest) for manifest in chain if manifest.is_delta]
+        after = self._published.chain(target.version, None if is_whole else before)
+        deltas = [read_delta(self._published, manifest) for manifest in after if manifest.is_delta]
         sources = self._files(None if is_whole else current, base, target)
         _check_known(deltas, {tensor.key for file, _ in sources for tensor in file.tensors})
         storage = self._published.folder(base.version) if is_whole else self._storage
-        manifest = self._write(storage, sources, Chain(deltas), current, base, target)
+        chain = Chain(deltas, base.tensors if is_whole else {})
+        manifest = self._write(storage, sources, chain, current, base, target)
         return Applied(target.version, before, len(deltas), is_whole, manifest.nbytes)
 
     # --- the version of the directory -----------------------------------------------------------------------------
@@ -478,9 +479,10 @@ class _Tensors:
             raise StateMismatch(f"tensors of version {self._version} are missing from the mapping: {listed(missing)}")
         for key, tensor in tensors.items():
             _check_target(key, self._target[key], tensor)
-        start = self._start(base, deltas, self._digests(tensors))
+        digests = self._digests(tensors)
+        start = self._start(base, deltas, digests)
         before = deltas[start - 1].manifest.version if start else base.version
-        changes = Chain(deltas[start:])
+        changes = Chain(deltas[start:], digests)
         keys = sorted(changes.keys())
         self._total = 2 * sum(tensors[key].nbytes for key in keys)
         frames = {key: self._verified(changes, tensors[key]) for key in keys}
@@ -515,7 +517,7 @@ class _Tensors:
             block[:] = array[start : start + block.size]
 
         frames: list[list[memoryview]] = []
-        for _ in changes.pieces(read, tensor, frames):
+        for _ in changes.pieces(read, "the mapping", tensor, frames):
             pass
         self._progress(tensor.nbytes)
         return frames
@@ -657,7 +659,8 @@ class VersionsVerified:
         versions: The versions that were checked, including damaged ones.
         files: The number of files that are undamaged.
         nbytes: The bytes that were checked, including those of damaged files.
-        damages: One message for each version that differs from what was published, or cannot be read.
+        damages: One message for each version that differs from what was published, or cannot be read. It names the
+            damaged file.
         seconds: The duration of the call.
     """
 
@@ -725,7 +728,7 @@ def verify_versions(
         nonlocal files
         base, *after = [manifest] if copy is not None else published.chain(manifest.version)
         folder = published.storage if copy is not None else published.folder(base.version)
-        chain = Chain([read_delta(published, delta) for delta in after])
+        chain = Chain([read_delta(published, delta) for delta in after], base.tensors)
         for name, record in manifest.files.items():
             copied(folder, read_weight_file(folder, name), chain, record, lambda piece: count(piece.nbytes))
             files += 1

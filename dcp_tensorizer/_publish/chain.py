@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +39,10 @@ class Delta:
     manifest: Manifest
     storage: Storage
     changes: Mapping[str, _Change]
+
+    def path(self, key: str) -> str:
+        """Returns the path of the file that holds the delta of a tensor."""
+        return f"{self.storage.path}/{self.changes[key].file}"
 
 
 def read_delta(published: Published, manifest: Manifest) -> Delta:
@@ -70,57 +75,73 @@ def read_delta(published: Published, manifest: Manifest) -> Delta:
 
 
 class Chain:
-    """Deltas that follow one another, the lowest version first."""
+    """Deltas that follow one another, the lowest version first.
 
-    def __init__(self, deltas: Sequence[Delta]) -> None:
-        self._deltas = deltas
+    ``before`` has the digests of the earlier version's tensors, as far as they are known; `digests` has those of the
+    tensors after all deltas.
+    """
+
+    def __init__(self, deltas: Sequence[Delta], before: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._deltas, self._before = deltas, before
         self.version = deltas[-1].manifest.version if deltas else None
-
-    def digest(self, key: str) -> str | None:
-        """Returns the digest of a tensor after all deltas; None if no delta changes the tensor."""
-        return next((delta.changes[key].digest for delta in reversed(self._deltas) if key in delta.changes), None)
+        self.digests = dict(before)
+        for delta in deltas:
+            self.digests |= {key: change.digest for key, change in delta.changes.items()}
 
     def keys(self) -> set[str]:
         return {key for delta in self._deltas for key in delta.changes}
 
     def pieces(
-        self, read: Read, tensor: StoredBytes, frames: list[list[memoryview]] | None = None
+        self, read: Read, path: str, tensor: StoredBytes, frames: list[list[memoryview]] | None = None
     ) -> Iterator[np.ndarray]:
         """Reads a tensor of the earlier version, and yields all of its bytes with the deltas applied.
 
-        Appends the deltas to ``frames``, if given, in the order of the versions. A tensor that no delta changes is not
-        verified. Otherwise raises `ChecksumMismatch` if the result differs from the published tensor: the tensor
-        belongs to another version or model, or the tensor or a delta is damaged.
+        Appends the deltas to ``frames``, if given, in the order of the versions. A tensor without a digest is not
+        verified. Otherwise raises `ChecksumMismatch` if the result differs from the published tensor. The error names
+        the damaged file: ``path``, which holds the tensor, or that of a delta.
         """
-        changing = [(delta, delta.changes[tensor.key]) for delta in self._deltas if tensor.key in delta.changes]
+        key, changing = tensor.key, [delta for delta in self._deltas if tensor.key in delta.changes]
+        hashed = xxhash.xxh3_128()
         with ExitStack() as files:
             decoders = []
-            for delta, change in changing:
+            for delta in changing:
+                change = delta.changes[key]
                 frame = _frame(files.enter_context(reading_tensors(delta.storage, change.file)), change.stored, tensor)
                 if frames is not None:
                     frames.append([])
                     frame = _recorded(frame, frames[-1])
-                decoders.append(DeltaDecoder(frame, tensor.nbytes))
-            hashed = xxhash.xxh3_128()
-            try:
-                for start in range(0, tensor.nbytes, READ_BYTES):
-                    block = np.empty(min(READ_BYTES, tensor.nbytes - start), dtype=np.uint8)
-                    read(tensor, start, block)
-                    for piece in pieces_of(block.data):
-                        for decoder in decoders:
+                decoders.append((delta, DeltaDecoder(frame, tensor.nbytes)))
+            for start in range(0, tensor.nbytes, READ_BYTES):
+                block = np.empty(min(READ_BYTES, tensor.nbytes - start), dtype=np.uint8)
+                read(tensor, start, block)
+                for piece in pieces_of(block.data):
+                    for delta, decoder in decoders:
+                        try:
                             decoder.xor_into(piece)
-                        if decoders:
-                            hashed.update(piece.data)
-                        yield piece
-            except ValueError as error:
-                raise ChecksumMismatch(
-                    f"the deltas up to version {self.version} do not fit {tensor.key!r}: {error}"
-                ) from None
-        if changing and (changing[-1][1].digest != hashed.hexdigest() or not tensor.nbytes):
+                        except ValueError as error:
+                            raise ChecksumMismatch(f"{delta.path(key)} does not fit {key!r}: {error}") from None
+                    if key in self.digests:
+                        hashed.update(piece.data)
+                    yield piece
+        if changing and not tensor.nbytes:
+            raise ChecksumMismatch(f"{changing[0].path(key)} does not fit {key!r}: the tensor is empty")
+        if key not in self.digests or hashed.hexdigest() == self.digests[key]:
+            return
+        if not changing:
             raise ChecksumMismatch(
-                f"{tensor.key!r} with its deltas differs from version {changing[-1][0].manifest.version}: the tensor "
-                f"is of another version or model, or the tensor or a delta is damaged"
+                f"{key!r} in {path} is not the published tensor: the file is damaged, or of another version or model"
             )
+        for _ in Chain(changing[:-1], self._before).pieces(read, path, tensor):
+            pass  # raises the error of the first damaged file
+        if len(changing) == 1 and key not in self._before:
+            raise ChecksumMismatch(
+                f"{key!r} in {path}, or its delta in {changing[0].path(key)}, is damaged, or of another version or "
+                f"model"
+            )
+        last = changing[-1]
+        raise ChecksumMismatch(
+            f"{last.path(key)} is damaged: {key!r} with this delta differs from version {last.manifest.version}"
+        )
 
 
 def _frame(read: Read, stored: StoredBytes, tensor: StoredBytes) -> Iterator[memoryview]:
@@ -155,7 +176,7 @@ def copied(
     take(memoryview(file.header))
     with reading_tensors(storage, file.name) as read:
         for tensor in file.tensors:
-            for piece in chain.pieces(read, tensor):
+            for piece in chain.pieces(read, f"{storage.path}/{file.name}", tensor):
                 take(piece.data)
     if (file.nbytes, hashed.hexdigest()) != (record.nbytes, record.sha256):
         at = "" if chain.version is None else f" at version {chain.version}"

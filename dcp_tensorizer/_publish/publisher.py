@@ -382,7 +382,7 @@ class _Publisher:
             what = "the header of a file (its tensors, their offsets, and __metadata__)"
             return None, f"{what} differs from version {first.version}"
         with self._rebuilding():
-            built = Chain([read_delta(self._folder, manifest) for manifest in deltas])
+            built = Chain([read_delta(self._folder, manifest) for manifest in deltas], first.tensors)
         return _Base(storage, first, built, matched), ""
 
     # --- a whole version ----------------------------------------------------------------------------------------------
@@ -474,7 +474,7 @@ class _Publisher:
         """
         storage, file = where
         from_published = nullcontext if is_previous else self._rebuilding
-        changes = Chain([]) if is_previous else base.chain
+        changes = Chain([], base.chain.digests) if is_previous else base.chain
         hashed = hashlib.sha256(new.header)
         written: dict[str, tuple[dict[str, str], int]] = {}
         frames: dict[str, tuple[bytes, str]] = {}
@@ -483,16 +483,10 @@ class _Publisher:
 
         def before(key: str) -> Iterator[np.ndarray]:
             """Yields the bytes of a tensor at the previous version, and then verifies them."""
-            of_old = xxhash.xxh3_128()
             with from_published():
-                for piece in changes.pieces(read_old, by_key[key]):
-                    of_old.update(piece.data)
-                    yield piece
-                if of_old.hexdigest() != (base.chain.digest(key) or base.manifest.tensors.get(key)):
-                    raise ChecksumMismatch(
-                        f"{key!r} in {storage.path}/{file.name} differs from the previous version: the file is "
-                        f"damaged, or of another version"
-                    )
+                if key not in base.chain.digests:
+                    raise MetadataError(f"the manifest of version {base.manifest.version} has no digest of {key!r}")
+                yield from changes.pieces(read_old, f"{storage.path}/{file.name}", by_key[key])
 
         with reading_tensors(self._source, new.name) as read, reading_tensors(storage, file.name) as read_old:
             for tensor in new.tensors:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .._index.schema import ItemKey
+from .._runtime.patterns import matches
 from .._runtime.progress import TransferProgress, call
 from .._runtime.spans import Span, clock_offset
 from .._runtime.validation import check_callable
@@ -223,7 +223,7 @@ class Freshness:
                 if dtype.is_floating_point or dtype.is_complex:
                     self._digests[key] = item.digests[-_DIGEST_BYTES:]
         step_before, self._step = self._step, step
-        watched = [key for key in self._digests if any(fnmatch.fnmatchcase(str(key[0]), p) for p in self.must_change)]
+        watched = [key for key in self._digests if matches((str(key[0]),), self.must_change)]
         if step_before in (None, step) or not watched:
             return None
         if any(before.get(key) != self._digests[key] for key in watched):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .._runtime.forks import free_in_child
+from .._runtime.patterns import matches
 from .._runtime.validation import check_type, did_you_mean
 from .._tensor_file.regions import Region
 from ..errors import ConversionError, ReadError, WriteError
@@ -105,10 +105,9 @@ def convert(
 
 
 def _select(view: CheckpointView, options: ConvertOptions) -> CheckpointView:
-    def is_in(key: str, patterns: Sequence[str]) -> bool:
-        return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
-
-    selected = [key for key in view.paths if is_in(key, options.include or "*") and not is_in(key, options.exclude)]
+    selected = [
+        key for key in view.paths if matches((key,), options.include or "*") and not matches((key,), options.exclude)
+    ]
     if not selected:
         excluded = f" and does not match {' or '.join(options.exclude)}" if options.exclude else ""
         raise ConversionError(f"{view.path} has no key that matches {' or '.join(options.include) or '*'}{excluded}.")

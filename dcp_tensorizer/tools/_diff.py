@@ -101,7 +101,7 @@ def diff(
 ) -> Difference:
     """Compares two checkpoints of any formats that `convert` reads, with any sharding.
 
-    Tensors with the same chunks and the same stored digests are taken as equal, and are not read. So `diff` may miss
+    Values with the same chunks and the same stored digests are taken as equal, and are not read. So `diff` may miss
     damage; `verify` finds it. The 64-bit digests of two different blocks are equal with a probability of 2^-64.
 
     Args:
@@ -174,7 +174,14 @@ def _digests(tensor: StoredTensor) -> dict[tuple[int, ...], tuple[tuple[int, ...
     return {chunk.part.start: (chunk.part.size, chunk.item.dtype, chunk.item.digests) for chunk in tensor.chunks}
 
 
+def _object_digests(stored: StoredObject) -> bytes:
+    item = stored.item
+    return item.digests if item is not None and item.length == stored.nbytes else b""
+
+
 def _object_change(a: StoredObject, b: StoredObject) -> Change | None:
+    if (known := _object_digests(a)) and known == _object_digests(b):
+        return None
     contents = a.read(), b.read()
     if contents[0] == contents[1]:
         return None

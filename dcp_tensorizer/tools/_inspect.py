@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import re
 from collections import defaultdict
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._index.schema import SaveRecord
 from .._job.steps import StepNames, read_steps, sound
+from .._runtime.patterns import matches
 from .._storage.base import Storage
 from .._storage.open import open_storage
 from .._tensor_file.dtypes import dtype_name
@@ -92,7 +92,7 @@ class ObjectInfo:
         type: The name of the type; ``?`` if the value was not loaded, for example because loading it would need a
             decryption key, or would run code.
         text: The value in at most 80 characters, or the reason why it is not shown.
-        value: The value, if it is a bool, a number or a str; otherwise None.
+        value: The value, if it is a bool, a number or a str, and can be shown; otherwise None.
         nbytes: Stored bytes.
         rank, file, file_offset: As in `ChunkInfo`; None if the format is not this package's.
     """
@@ -208,8 +208,8 @@ def inspect_view(view: CheckpointView, files: Mapping[str, int], pattern: str = 
 
     ``files`` maps the names of the data files to their sizes.
     """
-    tensors = [t for t in view.tensors.values() if fnmatch.fnmatchcase(t.key, pattern)]
-    objects = [o for o in view.objects.values() if fnmatch.fnmatchcase(o.key, pattern)]
+    tensors = [t for t in view.tensors.values() if matches((t.key,), (pattern,))]
+    objects = [o for o in view.objects.values() if matches((o.key,), (pattern,))]
     if pattern != "*" and not (tensors or objects):
         begins = list(dict.fromkeys(map(repr, _groups(list(view.paths.values())))))
         shown = ", ".join(begins[:_MAX_NAMED]) + (", ..." if len(begins) > _MAX_NAMED else "")
@@ -253,8 +253,8 @@ def shown_value(content: bytes) -> tuple[str, str, bool | int | float | str | No
         return "?", f"cannot be loaded here: {type(error).__name__}: {error}", None
     try:
         text = repr(value)
-    except Exception as error:
-        text = f"cannot be shown: {type(error).__name__}"
+    except Exception as error:  # Python does not write ints of more than 4,300 digits
+        return type(value).__qualname__, f"cannot be shown: {type(error).__name__}", None
     short = text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
     return type(value).__qualname__, short, value if type(value) in (bool, int, float, str) else None
 

@@ -8,7 +8,6 @@ reads, but a conversion reads blocks of tensors in several threads. tensorizer h
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ import torch
 from isal.isal_zlib import crc32
 
 from ..._runtime.forks import free_in_child
+from ..._runtime.patterns import matches
 from ..._saving.write_plan import stored_names
 from ..._storage.base import Storage
 from ..._tensor_file.dtypes import dtype_name, host_bytes, named_dtype
@@ -164,7 +164,7 @@ def check(view: CheckpointView, options: ConvertOptions) -> None:
         if key != name:
             raise ConversionError(f"{key!r} cannot be a name in a tensorizer file. Leave it out, or strip a prefix.")
     for pattern in options.split:
-        if not fnmatch.filter(keys, pattern):
+        if not matches(keys, (pattern,)):
             raise ConversionError(f"no key matches {pattern!r}. Change split.")
     for tensor in view.tensors.values():
         if not tensor.nbytes and _numpy_lacks(tensor.dtype):
@@ -199,7 +199,7 @@ def _write_file(storage: Storage, name: str, tensors: Sequence[StoredTensor], op
     sources = []
     for tensor in tensors:
         is_number = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        is_named = any(fnmatch.fnmatchcase(tensor.key, pattern) for pattern in options.buffers)
+        is_named = matches((tensor.key,), options.buffers)
         kind = "parameter" if is_number and not is_named else "buffer"
         sources.append(TensorSource(tensor.key, dtype_name(tensor.dtype), tensor.shape, tensor.nbytes, kind))
     capacity = max(INDEX_CAPACITY, sum(index_entry_size(source.name, len(source.shape)) for source in sources))
@@ -211,7 +211,7 @@ def _write_file(storage: Storage, name: str, tensors: Sequence[StoredTensor], op
 
 
 def _split_dimension(key: str, options: ConvertOptions) -> int | None:
-    return next((dim for pattern, dim in options.split.items() if fnmatch.fnmatchcase(key, pattern)), None)
+    return next((dim for pattern, dim in options.split.items() if matches((key,), (pattern,))), None)
 
 
 def _part_of_rank(tensor: StoredTensor, rank: int, options: ConvertOptions) -> StoredTensor:

@@ -129,6 +129,17 @@ def test_times_beyond_the_year_9999(in_tokyo: None, written: int, told_as: str |
         assert not file.exists()
 
 
+def test_an_int_that_python_does_not_write_is_not_shown(tmp_path: Path) -> None:
+    """An int of more digits than Python converts to a string has no value in the output, and is compared."""
+    for name, number in (("a", 1 << 20_000), ("b", 3 << 20_000)):
+        make_checkpoint(tmp_path / name, {}, {"huge": number, "small": 7})
+    (huge, small) = told("inspect", tmp_path / "a")["objects"]  # type: ignore[index]
+    assert (huge["type"], huge["text"], huge["value"]) == ("int", "cannot be shown: ValueError", None)
+    assert small["value"] == 7
+    assert "cannot be shown" in run("inspect", tmp_path / "a")[1]
+    assert [change["key"] for change in told("diff", tmp_path / "a", tmp_path / "b", code=1)["changed"]] == ["huge"]  # type: ignore[index]
+
+
 def test_inspect(checkpoint: Path) -> None:
     """`inspect` shows every tensor in full in a pipe, and escapes control sequences of a terminal."""
     code, out, _ = run("inspect", checkpoint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from dcp_tensorizer.tools._diff import Change, Difference, diff_views
 from dcp_tensorizer.tools._formats.registry import open_checkpoint
+from dcp_tensorizer.tools._view import CheckpointView
 
 from ...lab.checkpoints import ODD, make_checkpoint, save_wrapper
 from ...lab.states import ALL_DTYPES, filled
@@ -39,6 +41,24 @@ def test_the_same_digests_need_no_reading(tmp_path: Path) -> None:
     """Tensors in the same chunks with the same digests are not read."""
     found = compare(tmp_path, {"x": filled(torch.float32, (5, 4))}, {"x": filled(torch.float32, (5, 4))})
     assert (bool(found), found.same, found.nbytes) == (False, 1, 0)
+
+
+def test_objects_with_the_same_digests_are_not_read(tmp_path: Path) -> None:
+    """Objects with the same digests are not read; all others are."""
+    make_checkpoint(tmp_path / "a", {}, {"same": [1], "other": [2]})
+    make_checkpoint(tmp_path / "b", {}, {"same": [1], "other": [3]})
+    read: list[str] = []
+
+    def watched(name: str) -> CheckpointView:
+        view = open_checkpoint(tmp_path / name, {})
+        values = {
+            key: replace(stored, read=lambda stored=stored: (read.append(f"{name}.{stored.key}"), stored.read())[1])
+            for key, stored in view.objects.items()
+        }
+        return replace(view, values=values)
+
+    assert diff_views(watched("a"), watched("b")).changed == (Change("other", "value", "[2]", "[3]"),)
+    assert read == ["a.other", "b.other"]
 
 
 def test_keys_shapes_dtypes_and_kinds(tmp_path: Path) -> None:
@@ -109,6 +129,8 @@ def test_tensors_of_subclasses_differ_in_any_chunk(tmp_path: Path) -> None:
     assert (b.objects["w"].read(), b.objects["w"].nbytes) == (b"oneTHREE", 8)
     assert [change.key for change in diff_views(a, b).changed] == ["w"]
     assert not diff_views(a, open_checkpoint(tmp_path / "a", {}))
+    save_wrapper(tmp_path / "c", [b"one", b"TWO"])
+    assert [change.key for change in diff_views(a, open_checkpoint(tmp_path / "c", {})).changed] == ["w"]
 
 
 def test_objects_are_compared_by_value(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dcp_tensorizer._formats import rename
 from dcp_tensorizer._formats.rename import Parts, Renaming
 
 
@@ -15,6 +16,28 @@ def test_the_first_pattern_that_matches_counts() -> None:
     names = [renaming.new_name(key) for key in ("model.layers.3.w1", "model.norm", "lm", "other")]
     assert names == ["h.3.w1", "norm", "head", "other"]
     assert list(renaming.unused) == ["model.layers.*.w?"]
+
+
+def test_a_rule_for_one_name_counts_in_the_order_of_the_rules() -> None:
+    """A rule without stars has priority over later patterns, but not over earlier ones."""
+    renaming = Renaming({"a.1": "first", "a.*": "h.*", "a.2": "never", "b": Parts("q", "k"), "c": "[b]?"})
+    assert [renaming.new_name(key) for key in ("a.1", "a.2", "a.3", "b", "c", "d")] == [
+        "first", "h.2", "h.3", "q", "[b]?", "d"
+    ]  # fmt: skip
+    assert list(renaming.unused) == ["a.2"]
+    back = renaming.inverse()
+    assert [match and match.number.part for match in map(back.find, ("q", "k", "b"))] == [0, 1, None]
+
+
+def test_rules_for_single_names_are_not_tried_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of comparisons with patterns does not grow with the number of rules without stars."""
+    compared: list[str] = []
+    match = rename._Pattern.match
+    monkeypatch.setattr(rename._Pattern, "match", lambda pattern, key: (compared.append(key), match(pattern, key))[1])
+    renaming = Renaming({**{f"a.{number}": f"b.{number}" for number in range(100)}, "c.*": "d.*"})
+    assert [renaming.new_name(f"a.{number}") for number in range(100)] == [f"b.{number}" for number in range(100)]
+    assert renaming.new_name("c.1") == "d.1"
+    assert compared == ["c.1"]
 
 
 @pytest.mark.parametrize("rules", [{"a.*": ""}, {"a": "*"}, {"a.*": "*.*"}])

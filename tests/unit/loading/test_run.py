@@ -140,6 +140,21 @@ def test_the_page_cache_keeps_what_there_is_room_for(
     assert cached(tmp_path / "f", item.offset + (1 << 20)) == stays
 
 
+def test_a_small_read_has_no_other_costs(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single small read starts no thread, and does not measure the free memory."""
+
+    def fail(*arguments: object) -> None:
+        raise AssertionError("not for a small read")
+
+    stored = filled(torch.uint8, (1000,))
+    item = write_file(storage, "f", {"t": stored})["t"]
+    target = target_for("t", item, stored, torch.empty_like(stored))
+    monkeypatch.setattr(run, "available_memory", fail)
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    assert fetch(storage, [target], verify=True) == 1000
+    assert torch.equal(target.tensor, stored)
+
+
 class Watched(RangeReader):
     """A reader that calls a function before each read."""
 

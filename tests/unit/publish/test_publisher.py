@@ -162,11 +162,58 @@ def test_the_version_before_may_be_given(tmp_path: Path) -> None:
     """The given previous model is read instead of the published files, and is verified."""
     published_versions(tmp_path, 2)
     write_model(tmp_path / "new", next_state(loaded(tmp_path / "model-2"), 9))
-    with pytest.raises(ChecksumMismatch, match=r"'[\w.]+' in .*model-1/.* differs from the previous version"):
+    with pytest.raises(ChecksumMismatch, match=r"'[\w.]+' in .*model-1/.* is not the published tensor"):
         publish(tmp_path / "new", tmp_path / "published", previous=tmp_path / "model-1")
     assert publish(tmp_path / "new", tmp_path / "published", previous=tmp_path / "model-2").version == 3
     apply_delta(tmp_path / "copy", tmp_path / "published")
     assert weights_of(tmp_path / "copy") == weights_of(tmp_path / "new")
+
+
+@pytest.mark.promise("published-damaged", reason="one of several deltas")
+@pytest.mark.parametrize("decodes", [True, False])
+def test_of_several_deltas_the_damaged_one_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, decodes: bool
+) -> None:
+    """Errors and warnings name the delta's damaged file, not that of a later version, even if its data decodes."""
+    states = published_versions(tmp_path, 4)
+    published = tmp_path / "published"
+    path = min((published / "weight_v000002").glob("delta-*"))
+    with safe_open(path, "np") as file:
+        frames, notes = {key: file.get_tensor(key) for key in file.keys()}, file.metadata()  # noqa: SIM118
+    for key, frame in frames.items():
+        change = bytearray(zstd().decompress(frame.tobytes()) if decodes else frame.tobytes())
+        change[-1 if decodes else 0] ^= 1
+        frames[key] = np.frombuffer(zstd().compress(bytes(change)) if decodes else bytes(change), np.uint8)
+    save_file(frames, path, notes)
+    (damage,) = verify_versions(published).damages
+    tensors = {key: value.copy() for key, value in states[0].items()}
+    with pytest.raises(ChecksumMismatch) as to_directory:
+        apply_delta(tmp_path / "copy", published)
+    with pytest.raises(ChecksumMismatch) as to_tensors:
+        apply_delta(tensors, published)
+    version = publish(tmp_path / "model-4", published)
+    (warning,) = caplog.messages
+    for message in (damage, str(to_directory.value), str(to_tensors.value), version.why_whole, warning):
+        assert str(path) in message and "weight_v000004" not in message.partition("because")[2]
+        assert f"{path} is damaged: " in message if decodes else f"{path} does not fit " in message
+        assert ("differs from version 2" in message) is decodes
+    assert all(np.array_equal(tensors[key], value) for key, value in states[0].items())
+
+
+@pytest.mark.promise("published-damaged", reason="a whole version with deltas")
+def test_a_damaged_whole_version_is_named(tmp_path: Path) -> None:
+    """If a tensor of a whole version is damaged, the errors name its file, even if deltas change that tensor."""
+    published_versions(tmp_path, 3)
+    published = tmp_path / "published"
+    for path in (published / "weight_v000001").glob("model-*"):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        (damage,) = verify_versions(published).damages
+        with pytest.raises(ChecksumMismatch) as error:
+            apply_delta(tmp_path / "copy", published)
+        for message in (damage, str(error.value)):
+            assert f" in {path} is not the published tensor" in message
+        path.write_bytes(whole)
 
 
 @pytest.mark.promise("published-damaged")
@@ -403,6 +450,15 @@ def test_a_delta_is_no_model(tmp_path: Path, made_by: str) -> None:
     assert not (tmp_path / "converted").exists()
     with pytest.raises(NotCommitted, match="nothing has been published"):
         list_versions(tmp_path / "other")
+
+
+def test_the_metadata_of_a_delta_shows_why_it_cannot_be_read(tmp_path: Path) -> None:
+    """`read_metadata` raises no error, because DCP swallows it: the metadata raises it when read, and shows it."""
+    published_versions(tmp_path, 2)
+    metadata = open_reader(tmp_path / "published" / "weight_v000002").read_metadata()
+    with pytest.raises(UnsupportedFormat, match="holds only the changes of version 2 "):
+        metadata.state_dict_metadata.keys()
+    assert "holds only the changes of version " in repr(metadata)
 
 
 def test_steps_are_those_of_a_manager(tmp_path: Path) -> None:
