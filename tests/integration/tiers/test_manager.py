@@ -45,6 +45,19 @@ def test_the_rules_count_what_is_on_the_remote(tmp_path: Path) -> None:
     assert directories_in(run.local) == [".flush", "step-4"]
 
 
+@pytest.mark.parametrize("protocol", ["file", "local"])
+def test_the_remote_may_be_the_url_of_a_directory(tmp_path: Path, protocol: str) -> None:
+    """A ``file:`` URL names the same folder as its path, for the local copy too."""
+    run, state = Run(tmp_path), state_of(0)
+    with CheckpointManager(f"{protocol}://{run.remote}", local=run.local, stop_signals=()) as manager:
+        manager.save(1, state_of(1), wait=True)
+        assert manager.wait_remote(60)
+    assert run.load("step-1") == 1
+    with manager_of(run) as manager:
+        assert manager.restore(state) == 1
+    assert state["step"] == 1
+
+
 def test_nothing_is_deleted_before_newer_ones_have_arrived(tmp_path: Path) -> None:
     """Without the remote all saves stay in the local folder, and the next job restores the newest."""
     run = Run(tmp_path)
