@@ -70,7 +70,7 @@ def test_relative_paths_become_absolute(tmp_path: Path, monkeypatch: pytest.Monk
 def test_paths_are_relative_to_a_directory_that_is_given(
     given: str | Path, path: str | Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A path is relative to the directory in which the save was staged, ``~`` is the home, and other URLs stay as they are."""
+    """A path is relative to the directory in which the save was staged, ``~`` is the home. Other URLs are unchanged."""
     monkeypatch.setenv("HOME", "/home/me")
     assert absolute_path(given, "/there") == path
 
