@@ -8,6 +8,16 @@ from ._version import __version__ as __version__
 from .errors import *  # noqa: F403  # `errors.__all__` limits it to the public names
 
 if TYPE_CHECKING:
+    from . import data_parallel as data_parallel
+    from . import manager as manager
+    from . import models as models
+    from . import planner as planner
+    from . import progress as progress
+    from . import reader as reader
+    from . import storage as storage
+    from . import tools as tools
+    from . import trace as trace
+    from . import writer as writer
     from ._memory.copies import CopyOptions as CopyOptions
     from ._publish.apply import apply_delta as apply_delta
     from ._publish.publisher import Publish as Publish

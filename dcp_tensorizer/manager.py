@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat
 
 from ._index.schema import SaveRecord
 from ._job.exports import Exports
@@ -26,13 +26,12 @@ from ._job.options import (
     check_export,
     check_growth,
     check_metrics,
-    check_patterns,
     check_state,
     check_survival,
     options_of_reader,
     split_limits,
 )
-from ._job.policy import Action, SaveInterval, SavePolicy, StopSignals, Vote, decide
+from ._job.policy import Action, SaveInterval, SavePolicy, StopSignals, Vote, check_interval, decide
 from ._job.ranks import Agreement, Heartbeats, make_groups
 from ._job.restore import Problem, Selection, load_first, load_from_memory
 from ._job.retention import Retaining, Retention
@@ -56,7 +55,7 @@ from ._memory.copies import CopyOptions, check_copies
 from ._memory.survival import Survival
 from ._runtime.forks import Home
 from ._runtime.threads import NEVER, Deadline
-from ._runtime.validation import check_flags, check_path, check_step, check_timeout
+from ._runtime.validation import check_count, check_flags, check_path, check_patterns, check_step, check_timeout
 from ._storage.lease import Lease, lease_file_name
 from ._storage.open import absolute_path
 from ._tensor_file.names import metadata_file_name
@@ -69,7 +68,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from torch.utils.hooks import RemovableHandle
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
 __all__ = ["CheckpointManager", "GoodputReport"]
 
@@ -88,8 +87,8 @@ class CheckpointManager:
                     break
 
     Every rank makes a manager, and makes the same calls to `save`, `restore`, `wait` and `close` in the same order. The
-    other methods are not collective. The manager makes two gloo groups, with the timeout of the ranks' process group:
-    except during a commit, no rank waits longer for an unresponsive rank. Close the manager before
+    other methods are not collective. The manager makes two gloo groups, with the timeout of the ranks' process group.
+    Except during a commit, no rank waits longer than this timeout for an unresponsive rank. Close the manager before
     ``destroy_process_group()``, and before the interpreter exits: a function of `atexit` can no longer save the last
     step. ``on_report`` and ``on_progress`` cannot call `save`, `restore`, `wait` and `close`. Errors of the manager are
     never wrapped in DCP's ``CheckpointException``.
@@ -127,9 +126,9 @@ class CheckpointManager:
             in memory, and a job that has lost a host resumes from that copy. Copies are encrypted on the network.
         copy_options: How states are copied: see `CopyOptions`.
         export: Which models for inference to save as well, and when: see `Export`.
-        save_at_end: On `close`, also save the step of the last `save` call, unless it is saved already. This saves the
-            objects of that call as they are on `close`, so they must not have changed since. It saves nothing if an
-            error ends the ``with`` block, `close` has a timeout, or `restore` was called after that `save`.
+        save_at_end: On `close`, also save the step of the last `save` call, unless it is saved already. `close`
+            saves the objects of that call as they are then, so they must not change after the call. Nothing is saved if
+            an error ends the ``with`` block, `close` has a timeout, or `restore` was called after that `save`.
         process_group: The ranks of the job; by default all.
         reader_options: Options of `TensorizerStorageReader` for `restore`. Storage options, ``local``, the timeout and
             the key default to those of the writer. With a passphrase, use the same salt in every run. ``page_cache`` is
@@ -173,12 +172,14 @@ class CheckpointManager:
         options: dict[str, Any] = dict(writer_options)
         self._names = StepNames(name)
         self._clock = GoodputClock()
-        self._policy = SavePolicy(save_every, save_interval, survive_every, clock=self._clock)
+        save_every = check_count("save_every", save_every, optional=True)
+        save_interval = None if save_interval is None else check_interval(save_interval)
         self._retention = Retention.of(keep_latest, keep_every, keep_best, delete_after, delete_other_files)
         must_change = check_patterns("must_change", must_change)
         self._signals = StopSignals(stop_signals)
-        check_survival(survive, survive_every, buffers, options)
-        check_copies(copies, copy_options, survive)
+        survive, survive_every, buffers = check_survival(survive, survive_every, buffers, options)
+        copies, copy_options = check_copies(copies, copy_options, survive)
+        self._policy = SavePolicy(save_every, save_interval, survive_every, clock=self._clock)
         check_export(export, options)
         check_flags(save_at_end=save_at_end)
         limits, self._max_failures = split_limits(options, inspect.signature(CheckpointManager).parameters)
@@ -193,13 +194,13 @@ class CheckpointManager:
             agreement.check_same(  # before the first collective whose course depends on an option
                 {
                     "folder": self._folder.path,
-                    "name": name,
+                    "name": self._names.template,
                     "save_every": save_every,
                     "save_interval": save_interval,
-                    "keep_latest": keep_latest,
-                    "keep_every": keep_every,
-                    "keep_best": keep_best,
-                    "delete_after": delete_after,
+                    "keep_latest": self._retention.latest,
+                    "keep_every": self._retention.every,
+                    "keep_best": self._retention.metric and (self._retention.metric, self._retention.mode),
+                    "delete_after": self._retention.delete_after,
                     "delete_other_files": delete_other_files,
                     "survive": survive,
                     "survive_every": survive_every,
@@ -267,7 +268,7 @@ class CheckpointManager:
         """Returns the folder, without secrets."""
         return f"{type(self).__name__}({self._folder.path!r}, name={self._names.template!r})"
 
-    def __enter__(self) -> CheckpointManager:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
@@ -288,14 +289,14 @@ class CheckpointManager:
         state: Mapping[str, Any],
         *,
         force: bool = False,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         wait: bool = False,
         exclude: Sequence[str] = (),
         trainable_only: bool = False,
     ) -> Future[str] | None:
         """Saves a step if a save is due, or if a rank has received a stop signal. Call it after each step.
 
-        It returns when the state is copied (with ``overlap_staging``, before that), and the save continues in the
+        It returns when the state is copied (with ``overlap_staging``, earlier), and the save continues in the
         background. If the previous save still runs when the next is due, the call waits for that save first (with
         ``survive``, see ``buffers``). If the job is `stopping`, the call waits for its own save.
 
@@ -459,11 +460,12 @@ class CheckpointManager:
 
         Idempotent. Rank 0, which deletes old checkpoints, also waits for the deletions.
 
-        Without a timeout, the call is collective: it first saves the step in memory, if a save was due, and with
-        ``save_at_end`` the last step. It warns, on the first rank, if the step of the last `save` call is not committed
-        in the end. It frees the states in memory, unless the last due step is not committed, or an error has ended
-        the ``with`` block. A job that is `stopping` waits for a publication for at most ``limits.timeout`` seconds, and
-        then logs the unpublished model. In a forked child the call does nothing.
+        Unless it has a timeout, or an error has ended the ``with`` block, the call is collective: it first saves the
+        step in memory, if a save was due, and with ``save_at_end`` the last step. It warns, on the first rank, if the
+        step of the last `save` call is not committed in the end. It frees the states in memory, unless the last due
+        step is not committed, or an error has ended the ``with`` block. A job that is `stopping` waits for a
+        publication for at most ``limits.timeout`` seconds, and then logs the unpublished model. In a forked child the
+        call does nothing.
 
         Args:
             timeout: Timeout in seconds. After it, the save in progress is abandoned, and the previous checkpoint
@@ -477,8 +479,7 @@ class CheckpointManager:
         """
         if self._is_over or self._is_copy:
             return
-        if timeout is not None:
-            check_timeout(timeout, least=0)
+        timeout = check_timeout(timeout, least=0, optional=True)
         self._check_thread()
         self._closed = True
         deadline = Deadline(timeout)

@@ -14,7 +14,7 @@ from ._models.layout import ModelOptions
 from ._models.save import ModelSaver
 from ._publish.publisher import Publish, PublishedVersion
 from ._runtime.threads import Deadline
-from ._runtime.validation import check_count, check_storage_options, check_timeout
+from ._runtime.validation import check_count, check_patterns, check_storage_options, check_timeout, set_fields
 from ._saving.report import Reports, SaveReport
 from ._saving.saver import Saver
 from ._storage.open import path_to_write
@@ -62,13 +62,15 @@ class Export(ModelOptions):
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        check_storage_options(self.storage_options)
-        path = path_to_write(self.path, self.storage_options, is_shared=True)
-        check_count("every", self.every, optional=True)
-        if isinstance(self.include, str) or not all(isinstance(pattern, str) for pattern in self.include):
-            raise TypeError(f"include must be a list of patterns, got {self.include!r}")
+        storage_options = check_storage_options(self.storage_options)
+        set_fields(
+            self,
+            path=path_to_write(self.path, storage_options, is_shared=True),
+            every=check_count("every", self.every, optional=True),
+            include=check_patterns("include", self.include),
+            storage_options=storage_options,
+        )
         ModelOptions.__post_init__(self)
-        object.__setattr__(self, "path", path)
         if self.every is not None and not self.overwrite and self.path_of(1) == self.path_of(2):
             raise ValueError(
                 "every= exports several models to one path. Put {} for the step into the path, or pass overwrite=True."
@@ -90,8 +92,8 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         dcp.async_save(model.state_dict(), storage_writer=writer, process_group=gloo_group)
 
     Every rank writes its parts of the tensors to their offsets in the files. The ranks do not gather the tensors: on
-    network mounts and S3 they only exchange the bytes of file blocks in which several ranks have parts. Each file has
-    the same bytes as if ``safetensors.torch.save_file`` had written it. Training only waits for the copy to the staging
+    network mounts and S3 they exchange only the bytes of file blocks in which several ranks have parts. Each file has
+    the same bytes as if ``safetensors.torch.save_file`` had written it. Training waits only for the copy to the staging
     buffer, as with `TensorizerStorageWriter`.
 
     ``model.safetensors.index.json`` is the commit: it is written last, and atomically. A model of one file needs no
@@ -193,10 +195,9 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
             TypeError, ValueError: the timeout is not a number of seconds.
             WriteError: a saved model could not be published, and no save has raised that error yet.
         """
-        if timeout is not None:
-            check_timeout(timeout, least=0)
+        deadline = Deadline(check_timeout(timeout, least=0, optional=True))
         versions = self._saver.versions if isinstance(self._saver, ModelSaver) else None
-        return None if versions is None else versions.wait(Deadline(timeout))
+        return None if versions is None else versions.wait(deadline)
 
     def _new_saver(self, reports: Reports, *, closed: bool) -> Saver:
         return ModelSaver(self._options, self._model, reports, closed=closed)

@@ -129,15 +129,14 @@ class TensorizerStorageReader(StorageReader):
         on_report: Callable[[LoadReport], object] | None = None,
         local: str | os.PathLike[str] | None = None,
     ) -> None:
-        check_storage_options(storage_options)
-        self._path: str | os.PathLike[str] = check_location(path, storage_options)
-        check_count("thread_count", thread_count, optional=True)
-        check_timeout(timeout)
+        self._options = check_storage_options(storage_options)
+        self._path: str | os.PathLike[str] = check_location(path, self._options)
+        thread_count = check_count("thread_count", thread_count, optional=True)
+        timeout = check_timeout(timeout)
         check_callable("on_progress", on_progress)
         check_callable("on_report", on_report)
         if encryption is not None:
             check_decryption(encryption)
-        self._options = dict(storage_options or {})
         self._load_options = LoadOptions(verify, allow_pickle, thread_count, page_cache)
         self._open = nearest(path, self._options, timeout, local)
         self._timeout = timeout

@@ -43,6 +43,7 @@ from .errors import WriteError
 if TYPE_CHECKING:
     import torch
     from torch.utils.hooks import RemovableHandle
+    from typing_extensions import Self
 
     from ._runtime.process_context import ProcessContext
     from ._tensor_file.encryption import EncryptionParams
@@ -181,7 +182,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             max_unflushed=max_unflushed,
         )
         self._path = None if path is None else path_to_write(path, options.storage_options)
-        if local is None and max_unflushed != MAX_UNFLUSHED:
+        if local is None and options.max_unflushed != MAX_UNFLUSHED:
             raise ValueError("max_unflushed requires local=, the folder whose checkpoints it counts. Pass both")
         if local is not None:
             target = target_of(path, local, options.storage_options, options.limits.timeout)
@@ -223,10 +224,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         Raises:
             TypeError, ValueError: the timeout is not a number of seconds.
         """
-        if timeout is not None:
-            check_timeout(timeout, least=0)
+        deadline = Deadline(check_timeout(timeout, least=0, optional=True))
         if not self._saver.closed:
-            self._saver.close(Deadline(timeout))
+            self._saver.close(deadline)
 
     def wait_remote(self, timeout: float | None = None) -> bool:
         """Waits until the path has everything from the local folder, including saves of dead jobs.
@@ -242,9 +242,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
                 arrived at the path.
             WriteError: the flush has given up a checkpoint.
         """
-        if timeout is not None:
-            check_timeout(timeout, least=0)
-        return self._saver.wait_remote(Deadline(timeout))
+        return self._saver.wait_remote(Deadline(check_timeout(timeout, least=0, optional=True)))
 
     @property
     def last_report(self) -> SaveReport | None:
@@ -254,7 +252,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """
         return self._saver.reports.last
 
-    def __enter__(self) -> TensorizerStorageWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

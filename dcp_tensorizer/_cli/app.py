@@ -504,7 +504,7 @@ def publish_verify(
             "--version",
             min=1,
             metavar="N",
-            help="The version to verify; by default, the last that builds on each whole version.",
+            help="The version to verify; by default, for each whole version, the last one that builds on it.",
         ),
     ] = None,
     storage_option: StorageOptions = None,

@@ -356,7 +356,7 @@ class Index(Catalog):
         return LocationTable(rows, files, is_encrypted=self._file.head.encryption is not None)
 
     def _find(self, key: Any, item_hash: int, owner: int) -> StoredItem | None:
-        """Returns the location to read an item from: in the index itself if that has a copy; None if it is not stored.
+        """Returns the location to read an item from: in the index if that has a copy; None if the item is not stored.
 
         ``item_hash`` is the `hash_of` of the key and the chunk's offset (None for an object), and ``owner`` the number
         of the section to search, or -1 for none.

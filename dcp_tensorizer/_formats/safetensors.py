@@ -19,7 +19,7 @@ from .._tensor_file.names import MAX_NUMBER
 from .safetensors_header import LENGTH, MAX_HEADER, decode_json, encode_header
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""The largest size of a file, as in Hugging Face's libraries."""
+"""The default maximum size of a file, as in Hugging Face's libraries."""
 
 # In the order of the safetensors library. A file has its tensors in this order of their dtypes: those with the largest
 # elements come first, so that all elements are aligned.

@@ -122,7 +122,7 @@ def dtypes_kept(values: Iterable[object]) -> Iterator[None]:
     """Preserves the dtypes of loaded state in ``load_state_dict`` of the optimizers among ``values``.
 
     torch casts the state to the dtype of its parameter. This would round float32 master weights and moments of a
-    bfloat16 parameter. torch treats ``step`` differently, and that is unchanged here.
+    bfloat16 parameter. torch has other rules for ``step``, which this function does not change.
     """
     handles = []
     for optimizer in values:

@@ -6,12 +6,19 @@ import dataclasses
 import fnmatch
 import inspect
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from .._runtime.validation import check_count, check_timeout, check_type, did_you_mean
+from .._runtime.validation import (
+    check_count,
+    check_name,
+    check_timeout,
+    check_type,
+    did_you_mean,
+    plain,
+)
 from .._tensor_file.encryption import decryption_key
 from .._writer_process.options import SaveLimits
 from ..models import Export
@@ -22,7 +29,7 @@ from ..writer import TensorizerStorageWriter
 def check_metrics(metrics: object) -> dict[str, float]:
     """Returns metrics as floats. A tensor of one element counts as a number.
 
-    Raises `TypeError` unless ``metrics`` maps names to numbers.
+    Raises `TypeError` unless ``metrics`` maps names to numbers, and `ValueError` if a name is not valid Unicode.
     """
     if metrics is None:
         return {}
@@ -33,22 +40,11 @@ def check_metrics(metrics: object) -> dict[str, float]:
         try:
             if isinstance(value, (str, bytes)):
                 raise TypeError("text is not converted")
-            checked[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
+            number = float(value.detach() if isinstance(value, torch.Tensor) else value)
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             raise TypeError(f"metrics[{name!r}] must be a number, got {type(value).__name__}: {error}") from None
-        if not isinstance(name, str):
-            raise TypeError(f"metrics must have str keys, got {type(name).__name__}.")
+        checked[check_name("metrics: each name", name)] = number
     return checked
-
-
-def check_patterns(name: str, patterns: object) -> tuple[str, ...]:
-    """Returns patterns of keys as a tuple. Raises `TypeError` unless they are a sequence of strings.
-
-    A single string is refused as well, because each of its letters would be a pattern.
-    """
-    if isinstance(patterns, str) or not isinstance(patterns, Sequence) or not all(isinstance(p, str) for p in patterns):
-        raise TypeError(f"{name} must be a list of patterns, got {patterns!r}.")
-    return tuple(patterns)
 
 
 def matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
@@ -58,12 +54,14 @@ def matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
 def check_growth(grow: object) -> tuple[tuple[str, float | None], ...]:
     if not isinstance(grow, Mapping):
         raise TypeError(f"grow must be a dict of patterns and values, got {type(grow).__name__}.")
+    checked: dict[str, float | None] = {}
     for pattern, value in grow.items():
         if not isinstance(pattern, str):
             raise TypeError(f"grow must have str patterns as keys, got {pattern!r}.")
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
             raise TypeError(f"grow[{pattern!r}] must be a number, or None, got {type(value).__name__}.")
-    return tuple(grow.items())
+        checked[plain(pattern)] = plain(value)
+    return tuple(checked.items())
 
 
 def check_state(state: object) -> None:
@@ -95,21 +93,23 @@ def split_limits(writer_options: dict[str, Any], own: Iterable[str] = ()) -> tup
             f"TensorizerStorageWriter."
         )
     limits = writer_options.pop("limits", SaveLimits())
-    check_type("limits", limits, SaveLimits)
-    assert isinstance(limits, SaveLimits)
+    limits = check_type("limits", limits, SaveLimits)
     return dataclasses.replace(limits, max_consecutive_failures=None), limits.max_consecutive_failures
 
 
-def check_survival(seconds: object, every: object, buffers: object, writer_options: Mapping[str, Any]) -> None:
-    check_timeout(seconds, least=0, name="survive")
+def check_survival(
+    seconds: object, every: object, buffers: object, writer_options: Mapping[str, Any]
+) -> tuple[float, int | None, int]:
+    """Checks ``survive``, ``survive_every`` and ``buffers``, and returns them."""
+    seconds = check_timeout(seconds, least=0, name="survive")
     if seconds and writer_options.get("staging") == "shared":
         raise ValueError(
             "survive cannot be combined with staging='shared': a state that is not copied is lost with its process."
         )
     if seconds and not writer_options.get("cache_staged_state_dict", True):
         raise ValueError("survive cannot be combined with cache_staged_state_dict=False: the buffers hold the states.")
-    check_count("survive_every", every, optional=True)
-    check_count("buffers", buffers)
+    every = check_count("survive_every", every, optional=True)
+    buffers = check_count("buffers", buffers)
     if buffers not in (2, 3):
         raise ValueError(f"buffers must be 2 or 3, got {buffers!r}.")
     if every is not None and not (seconds and buffers == 3 and writer_options.get("staging") != "device"):
@@ -117,6 +117,7 @@ def check_survival(seconds: object, every: object, buffers: object, writer_optio
             "survive_every needs survive=, buffers=3 and a staging other than 'device', because it holds steps while a "
             "save runs."
         )
+    return seconds, every, buffers
 
 
 def check_export(export: object, writer_options: Mapping[str, Any]) -> None:
@@ -129,6 +130,16 @@ def check_export(export: object, writer_options: Mapping[str, Any]) -> None:
         )
     if not writer_options.get("cache_staged_state_dict", True):
         raise ValueError("export cannot be combined with cache_staged_state_dict=False: exports read the buffer.")
+
+
+def check_no_local_folder(writer_options: Mapping[str, Any]) -> None:
+    """Raises `ValueError` if options of a writer for a framework send checkpoints to a local folder first."""
+    for name in ("local", "max_unflushed"):
+        if writer_options.get(name) is not None:
+            raise ValueError(
+                f"writer_options has {name!r}, but frameworks load and remove checkpoints at the path, where they "
+                "would arrive only after their saves. Leave it out, or save with CheckpointManager(local=...)."
+            )
 
 
 def options_of_reader(

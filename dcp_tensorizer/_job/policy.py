@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from .._memory.copies import NOTHING_IN_MEMORY, MemoryVote
 from .._runtime.forks import Home, in_child
-from .._runtime.validation import check_count, check_timeout
+from .._runtime.validation import check_timeout
 from .metrics import GoodputClock
 from .ranks import Agreement
 
@@ -125,8 +125,6 @@ class SavePolicy:
         *,
         clock: GoodputClock,
     ) -> None:
-        check_count("save_every", every, optional=True)
-        check_count("survive_every", every_in_memory, optional=True)
         self._every = every
         self._every_in_memory = every_in_memory
         self._clock = clock
@@ -160,22 +158,27 @@ class SavePolicy:
             self._saved, self._saved_at = step, self._clock.now()
 
 
-def _bounds(interval: SaveInterval) -> tuple[float, float]:
+def check_interval(interval: object) -> SaveInterval:
+    """Returns ``save_interval`` in plain types. Raises `TypeError` or `ValueError` if it is invalid."""
     if isinstance(interval, str):
         if interval != "auto":
             raise TypeError(f"save_interval must be a number of seconds, a pair of them, or 'auto', got {interval!r}")
-        return 0.0, math.inf
+        return "auto"
     if not isinstance(interval, tuple | list):
-        check_timeout(interval, name="save_interval")
-        return interval, interval
+        return check_timeout(interval, name="save_interval")
     if len(interval) != 2:
         raise ValueError(f"save_interval must be a pair (shortest, longest) in seconds, got {interval!r}.")
-    shortest, longest = interval
-    check_timeout(shortest, least=0.0, name="save_interval")
-    check_timeout(longest, name="save_interval")
+    shortest = check_timeout(interval[0], least=0.0, name="save_interval")
+    longest = check_timeout(interval[1], name="save_interval")
     if shortest > longest:
         raise ValueError(f"save_interval must have the shorter interval first, got {interval!r}.")
     return shortest, longest
+
+
+def _bounds(interval: SaveInterval) -> tuple[float, float]:
+    if isinstance(interval, tuple):
+        return interval
+    return (0.0, math.inf) if interval == "auto" else (interval, interval)
 
 
 # --- signals that ask a job to stop -----------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ class Agreement:
         return cast("_T", result)
 
     def close(self) -> None:
-        """Destroys the group, unless a collective is still in progress, because that could take long to end.
+        """Destroys the group, unless a collective is still in progress, because the collective could take long to end.
 
         A signal handler may have interrupted such a collective.
         """
@@ -296,8 +296,8 @@ class Heartbeats:
     DCP gathers the results of all ranks in a collective. A rank that has written its part within seconds waits there
     for a rank that takes minutes, and cannot distinguish it from a dead rank. So before DCP's collective, a small
     collective of the same group runs repeatedly: busy ranks join it at intervals, and ready ranks wait in it. When all
-    ranks are ready, they enter DCP's collective. Nothing else may use ``group`` at that time. Without a group, this
-    rank is alone, and sends no heartbeats.
+    ranks are ready, they enter DCP's collective. Nothing else may use ``group`` while heartbeats run. Without a group,
+    this rank is alone, and sends no heartbeats.
     """
 
     def __init__(self, group: OwnGroup | None) -> None:

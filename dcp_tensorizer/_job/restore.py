@@ -62,7 +62,8 @@ _T = TypeVar("_T")
 class Selection:
     """Selection of keys of a flattened state dict. The attributes are the arguments of `CheckpointManager.restore`.
 
-    Patterns match a key, or the name of a list that contains the key: for ``exclude`` of a save, a list is one key.
+    Patterns match a key, or the name of a list that contains the key, because the ``exclude`` of a save matches a list
+    by its name.
     """
 
     include: tuple[str, ...] = ()

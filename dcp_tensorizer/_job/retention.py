@@ -17,7 +17,7 @@ from .._index.container import committed
 from .._index.schema import SaveRecord
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Deadline, in_background
-from .._runtime.validation import check_choice, check_count, check_flags, check_timeout
+from .._runtime.validation import check_choice, check_count, check_flags, check_name, check_timeout
 from .._saving.commit import remove_files, withdraw
 from .._saving.flushing import Flushing
 from .._storage.base import Storage
@@ -54,14 +54,17 @@ class Retention:
         delete_after: float = 0.0,
         delete_other_files: bool = False,
     ) -> Retention:
-        check_count("keep_latest", keep_latest, optional=True)
-        check_count("keep_every", keep_every, optional=True)
         metric, mode = keep_best if isinstance(keep_best, tuple) and len(keep_best) == 2 else (keep_best, "min")
         if metric is not None and not isinstance(metric, str):
             raise TypeError(f"keep_best must be the name of a metric, or (name, 'min' or 'max'), got {keep_best!r}.")
-        check_choice("the mode in keep_best", mode, ("min", "max"))
-        check_timeout(delete_after, least=0, name="delete_after")
-        return cls(keep_latest, keep_every, metric, mode, delete_after, delete_other_files)  # type: ignore[arg-type]
+        return cls(
+            latest=check_count("keep_latest", keep_latest, optional=True),
+            every=check_count("keep_every", keep_every, optional=True),
+            metric=None if metric is None else check_name("the metric in keep_best", metric),
+            mode=check_choice("the mode in keep_best", mode, ("min", "max")),  # type: ignore[arg-type]
+            delete_after=check_timeout(delete_after, least=0, name="delete_after"),
+            delete_other_files=delete_other_files,
+        )
 
     @classmethod
     def of_record(cls, record: SaveRecord) -> Retention:

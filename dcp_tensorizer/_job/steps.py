@@ -16,6 +16,7 @@ from .._formats.recognise import kind_of_file
 from .._index.container import committed
 from .._index.schema import SaveRecord
 from .._runtime.threads import in_threads
+from .._runtime.validation import plain
 from .._saving.commit import dead_files, remove
 from .._storage.base import Storage
 from .._tensor_file.names import is_data_file_name, metadata_file_name
@@ -189,7 +190,7 @@ class StepNames:
     def __init__(self, template: str) -> None:
         if not isinstance(template, str):
             raise TypeError(f"name must be a str, got {type(template).__name__}.")
-        self.template = template
+        self.template: str = plain(template)
         try:
             parts = [(text, field) for text, field, _, _ in string.Formatter().parse(template)]
             made = [(step, template.format(step)) for step in _TRIED]

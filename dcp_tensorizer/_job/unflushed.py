@@ -61,10 +61,10 @@ class _Loss(NamedTuple):
 
 
 def finish_unflushed(flushing: Flushing | None, agreement: Agreement) -> set[str]:
-    """Continues the flush of saves of an earlier job. Waits for the flush if a save can only be loaded from the remote.
+    """Continues the flush of saves of an earlier job. Waits for the flush if a save can be loaded only from the remote.
 
-    If each rank has all files of a save in its local folder, the save can be loaded from there. Saves of which a lost
-    node had a part are given up: their files on the remote are removed.
+    If each rank has all files of a save in its local folder, the save can be loaded from there. If a lost node had a
+    part of a save, and the part is not on the remote, the save is given up, and its files on the remote are removed.
 
     Collective. Returns the ids of the given-up saves, the same on all ranks. Raises `WriteError` if a rank is gone.
     """

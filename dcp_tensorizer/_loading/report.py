@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .._runtime.progress import call
 from .._runtime.spans import Span, clock_offset
 
 logger = logging.getLogger("dcp_tensorizer")
@@ -123,8 +124,4 @@ def _by_file(reads: Sequence[Span]) -> Iterator[Span]:
 def publish(report: LoadReport, on_report: Callable[[LoadReport], object] | None) -> None:
     """Logs a report, and calls the user's callback. Errors of the callback are only logged."""
     logger.info("%s", report)
-    if on_report is not None:
-        try:
-            on_report(report)
-        except Exception:
-            logger.exception("on_report failed; the load did not")
+    call(on_report, report, otherwise="on_report failed; the load did not")

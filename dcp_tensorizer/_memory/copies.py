@@ -22,7 +22,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from numbers import Real
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
@@ -30,7 +29,7 @@ import torch.distributed as dist
 from .._runtime.channel import Done
 from .._runtime.memory_limit import available_memory
 from .._runtime.torch_compat import store_host
-from .._runtime.validation import check_count, check_type
+from .._runtime.validation import check_count, check_number, check_type, plain, set_fields
 from .._storage.local import boot_id
 from .._tensor_file.encryption import require_libsodium
 from ..errors import CheckpointError, WriteError
@@ -74,29 +73,33 @@ class CopyOptions:
     interface: str | None = None
 
     def __post_init__(self) -> None:
-        rate = self.rate
-        if rate is not None and (not isinstance(rate, Real) or isinstance(rate, bool)):
-            raise TypeError(f"rate must be a number of bytes a second, or None, got {rate!r}.")
-        if rate is not None and not LEAST_RATE <= float(rate) < math.inf:
-            raise ValueError(f"rate must be None, or finite and at least {LEAST_RATE:g} bytes a second, got {rate!r}.")
+        if self.rate is not None:
+            rate = check_number(self.rate, "rate must be a number of bytes a second, or None")
+            if not LEAST_RATE <= rate < math.inf:
+                raise ValueError(
+                    f"rate must be None, or finite and at least {LEAST_RATE:g} bytes a second, got {self.rate!r}."
+                )
+            set_fields(self, rate=rate)
         for name, value in (("failure_domain", self.failure_domain), ("interface", self.interface)):
             if value is not None and (not isinstance(value, str) or not value):
                 raise TypeError(f"{name} must be a string that is not empty, or None, got {value!r}.")
+            set_fields(self, **{name: plain(value)})
 
 
-def check_copies(copies: object, options: object, seconds: object) -> None:
-    """Checks ``copies`` and ``copy_options``. ``seconds`` is the value of ``survive``.
+def check_copies(copies: object, options: object, seconds: float) -> tuple[int, CopyOptions]:
+    """Checks ``copies`` and ``copy_options``, and returns them. ``seconds`` is the value of ``survive``.
 
     Raises `WriteError` if ``copies`` is 2 and libsodium, which encrypts copies, is missing.
     """
-    check_count("copies", copies)
-    check_type("copy_options", options, CopyOptions)
+    copies = check_count("copies", copies)
+    options = check_type("copy_options", options, CopyOptions)
     if copies not in (1, 2):
         raise ValueError(f"copies must be 1 or 2, the number of hosts that hold a state, got {copies!r}.")
     if copies == 2:
         if not seconds:
             raise ValueError("copies=2 needs survive=. Pass both.")
         require_libsodium()
+    return copies, options
 
 
 class MemoryVote(NamedTuple):

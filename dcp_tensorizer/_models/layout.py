@@ -24,7 +24,7 @@ from .._index.layouts import ChunkLayout, expand, runs_of
 from .._index.schema import Layout, Run
 from .._publish.delta import zstd
 from .._publish.publisher import Publish
-from .._runtime.validation import check_count, check_flags, check_type
+from .._runtime.validation import check_count, check_flags, check_paths, check_type, set_fields
 from .._tensor_file.regions import Integers, Region, regions_of_range
 from .._writer_process.shared_job import SharedFilePart
 from ..errors import WriteError, listed
@@ -44,15 +44,15 @@ class ModelOptions:
     publish: Publish | None = None
 
     def __post_init__(self) -> None:
-        rename, files = self.rename or {}, self.files
         check_flags(self)
-        check_type("rename", rename, Mapping)
-        if isinstance(files, str | os.PathLike) or not all(isinstance(file, str | os.PathLike) for file in files):
-            raise TypeError(f"files must be a list of paths, got {files!r}")
-        object.__setattr__(self, "files", tuple(os.path.abspath(os.path.expanduser(file)) for file in files))
-        object.__setattr__(self, "rename", dict(rename))
+        set_fields(
+            self,
+            rename=dict(check_type("rename", self.rename or {}, Mapping)),  # type: ignore[type-abstract]
+            files=tuple(os.path.abspath(os.path.expanduser(file)) for file in check_paths("files", self.files)),
+            publish=None if self.publish is None else check_type("publish", self.publish, Publish),
+            max_shard_bytes=check_count("max_shard_bytes", self.max_shard_bytes),
+        )
         if self.publish is not None:
-            check_type("publish", self.publish, Publish)
             if self.is_adapter:
                 raise ValueError(
                     f"publish= cannot publish adapters, and files= contains {_ADAPTER_CONFIG}. Omit publish=."
@@ -65,7 +65,6 @@ class ModelOptions:
                 raise ValueError(
                     f"dtype must be a floating-point dtype of safetensors, got {self.dtype}. Use one of {names}."
                 )
-        check_count("max_shard_bytes", self.max_shard_bytes)
         Renaming(self.rename).inverse()
 
     @property

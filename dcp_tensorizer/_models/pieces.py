@@ -97,7 +97,7 @@ def _clipped(pieces: Pieces, begin: Integers, end: Integers) -> Pieces:
 
 
 def round_count(layout: RankLayout) -> int:
-    """Returns the number of exchanges. Each covers one window of the files, which bounds the memory for it."""
+    """Returns the number of exchanges. Each exchange covers one window of the files, so it needs limited memory."""
     return -(-layout.nbytes // (_WINDOW * layout.ranks)) if layout.has_granules else 0
 
 
@@ -130,7 +130,7 @@ def fill_of(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> F
 class SharedFiles(NamedTuple):
     """Pieces of the files that all ranks write, in the form that `WriterClient.write` takes.
 
-    ``pieces`` refers to sources by their indices in the items, none of which is empty. ``dtypes`` are the dtypes in
+    ``pieces`` refers to sources by their indices in the items. No item is empty. ``dtypes`` are the dtypes in
     which the items are written.
     """
 

@@ -465,7 +465,7 @@ class ModelSave(Save):
             if remove(self.storage, names):
                 with suppress(Exception):
                     remove_uploads(self.storage, *self._dead)
-                # This save's record in S3 stays: a later save that replaces this model may have written it again.
+                # This save's record in S3 stays: a later save that replaces this model may have rewritten the record.
                 self._unmark(*names)
 
         names = tuple(names)

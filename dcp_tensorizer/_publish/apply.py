@@ -546,7 +546,8 @@ class _Tensors:
             other = [key for key in expected if expected[key] != digests.get(key)]
             raise StateMismatch(
                 f"the tensors are at no version from {base.version} to {self._version} in {self._published.path}. "
-                f"These differ from version {self._version}: {listed(other)}. Load version {base.version} whole first."
+                f"These differ from version {self._version}: {listed(other)}. Load the whole version {base.version} "
+                f"first."
             )
         return start
 

@@ -1,8 +1,8 @@
 """The delta of a tensor: the XOR of its bytes with those of the previous version, compressed with zstd.
 
 After a training step most bytes of a weight are unchanged, so most bytes of the XOR are 0. XOR needs no dtype, and is
-exact: applied to the previous version, it gives the new one. Applied twice, it gives the previous one again, so a delta
-is never applied in place to a file that must survive a crash.
+exact: applied to the previous version, it gives the new one. Applied twice, it gives the previous one again. So a file
+is never updated in place: after a crash, applying the delta again would undo what was already changed.
 
 This module does no I/O and does not import torch, because the writer process uses it.
 """
@@ -29,7 +29,7 @@ _EXPANSION = 128  # 1 byte more per 128: enough, as zstd adds 3 bytes to each bl
 
 
 def zstd() -> Any:
-    """Returns the zstd module: from Python 3.14 on the standard library's, before that its backport.
+    """Returns the zstd module: that of the standard library from Python 3.14 on, its backport in earlier releases.
 
     Raises `CheckpointError` if the module cannot be imported.
     """

@@ -19,7 +19,7 @@ from .._formats.safetensors_header import INDEX, MAX_HEADER
 from .._formats.weight_files import StoredBytes, WeightFile, read_weight_file
 from .._runtime.forks import free_in_child
 from .._runtime.threads import Workers, cores
-from .._runtime.validation import check_count, check_step
+from .._runtime.validation import check_count, check_step, set_fields
 from .._storage.base import Refused, Storage
 from .._storage.lease import Lease, LeaseRecord
 from .._storage.open import open_storage, path_to_write
@@ -98,8 +98,8 @@ def publish(
 
     A version is whole if it is the first one, or if ``max_deltas`` deltas follow the last whole one. It is also whole
     if the model differs from the last whole version in the header of a safetensors file, or in the files beside the
-    weights. A header has the names, dtypes, shapes and offsets of the tensors, and ``__metadata__``. It is also whole,
-    and a warning names the damage, if the previous version cannot be rebuilt from the published files.
+    weights. A header has the names, dtypes, shapes and offsets of the tensors, and ``__metadata__``. A version is also
+    whole, and a warning names the damage, if the previous version cannot be rebuilt from the published files.
 
     A directory has one publisher at a time. A later publisher takes the lease of the directory, and the earlier one
     raises `Refused`. If the earlier one's manifest arrives first nevertheless, its version stays, and the later one
@@ -164,10 +164,12 @@ class Publish:
     keep_latest: int | None = None
 
     def __post_init__(self) -> None:
-        path = path_to_write(self.path)
-        check_count("max_deltas", self.max_deltas)
-        check_count("keep_latest", self.keep_latest, optional=True)
-        object.__setattr__(self, "path", str(path))
+        set_fields(
+            self,
+            path=str(path_to_write(self.path)),
+            max_deltas=check_count("max_deltas", self.max_deltas),
+            keep_latest=check_count("keep_latest", self.keep_latest, optional=True),
+        )
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # it holds secrets
@@ -180,11 +182,11 @@ class Publication:
     step: int | None = None
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     index: bytes | None = None
-    """The model's index, which a later save may have replaced on the storage."""
+    """The contents of the model's index, in case a later save replaces the file."""
     others: Mapping[str, OtherFile] | None = None
     """The files beside the model's weights, by name, for the same reason. If None, those on the storage."""
     previous_index: bytes | None = None
-    """The index of ``previous``, for the same reason."""
+    """The contents of the index of ``previous``, for the same reason."""
     own: LeaseRecord | None = None
     """The lease from the publisher's previous version, if any."""
 

@@ -389,8 +389,7 @@ def name_of(version: int) -> str:
 
 
 def check_version(version: object) -> int | None:
-    check_count("version", version, optional=True)
-    return None if version is None else int(version)  # type: ignore[call-overload]
+    return check_count("version", version, optional=True)
 
 
 def version_of(name: str) -> int | None:
@@ -468,7 +467,7 @@ def collect_versions(
         ReadError: the directory cannot be read.
         WriteError: a version cannot be removed.
     """
-    check_count("keep_latest", keep_latest)
+    keep_latest = check_count("keep_latest", keep_latest)
     published = Published(open_storage(path, storage_options))
     known = {info.version: info for info in list_versions(path, storage_options=storage_options)}
     with published.storage.writing(f"remove versions in {published.path}"):

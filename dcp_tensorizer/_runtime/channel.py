@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import describe
+from ..errors import CheckpointError, describe
 from .forks import free_in_child, identity, in_child
 from .threads import ProgressTimeout
 
@@ -213,7 +213,7 @@ class Channel:
                         f"the descriptor limit is reached: {len(fds)} of {count} descriptors arrived. "
                         f"Raise the limit (ulimit -n)."
                     )
-                message = pickle.loads(body)  # fails for classes that only the sender can import
+                message = _unpickled(body)
                 undo.pop_all()
             return message, list(fds)
         except ConnectionResetError as error:
@@ -255,6 +255,16 @@ class Channel:
         """Closes this process's copy of the socket without a shutdown, so that the copies of other processes work."""
         if self._is_open:
             self._sock.close()
+
+
+def _unpickled(body: bytearray) -> Any:
+    try:
+        return pickle.loads(body)
+    except Exception as error:  # only the user's options can have types that this process cannot import
+        raise CheckpointError(
+            f"storage_options cannot be sent to another process, because that process cannot load a value: "
+            f"{describe(error)}. Define the value's type in a module that can be imported."
+        ) from error
 
 
 def pickled(message: object) -> bytes:

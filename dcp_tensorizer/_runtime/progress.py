@@ -1,4 +1,4 @@
-"""Reports the progress of loads and saves to callbacks of users and to the log."""
+"""Calls the callbacks of users, and reports the progress of loads and saves to them and to the log."""
 
 from __future__ import annotations
 
@@ -6,7 +6,23 @@ import logging
 import time
 from collections.abc import Callable
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 logger = logging.getLogger("dcp_tensorizer")
+
+
+def call(callback: Callable[..., object] | None, *arguments: object, otherwise: str) -> bool:
+    """Calls a callback of a user, if there is one. An error in it is only logged, with the message ``otherwise``.
+
+    Returns whether there was no error.
+    """
+    try:
+        if callback is not None:
+            callback(*arguments)
+    except (Exception, CheckpointException):  # DCP's CheckpointException does not derive from Exception
+        logger.exception("%s", otherwise)
+        return False
+    return True
 
 
 class TransferProgress:
@@ -26,12 +42,9 @@ class TransferProgress:
 
     def __call__(self, done: int, total: int) -> None:
         """Reports the bytes done and the bytes in total. Not thread-safe."""
-        if self._callback is not None:
-            try:
-                self._callback(done, total)
-            except Exception:
-                self._callback = None
-                logger.exception("on_progress failed, and is no longer called while %s", self._doing)
+        otherwise = f"on_progress failed, and is no longer called while {self._doing}"
+        if not call(self._callback, done, total, otherwise=otherwise):
+            self._callback = None
         now = time.perf_counter()
         if now - self._logged_at >= self._log_seconds:
             self._logged_at = now

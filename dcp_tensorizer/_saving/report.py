@@ -11,10 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from .._index.schema import ItemKey
-from .._runtime.progress import TransferProgress
+from .._runtime.progress import TransferProgress, call
 from .._runtime.spans import Span, clock_offset
 from .._runtime.validation import check_callable
 from .._tensor_file.dtypes import named_dtype
@@ -26,6 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dcp_tensorizer")
 
 _SHOWN_SECONDS = 0.001
+_FAILED = "on_report failed; the save did not"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +178,7 @@ class Reports:
         """Logs a report, and passes it to ``on_report``. An error in ``on_report`` is only logged."""
         self.last = report
         logger.info("%s", report)
-        self._call(report)
+        call(self.on_report, report, otherwise=_FAILED)
 
     def arrived(self, report: SaveReport, moment: float) -> None:
         """Reports a save again when the remote has it."""
@@ -189,14 +188,7 @@ class Reports:
         if self.last is None or self.last.save_id == report.save_id:
             self.last = report
         logger.info("%s is on the remote, %.1f s after it was durable", report.path, moment - report.durable_at)
-        self._call(report)
-
-    def _call(self, report: SaveReport) -> None:
-        if self.on_report is not None:
-            try:
-                self.on_report(report)
-            except (Exception, CheckpointException):  # DCP's CheckpointException does not derive from Exception
-                logger.exception("on_report failed; the save did not")
+        call(self.on_report, report, otherwise=_FAILED)
 
 
 # --- stale states: if every save has the same values, the saved state is not the trained one --------------------------

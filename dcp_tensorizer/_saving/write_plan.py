@@ -259,10 +259,15 @@ def _resolve(
         if is_ordinary(data) and item.type is not WriteItemType.BYTE_IO:  # fast path for nearly all items
             _check_shape(item, data)
             return "tensor", detached(data) if is_stable(data) else _copy(data)
-        if item.type == WriteItemType.BYTE_IO:
+        expected = io.BytesIO if item.type == WriteItemType.BYTE_IO else torch.Tensor
+        if not isinstance(data, expected):
+            raise WriteError(
+                f"{key!r} cannot be saved: the planner's resolve_data must return an instance of {expected.__name__}, "
+                f"and returned {data!r:.80}"
+            )
+        if isinstance(data, io.BytesIO):
             blob = _blob(data)
             return "object", blob if is_stable(blob) else _copy(blob)
-        assert isinstance(data, torch.Tensor)
         data = awaited(data)
         if is_wrapper(data):
             pickled = io.BytesIO()

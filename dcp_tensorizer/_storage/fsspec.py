@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import os
 import re
@@ -18,7 +19,7 @@ from .._runtime.process_context import environment
 from .._runtime.threads import in_threads
 from ..errors import WriteError
 from .base import TAKEN, FileInfo, RangeReader, Sink, Storage
-from .redact import Scrubber
+from .redact import Scrubber, redact
 from .remote import Ranges, RemoteStorage, is_transient, silence_timeout
 from .s3 import S3Storage
 from .urls import check_writable, is_in_process, protocols_of
@@ -40,14 +41,28 @@ def is_known(url: str) -> bool:
 def check_url(url: str) -> str:
     """Returns the first protocol of a URL.
 
-    Raises `ValueError` for an unknown protocol, and `ImportError` if a library is missing.
+    Raises `WriteError` if a part before ``::`` cannot open another filesystem, `ValueError` for an unknown protocol,
+    and `ImportError` if a library is missing.
     """
     import fsspec
 
+    for part in url.split("::")[:-1]:  # fsspec splits every URL there, and would ignore the rest of gs://bucket/a::1
+        if not any(map(_opens_another, protocols_of(f"{part}::"))):
+            raise WriteError(
+                f"cannot open {redact(url)}: its path contains ::, which chains filesystems, as in simplecache::gs://. "
+                f"Choose a path without ::, or pass a local path as a pathlib.Path."
+            )
     for behind in protocols_of(url):
         fsspec.get_filesystem_class(behind)
     protocol: str = fsspec.utils.get_protocol(url)
     return protocol
+
+
+def _opens_another(protocol: str) -> bool:
+    import fsspec
+
+    classes = fsspec.get_filesystem_class(protocol).__mro__
+    return any("target_protocol" in inspect.signature(kind.__init__).parameters for kind in classes)
 
 
 def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: float) -> Storage | Path:
@@ -100,6 +115,8 @@ def _shared_filesystem(protocol: str, url: str, options: Mapping[str, Any]) -> t
 
 _FOR_THREADS = {"memory", "hdfs", "arrow_hdfs"}
 """Protocols of thread-safe filesystems that have no event loop."""
+_RETRYING = {"gs", "gcs", *_AZURE}
+"""Protocols whose libraries retry requests for minutes, whatever the timeout."""
 _swapping = free_in_child(threading.Lock())  # held while a file in this process's memory is replaced
 
 
@@ -121,6 +138,7 @@ class StreamStorage(RemoteStorage):
         if not type(filesystem).async_impl and protocols.isdisjoint(_FOR_THREADS):
             self._turn = free_in_child(threading.RLock())
             self.reads = dataclasses.replace(self.reads, max_threads=1)
+        self._interrupts = type(filesystem).async_impl and not protocols.isdisjoint(_RETRYING)
 
     def _list(self) -> tuple[list[FileInfo], list[str]]:
         self.filesystem.invalidate_cache(self._root)
@@ -147,7 +165,7 @@ class StreamStorage(RemoteStorage):
 
         def put() -> None:
             try:
-                self.filesystem.pipe_file(self._full(name), data, **mode)
+                self._attempt("pipe_file", self._full(name), data, **mode)
             except OSError as error:
                 # If the condition fails because another job has written the file, s3fs reports an invalid argument.
                 answer = getattr(error.__cause__, "response", None) or {}
@@ -177,13 +195,26 @@ class StreamStorage(RemoteStorage):
 
     def _head(self, name: str) -> int:
         self.filesystem.invalidate_cache(self._root)  # some filesystems return sizes from a cached listing
-        return int(self._call("info", self._full(name))["size"])
+        return int(self._call("info", self._full(name))["size"] or 0)  # adlfs reports no size of a directory
 
     def _is_refusal(self, error: Exception) -> bool:
         return False  # filesystems retry requests: an attempt whose response was lost may have succeeded
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._retried(lambda: getattr(self.filesystem, method)(*args, **kwargs))
+        return self._retried(lambda: self._attempt(method, *args, **kwargs))
+
+    def _attempt(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the filesystem. If its library retries requests, ends it after half of the timeout."""
+        if not self._interrupts:
+            return getattr(self.filesystem, method)(*args, **kwargs)
+        from fsspec.asyn import sync
+        from fsspec.exceptions import FSTimeoutError
+
+        coroutine = getattr(self.filesystem, f"_{method}")
+        try:
+            return sync(self.filesystem.loop, coroutine, *args, timeout=self.retries.timeout / 2, **kwargs)
+        except FSTimeoutError:
+            raise TimeoutError("the request timed out") from None
 
     def _retried(self, operation: Callable[[], Any]) -> Any:
         def in_turn() -> Any:

@@ -94,7 +94,6 @@ def check_location(path: str | os.PathLike[str], options: Mapping[str, Any] | No
         TypeError: ``path`` is neither a path nor a URL.
         WriteError: the URL's protocol is unknown, its library is missing, or `absolute_path` failed.
     """
-    check_path(path)
     resolved = absolute_path(path)
     if isinstance(resolved, str):
         scrub = Scrubber(options)
@@ -110,7 +109,7 @@ def check_location(path: str | os.PathLike[str], options: Mapping[str, Any] | No
     return resolved
 
 
-_OWN_PROTOCOLS = "(sftp|ssh)(://|::)"
+_OWN_PROTOCOLS = "(sftp|ssh)://[^/]*(/(?!.*::)|$)"  # an IPv6 address may contain ::, but no path of a URL
 
 
 def _own_storage(url: str) -> Callable[[str, Mapping[str, Any], Scrubber, float], Storage] | None:
@@ -126,6 +125,8 @@ def _own_storage(url: str) -> Callable[[str, Mapping[str, Any], Scrubber, float]
 def _translated(url: str, scrub: Scrubber) -> Iterator[None]:
     try:
         yield
+    except CheckpointError:
+        raise
     except Exception as error:
         if re.match("sftp://|ssh://", url):  # a password that is not percent-encoded may contain slashes
             url = re.sub("://.*@", "://", url)
@@ -135,10 +136,10 @@ def _translated(url: str, scrub: Scrubber) -> Iterator[None]:
                 f"{scrub(f'cannot open {url}')}: its library cannot be imported ({error}): "
                 f"pip install 'dcp_tensorizer[{extra}]'"
             ) from None
-        message = scrub(f"cannot open {url}: {type(error).__name__}: {error}")
-        raise WriteError(
-            f"{message}. Check that the package for this kind of URL is installed, and check storage_options."
-        ) from None
+        advice = ". Check that the package for this kind of URL is installed, and check storage_options."
+        if isinstance(error, ConnectionError | TimeoutError):  # of a filesystem that connects at once, as FTP's
+            advice = ""
+        raise WriteError(scrub(f"cannot open {url}: {type(error).__name__}: {error}") + advice) from None
 
 
 def _registered(url: str) -> list[EntryPoint]:
@@ -183,8 +184,7 @@ def path_to_write(
     Also raises `WriteError` if the URL is read-only, or if ``is_shared`` and several processes cannot write one file
     there.
     """
-    check_path(path)
-    check_writable(text := os.fspath(path))
+    check_writable(text := check_path(path))
     if is_shared and not (_is_local(path) or _registered(text)) and protocols_of(text)[:1] not in _SHARED:
         raise WriteError(f"{redact(text)}: {NOT_SHARED}")
     return check_location(path, options)
@@ -197,7 +197,7 @@ def absolute_path(path: str | os.PathLike[str], directory: str | None = None) ->
     leading ``~`` is the user's home. Raises `WriteError` if the path is not a valid file name, or is relative and there
     is no working directory.
     """
-    text = os.fspath(path)
+    text = check_path(path)
     if _is_local(path):
         return Path(_absolute(text, directory))
     protocol, _, rest = text.partition("://")

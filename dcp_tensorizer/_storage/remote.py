@@ -248,9 +248,11 @@ class Retries:
         """Yields the seconds to wait before each retry, with jitter, so that ranks do not retry at the same moment.
 
         Ends after ``attempts`` attempts, or when another attempt, if the server does not respond to it, would end in
-        the last tenth of the timeout. The caller needs that tenth to report the failure.
+        the last tenth of the timeout, which begins with this call. The caller needs that tenth to report the failure.
         """
-        end = self.clock() + self.timeout - 2 * silence_timeout(self.timeout)
+        return self._waits(self.clock() + self.timeout - 2 * silence_timeout(self.timeout))
+
+    def _waits(self, end: float) -> Iterator[float]:
         longest, made = self.first_wait, 1
         while made < self.attempts:
             wait = min(_LONGEST_WAIT, longest) * random.uniform(0.5, 1.0)

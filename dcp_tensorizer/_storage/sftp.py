@@ -238,12 +238,12 @@ class SftpClient:
     """One SSH connection, with a channel for each active thread, because paramiko's channels are not thread-safe.
 
     All waits have a timeout. A connection that is silent for a tenth of ``timeout`` is closed, and its threads retry
-    over a new one, as often as `Retries` allows. The connection is closed when this object is freed.
+    over a new one, as often as `Retries` allows. The first call connects. The connection is closed when this object is
+    freed.
 
     ``address`` is the server's, as in a URL: ``user:password@host:port``, of which only the host is required.
     ``options`` are ``host_key_policy`` (a name, or a paramiko policy), and paramiko's own options of ``connect``.
-    Raises `OSError` if it cannot connect or log in, and `ValueError` or `TypeError` if the port or an option is
-    invalid.
+    Raises `ValueError` if the port or ``host_key_policy`` is invalid.
     """
 
     def __init__(self, address: str, options: Mapping[str, Any], timeout: float) -> None:
@@ -251,11 +251,10 @@ class SftpClient:
         self.retries = Retries(timeout)
         waits = dict.fromkeys(("timeout", "banner_timeout", "auth_timeout"), self._silence_timeout)
         self._options = waits | _of_address(address) | {k: v for k, v in options.items() if k not in _FOR_FSSPEC}
-        self._policy = self._options.pop("host_key_policy", "auto_add")
+        self._policy = _policy(self._options.pop("host_key_policy", "auto_add"))
         self._lock = free_in_child(threading.Lock())
         self._begin()
         in_child(self, SftpClient._release)
-        self.call(lambda channel: None)
 
     def _begin(self) -> None:
         self._free = threading.BoundedSemaphore(_CHANNELS)
@@ -343,10 +342,9 @@ class SftpClient:
 
     def _connect(self) -> Any:
         connection = paramiko.SSHClient()
-        policy = _policy(self._policy)
-        if isinstance(policy, paramiko.RejectPolicy):
+        if isinstance(self._policy, paramiko.RejectPolicy):
             connection.load_system_host_keys()
-        connection.set_missing_host_key_policy(policy)
+        connection.set_missing_host_key_policy(self._policy)
         try:
             connection.connect(**self._options)
             transport = connection.get_transport()

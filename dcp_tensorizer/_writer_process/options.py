@@ -17,6 +17,7 @@ from .._runtime.validation import (
     check_storage_options,
     check_timeout,
     check_type,
+    set_fields,
 )
 from .._storage.base import TIMEOUT
 from .._tensor_file.encode import BUFFER_BYTES
@@ -61,10 +62,14 @@ class SaveLimits:
     max_reuses: int = 10
 
     def __post_init__(self) -> None:
-        check_timeout(self.timeout)
-        check_count("buffer_bytes", self.buffer_bytes)
-        check_count("max_consecutive_failures", self.max_consecutive_failures, optional=True)
-        check_count("max_reuses", self.max_reuses)
+        failures = check_count("max_consecutive_failures", self.max_consecutive_failures, optional=True)
+        set_fields(
+            self,
+            timeout=check_timeout(self.timeout),
+            buffer_bytes=check_count("buffer_bytes", self.buffer_bytes),
+            max_consecutive_failures=failures,
+            max_reuses=check_count("max_reuses", self.max_reuses),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)  # it contains secrets
@@ -91,11 +96,14 @@ class SaveOptions:
 
     def __post_init__(self) -> None:
         check_flags(self)
-        check_choice("staging", self.staging, get_args(Staging))
-        check_count("thread_count", self.thread_count, optional=True)
-        check_storage_options(self.storage_options)
-        check_type("limits", self.limits, SaveLimits)
-        check_count("max_unflushed", self.max_unflushed)
+        set_fields(
+            self,
+            staging=check_choice("staging", self.staging, get_args(Staging)),
+            thread_count=check_count("thread_count", self.thread_count, optional=True) or min(4, cores()),
+            storage_options=check_storage_options(self.storage_options),
+            limits=check_type("limits", self.limits, SaveLimits),
+            max_unflushed=check_count("max_unflushed", self.max_unflushed),
+        )
         if self.cipher is not None and self.sha256:
             raise ValueError(
                 "sha256 and encryption cannot be combined: encrypted tensors are authenticated, and a hash of their "
@@ -116,8 +124,6 @@ class SaveOptions:
                 "reuse_unchanged and local cannot be combined: local copies are deleted after their flush, and a "
                 "flush sends whole files. Omit reuse_unchanged."
             )
-        object.__setattr__(self, "thread_count", self.thread_count or min(4, cores()))
-        object.__setattr__(self, "storage_options", dict(self.storage_options or {}))
 
     def arguments(self) -> dict[str, Any]:
         """Returns the writer's arguments without secrets.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def needed(by: str, install: str) -> Iterator[None]:
-    """Adds to an `ImportError` of the ``with`` block what needs the library (``by``), and the package to install."""
+    """Adds the importer (``by``) and the package to ``install`` to an `ImportError` of the ``with`` block."""
     try:
         yield
     except ImportError as error:

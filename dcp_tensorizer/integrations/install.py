@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
+from .._job.options import check_no_local_folder
 from .._runtime.torch_compat import PROCESS_EXECUTOR, STORAGE_SETUP
 from .._storage.open import absolute_path, is_location
 from ..planner import LoadPlanner, SavePlanner
@@ -57,14 +58,14 @@ def install(
     - ``DefaultSavePlanner(...)`` and ``DefaultLoadPlanner(...)``, which DCP makes by default, make a `SavePlanner` and
       a `LoadPlanner`.
 
-    This also applies to functions and classes that were imported before. Subclasses, such as torch's ``FsspecWriter``
-    and ``HuggingFaceStorageWriter``, and stagers that are passed to ``async_save`` are not changed. A later call to
-    `install` replaces the options.
+    The replacement also applies to names that were imported before the call. Subclasses, such as torch's
+    ``FsspecWriter`` and ``HuggingFaceStorageWriter``, and stagers that are passed to ``async_save`` are not changed. A
+    later call to `install` replaces the options.
 
     Args:
-        writer_options: Options of `TensorizerStorageWriter`, for all writers. Arguments ``sync_files``, ``overwrite``
-            and ``thread_count`` of a ``FileSystemWriter(...)`` override these options, even if their values are
-            torch's defaults.
+        writer_options: Options of `TensorizerStorageWriter`, for all writers, without ``local`` and ``max_unflushed``.
+            Arguments ``sync_files``, ``overwrite`` and ``thread_count`` of a ``FileSystemWriter(...)`` override these
+            options, even if their values are torch's defaults.
         reader_options: Options of `TensorizerStorageReader`, for all readers.
 
     Raises:
@@ -73,6 +74,7 @@ def install(
     global _installation
     writer_options, reader_options = dict(writer_options or {}), dict(reader_options or {})
     AnyFormatReader(".", **reader_options)  # checks them
+    check_no_local_folder(writer_options)
     stager = TensorizerStorageWriter(**writer_options)
     before, _installation = _installation, _Installation(writer_options, reader_options, stager)
     if before is None:

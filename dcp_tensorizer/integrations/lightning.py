@@ -25,6 +25,7 @@ import io
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,14 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
+from .._job.options import check_no_local_folder, options_of_reader
 from .._job.ranks import Heartbeats, OwnGroup
 from .._runtime.forks import free_in_child
+from .._writer_process.options import SaveLimits
 from ..errors import WriteError
 from ..planner import LoadPlanner
 from ..reader import open_reader
@@ -58,30 +63,41 @@ __all__ = ["TensorizerFabricStrategy", "TensorizerStrategy"]
 
 _META_FILE = "meta.pt"
 _META_KEY = "lightning_meta"
+_REQUEUE = "hpc_ckpt_"  # Lightning's prefix of what it saves before it requeues a job of Slurm
+_UNFINISHED = "requeue.unfinished"
 
 
 class _Asynchronous:
     """Common base of both strategies, with one writer and at most one save in progress.
 
-    Takes the arguments of ``ModelParallelStrategy``, and ``writer_options`` of `TensorizerStorageWriter`.
+    Takes the arguments of ``ModelParallelStrategy``, and the options of the writer and of readers.
     """
 
     is_global_zero: bool
     broadcast: Callable[[Any], Any]
 
-    def __init__(self, *args: Any, writer_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        writer_options: Mapping[str, Any] | None = None,
+        reader_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         given = inspect.signature(super().__init__).bind(*args, **kwargs).arguments
         if not given.get("save_distributed_checkpoint", True):
             raise ValueError(
                 "save_distributed_checkpoint=False asks for one file with the whole state, but with this strategy each "
                 "rank saves its shards. Leave it out, or use Lightning's own strategy."
             )
+        options = dict(writer_options or {})
+        check_no_local_folder(options)
         super().__init__(*args, **kwargs)
-        self._writer = TensorizerStorageWriter(**(writer_options or {}))
+        self._writer = TensorizerStorageWriter(**options)
+        self._reader_options = options_of_reader(".", options, options.get("limits", SaveLimits()), reader_options)
         self._heartbeats: Heartbeats | None = None
         self._save: Future[None] | None = None
         self._after_commit: list[Callable[[], object]] = []
-        self._cleaning = free_in_child(threading.Lock())
+        self._cleaning = free_in_child(threading.RLock())  # Lightning saves in a signal handler
 
     def wait_for_save(self) -> None:
         """Waits until the save in progress is committed, and the checkpoint that it replaces is removed.
@@ -102,7 +118,8 @@ class _Asynchronous:
             if self._heartbeats is not None:
                 self._heartbeats.close()
                 self._heartbeats = None
-            super().teardown()  # type: ignore[misc]
+            with suppress(NotImplementedError):  # Fabric's ends with `checkpoint_io`, which its own strategy refuses
+                super().teardown()  # type: ignore[misc]
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Takes an optimizer step. With ``overlap_staging``, first waits until the parameters may change."""
@@ -115,29 +132,34 @@ class _Asynchronous:
         ``state`` is that of the model and the optimizers, and ``meta`` everything else. First, rank 0 makes the
         checkpoint's directory, and writes its own ``meta`` to ``meta.pt``. If the model has buffers (``has_buffers``),
         the call waits until the state is copied, because the next forward pass may change the buffers. Raises
-        `CheckpointException` if the previous save failed, and `WriteError` if rank 0 could not write ``meta.pt``.
+        `CheckpointException` if the previous save failed, `ValueError` if ``meta`` has a sharded DTensor, and
+        `WriteError` if rank 0 could not write ``meta.pt``.
         """
+        for keys, value in pytree.tree_leaves_with_path(meta):
+            if isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements):
+                raise ValueError(
+                    f"state{pytree.keystr(keys)} is a sharded DTensor, but except for the model and the optimizers, "
+                    "only rank 0's values are saved. Pass its full_tensor(), or save it with dcp.save."
+                )
         self.wait_for_save()
         if self._heartbeats is None:
             self._heartbeats = Heartbeats(OwnGroup())
             self._heartbeats.watch_saves(self._writer.saver)
         replaced = path.with_name(f"{path.name}.replaced")
-        failure = None
+        content = io.BytesIO()
+
+        def write_meta() -> None:
+            if path.is_file():  # an old file stays until its replacement is committed
+                path.replace(replaced)
+            torch.save(meta, content)
+            path.mkdir(parents=True, exist_ok=True)
+            unfinished = path / f".{_META_FILE}"
+            unfinished.write_bytes(content.getvalue())
+            unfinished.replace(path / _META_FILE)
+
+        self._on_rank_0(write_meta, path / _META_FILE)
         if self.is_global_zero:
-            try:
-                if path.is_file():  # an old file stays until its replacement is committed
-                    path.replace(replaced)
-                content = io.BytesIO()
-                torch.save(meta, content)
-                path.mkdir(parents=True, exist_ok=True)
-                unfinished = path / f".{_META_FILE}"
-                unfinished.write_bytes(content.getvalue())
-                unfinished.replace(path / _META_FILE)
-                state = {**state, _META_KEY: content.getvalue()}
-            except Exception as error:
-                failure = f"rank 0 could not write {path / _META_FILE}: {error!r}"
-        if failure := self.broadcast(failure):  # so that the other ranks do not wait for rank 0
-            raise WriteError(failure)
+            state = {**state, _META_KEY: content.getvalue()}
         group = self._heartbeats.group
         saved = async_save(state, storage_writer=self._writer, checkpoint_id=path, process_group=group)
         self._save = saved if isinstance(saved, Future) else saved.upload_completion
@@ -145,6 +167,17 @@ class _Asynchronous:
             self._writer.synchronize_staging()
         if self.is_global_zero and replaced.is_file():
             self._when_committed(lambda: replaced.unlink(missing_ok=True))
+
+    def _on_rank_0(self, write: Callable[[], object], path: Path) -> None:
+        """Calls ``write`` on rank 0, which writes ``path``. If it fails, raises `WriteError` on all ranks."""
+        failure = None
+        if self.is_global_zero:
+            try:
+                write()
+            except Exception as error:
+                failure = f"rank 0 could not write {path}: {error!r}"
+        if failure := self.broadcast(failure):  # so that the other ranks do not wait for rank 0
+            raise WriteError(failure)
 
     def _when_committed(self, action: Callable[[], object]) -> None:
         """Calls ``action`` after the commit of the save in progress, or after the next commit if that save fails.
@@ -169,13 +202,16 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
     ``trainer.save_checkpoint`` and ``ModelCheckpoint`` return when the state is copied from the device, and possibly
     earlier with ``overlap_staging``. The checkpoint that a save replaces is removed after the commit, and stays if the
     save fails. If a save fails, the next save raises the error. If the last save fails, ``trainer.fit`` raises the
-    error at its end, after waiting for the save.
+    error at its end, after waiting for the save. When Lightning requeues a job of Slurm, its save of ``hpc_ckpt_...``
+    returns after the commit.
 
     The strategy also loads checkpoints of Lightning's ``ModelParallelStrategy``, and takes its arguments:
     ``data_parallel_size``, ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
 
     Args:
-        writer_options: Options of `TensorizerStorageWriter`.
+        writer_options: Options of `TensorizerStorageWriter`, without ``local`` and ``max_unflushed``.
+        reader_options: Options of `TensorizerStorageReader`, with the defaults of `CheckpointManager`: the timeout and
+            the key are the writer's. ``{"encryption": None}`` loads a checkpoint that is not encrypted.
     """
 
     def setup(self, trainer: Trainer) -> None:
@@ -205,7 +241,7 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
 
         Raises:
             TypeError: ``storage_options`` is given, which is not supported.
-            ValueError: the path is a URL.
+            ValueError: the path is a URL, or a value outside the model and the optimizers is a sharded DTensor.
             CheckpointException: the previous save failed.
             WriteError: the directory or its ``meta.pt`` could not be written.
         """
@@ -213,7 +249,15 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
         state = {"state_dict": checkpoint.pop("state_dict")}
         has_buffers = _has_buffers(self.model, state["state_dict"])
         state |= {f"optimizer_{n}": value for n, value in enumerate(checkpoint.pop("optimizer_states", []))}
-        self._start_save(_local(self.broadcast(filepath)), state, checkpoint, has_buffers=has_buffers)
+        path = _local(self.broadcast(filepath))
+        if not path.name.startswith(_REQUEUE):
+            self._start_save(path, state, checkpoint, has_buffers=has_buffers)
+            return
+        # When this returns, Lightning requeues the job, which loads the last path with this prefix, committed or not.
+        unfinished = path.with_name(_UNFINISHED)
+        self._start_save(unfinished, state, checkpoint, has_buffers=has_buffers)
+        self.wait_for_save()
+        self._on_rank_0(lambda: unfinished.replace(path), path)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes a checkpoint after the commit of the save in progress, or immediately if there is none."""
@@ -228,7 +272,7 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
             return super().load_checkpoint(path, weights_only)  # type: ignore[no-any-return]
         optimizers = {f"optimizer_{n}": optimizer for n, optimizer in enumerate(self.optimizers)}
         strict = self.lightning_module.strict_loading
-        return _load(path, ("state_dict", self.model), optimizers, strict, weights_only)
+        return _load(path, ("state_dict", self.model), optimizers, strict, weights_only, self._reader_options)
 
 
 class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
@@ -236,13 +280,16 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
 
     ``fabric.save`` returns when the state is copied from the device, and possibly earlier with ``overlap_staging``. If
     a save fails, the next save or ``fabric.strategy.wait_for_save()`` raises the error. Call ``wait_for_save()`` after
-    the last save, because Fabric has no teardown.
+    the last save, because Fabric has no teardown. Values other than the model and the optimizers are saved as they are
+    on rank 0.
 
     The strategy also loads checkpoints of Lightning's ``ModelParallelStrategy``, and takes its arguments:
     ``parallelize_fn``, ``data_parallel_size``, ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
 
     Args:
-        writer_options: Options of `TensorizerStorageWriter`.
+        writer_options: Options of `TensorizerStorageWriter`, without ``local`` and ``max_unflushed``.
+        reader_options: Options of `TensorizerStorageReader`, with the defaults of `CheckpointManager`: the timeout and
+            the key are the writer's. ``{"encryption": None}`` loads a checkpoint that is not encrypted.
     """
 
     def save_checkpoint(
@@ -256,7 +303,8 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
 
         Raises:
             TypeError: ``storage_options`` or ``filter`` is given, which are not supported.
-            ValueError: the state has no model, or several, or the path is a URL.
+            ValueError: the state has no model, or several, or the path is a URL, or a value outside the model and the
+                optimizers is a sharded DTensor.
             CheckpointException: the previous save failed.
             WriteError: the directory or its ``meta.pt`` could not be written.
         """
@@ -295,7 +343,7 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
             return super().load_checkpoint(path, state, strict, weights_only)  # type: ignore[no-any-return]
         optimizers = {key: value for key, value in state.items() if isinstance(value, Optimizer)}
         model = _model_of(state)
-        meta = _load(path, model, optimizers, strict, weights_only)
+        meta = _load(path, model, optimizers, strict, weights_only, self._reader_options)
         for key in state.keys() - optimizers.keys() - {model[0]}:
             if key in meta and isinstance(state[key], Stateful):
                 state[key].load_state_dict(meta.pop(key))
@@ -337,6 +385,7 @@ def _load(
     optimizers: Mapping[str, Optimizer],
     strict: bool,
     weights_only: bool | None,
+    options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Loads a model and its optimizers, by key. Returns the other values.
 
@@ -344,12 +393,13 @@ def _load(
     checkpoint lacks.
     """
     meta: dict[str, Any] = {_META_KEY: b""}
-    load(meta, storage_reader=open_reader(path), planner=LoadPlanner(allow_partial_load=True))
+    load(meta, storage_reader=open_reader(path, **options), planner=LoadPlanner(allow_partial_load=True))
     key, module = model
     state: dict[str, Any] = {key: get_model_state_dict(module)}
     state |= {name: get_optimizer_state_dict(module, optimizer) for name, optimizer in optimizers.items()}
     for part in [state] if strict else [{name: state[name]} for name in (*optimizers, key)]:
-        load(part, storage_reader=open_reader(path), planner=LoadPlanner(allow_partial_load=not strict and key in part))
+        planner = LoadPlanner(allow_partial_load=not strict and key in part)
+        load(part, storage_reader=open_reader(path, **options), planner=planner)
         state |= part
     module.load_state_dict(state[key], strict=strict)
     for name, optimizer in optimizers.items():

@@ -77,7 +77,7 @@ class TensorizerCheckpointManager(CheckpointManager):
         """torch_checkpointing's configuration.
 
         Of ``save.staging_config``, only ``use_async_staging`` has an effect: it sets the writer's ``overlap_staging``.
-        ``save.writer_config`` and ``save.process_config`` have no effect. ``load`` only affects loads of
+        ``save.writer_config`` and ``save.process_config`` have no effect. ``load`` affects only loads of
         torch_checkpointing's own checkpoints.
 
         Attributes:

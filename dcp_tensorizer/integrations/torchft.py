@@ -68,8 +68,8 @@ class TensorizerTransport:
             ``{"user": {"default": state}, "torchft": ...}``. Tensors of the same key, shape and dtype are filled in
             place. Tensors without a target are allocated in host memory. Required if the state has DTensors.
         interface: The name or address of the network interface to listen on. None: the interface towards torchft's
-            lighthouse, if ``TORCHFT_LIGHTHOUSE`` names one. If that is missing or local, the interface of the host's
-            name, or else that of the default route.
+            lighthouse (``TORCHFT_LIGHTHOUSE``). If there is no lighthouse, or this is the loopback interface, the
+            interface of the host's name; if that is the loopback interface, too, the interface of the default route.
         reader_options: ``allow_pickle``, ``verify``, ``thread_count``, ``on_progress``, ``on_report``, as in
             `TensorizerStorageReader`.
 
@@ -121,7 +121,7 @@ class TensorizerTransport:
 
         Args:
             dst_ranks: The joining replicas; unused, because the metadata alone gives access.
-            step: The step that they request.
+            step: The step that the joining replicas request.
             state_dict: Nested containers of tensors and other values. Of DTensors, this rank's part is sent, for the
                 rank with the same number in other replicas.
             timeout: Timeout for the keeper's answer, a minute at most. The keeper does not wait for other replicas.

@@ -41,7 +41,7 @@ class TensorizerCheckpointManager(CheckpointManager):
       torchtitan's own manager can resume with this one.
     - Only committed checkpoints count for ``keep_latest_k``. In the asynchronous modes, an old checkpoint is removed
       after the commit of the save that takes its place: by the next save, or by ``close``. torchtitan's own manager may
-      remove it before that commit.
+      remove it before that commit. As with that manager, the save of the last step removes nothing.
     - ``close`` waits for the save in progress.
 
     The error of a failed save is raised once, by the next save or by ``close``. ``last_save_in_hf`` exports as

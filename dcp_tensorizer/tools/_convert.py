@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._runtime.forks import free_in_child
-from .._runtime.validation import did_you_mean
+from .._runtime.validation import check_type, did_you_mean
 from .._tensor_file.regions import Region
 from ..errors import ConversionError, ReadError, WriteError
 from . import FORMATS
@@ -74,6 +74,7 @@ def convert(
             one at a time.
 
     Raises:
+        TypeError: ``options`` is not an instance of `ConvertOptions`.
         ConversionError: the conversion is not possible as requested: for example, ``target`` exists, an option is
             invalid, or the format cannot hold a value (the message names its key).
         NotCommitted: there is no checkpoint at ``source``.
@@ -82,11 +83,11 @@ def convert(
         CheckpointError: ``source`` is damaged or cannot be read, or ``target`` cannot be written.
     """
     started = time.monotonic()
-    options = options or ConvertOptions()
-    for name in filter(None, (to, options.source_format)):
+    options = ConvertOptions() if options is None else check_type("options", options, ConvertOptions)
+    for name in (to, *filter(None, [options.source_format])):
         if name not in FORMATS:
             raise ConversionError(
-                f"the format must be one of {', '.join(FORMATS)}, got {name!r}{did_you_mean([name], FORMATS)}"
+                f"the format must be one of {', '.join(FORMATS)}, got {name!r}{did_you_mean([str(name)], FORMATS)}"
             )
     check_options(options, to, os.fspath(target))
     view = open_checkpoint(source, storage_options or {}, options.source_format, encryption)

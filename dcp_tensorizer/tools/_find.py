@@ -45,7 +45,7 @@ logger = logging.getLogger("dcp_tensorizer")
 
 _NUMBER = re.compile(r"\d+")
 _TRAILER = 24  # last bytes, which mark the pickles that this package wrote before its first release
-_MAX_NAMED, _MAX_DEPTH = 3, 2  # of a hint: checkpoints named, and levels of directories searched
+_MAX_NAMED, _MAX_DEPTH = 3, 2  # limits of `where_below`: named checkpoints, searched levels of directories
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +190,7 @@ def read_parts_at(storage: Storage) -> dict[int | None, Metadata]:
 
 def checkpoints_in(storage: Storage) -> list[str]:
     """Returns the subdirectories that hold a checkpoint, the highest step first; none if the directory is missing."""
-    try:
-        return list(_checkpoints_below(storage, 1))
-    except NotCommitted:
-        return []
+    return list(_checkpoints_below(storage, 1))
 
 
 def where_below(storage: Storage) -> str:
@@ -208,13 +205,18 @@ def where_below(storage: Storage) -> str:
 
 
 def _checkpoints_below(storage: Storage, depth: int) -> Iterator[str]:
-    """Yields the relative paths of checkpoints, the highest step first."""
-    for name in sorted(storage.listing()[1], key=lambda name: (step_of(name) or 0, name), reverse=True):
-        child = storage.child(name)
-        if any(is_metadata_file_name(file.name) for file in child.listing()[0]):
-            yield name
-        elif depth > 1:
-            yield from (f"{name}/{below}" for below in _checkpoints_below(child, depth - 1))
+    """Yields the relative paths of checkpoints, the highest step first.
+
+    Skips directories that have been deleted since their parent was listed.
+    """
+    with suppress(NotCommitted):
+        for name in sorted(storage.listing()[1], key=lambda name: (step_of(name) or 0, name), reverse=True):
+            child = storage.child(name)
+            with suppress(NotCommitted):
+                if any(is_metadata_file_name(file.name) for file in child.listing()[0]):
+                    yield name
+                elif depth > 1:
+                    yield from (f"{name}/{below}" for below in _checkpoints_below(child, depth - 1))
 
 
 def walk(storage: Storage) -> Folder:

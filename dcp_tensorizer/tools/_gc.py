@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .._runtime.validation import check_count, check_flags, check_timeout
 from .._saving.commit import remove_files, withdraw
 from .._storage.base import FileInfo, Storage
 from .._storage.open import open_storage
@@ -84,14 +85,14 @@ def collect(
         storage_options: Options of a URL's storage, such as credentials.
 
     Raises:
-        ValueError: ``keep_latest`` is less than 1.
+        TypeError, ValueError: an argument is invalid: for example, ``keep_latest`` is less than 1, or ``older_than``
+            negative or NaN.
         NotCommitted: there is no such directory.
         ReadError: the directory cannot be listed.
     """
-    if keep_latest is not None and keep_latest < 1:
-        raise ValueError(
-            f"keep_latest must be at least 1, got {keep_latest}: the newest checkpoint is always retained."
-        )
+    keep_latest = check_count("keep_latest", keep_latest, optional=True)
+    older_than = check_timeout(older_than, least=0, name="older_than", optional=True)
+    check_flags(only_data=only_data, dry_run=dry_run)
     removals = plan_collection(open_storage(path, storage_options), keep_latest, older_than, only_data=only_data)
     return tuple(removal[1] if dry_run else remove(removal) for removal in removals)
 
@@ -191,7 +192,7 @@ def _file_set(top: Folder) -> set[tuple[str, FileInfo, bool]]:
 
 
 def _chosen(folder: Folder, planned: Collected) -> list[FileInfo]:
-    """Files in incomplete uploads are among the leftovers, but not in a listing."""
+    """Returns the planned files. Incomplete uploads are among the leftovers, but not in a listing."""
     names = set(planned.files)
     found = {file.name: file for file in (*folder.leftovers, *_files_below(folder))}
     return [file for name, file in found.items() if name in names]

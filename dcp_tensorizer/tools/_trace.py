@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._runtime.spans import Span
+from .._runtime.validation import check_paths
 from ..errors import NotCommitted, ReadError
 from ._atomic_output import beside, check_apart
 
@@ -67,13 +68,14 @@ def trace(sources: Sequence[_Path], output: _Path = "trace.json") -> Traced:
         output: The trace: a local path, or a URL. An existing file is replaced.
 
     Raises:
-        ValueError: there are no sources.
+        TypeError, ValueError: ``sources`` is not a list of paths, or is empty.
         ConversionError: ``output`` is a URL that lacks a directory or a file name, or is one of the trace files.
         NotCommitted: a source is neither a trace file nor a folder with one, or the files hold neither a save nor a
             load.
         ReadError: a file cannot be read, or is not a trace file.
         WriteError: the trace cannot be written.
     """
+    sources = check_paths("sources", sources)
     if not sources:
         raise ValueError("sources is empty. Name at least one trace file or folder.")
     found = [file for source in sources for file in _files(Path(os.path.expanduser(source)))]

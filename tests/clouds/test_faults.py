@@ -26,7 +26,7 @@ class _CloudFaults(HttpFaults):
     secret = ACCOUNT_KEY
     upload_requests = 3
     timeout = 2.0
-    hanging = ("put", "read")  # the libraries retry parts for minutes
+    hanging = ("put", "read", "range", "head")  # the libraries retry parts for minutes
 
     @pytest.fixture
     def url(self, server: AzureServer | GoogleServer) -> str:

@@ -5,6 +5,7 @@ import signal
 import time
 from contextlib import nullcontext, suppress
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -127,8 +128,17 @@ _COPIES = {"survive": 60.0, "copies": 2}
         (({}, {}, {"survive": 60.0}), "survive is 0.0 on ranks 0, 1, 60.0 on rank 2"),
         (
             ({"keep_best": "loss"}, {"keep_best": ("loss", "max")}, {}),
-            "keep_best is 'loss' on rank 0, ('loss', 'max') on rank 1, None on rank 2",
+            "keep_best is ('loss', 'min') on rank 0, ('loss', 'max') on rank 1, None on rank 2",
         ),
+        (
+            (
+                {"save_interval": 60, "keep_latest": 2, "keep_best": "loss", "survive": 0},
+                {"save_interval": 60.0, "keep_latest": np.int64(2), "keep_best": ("loss", "min")},
+                {"save_interval": np.float32(60), "keep_latest": np.uint8(2), "keep_best": "loss"},
+            ),
+            None,
+        ),
+        (({"save_interval": (60, 3600)}, {"save_interval": [60.0, 3600]}, {"save_interval": (60, 3600.0)}), None),
         (
             tuple(
                 _COPIES | {"copy_options": CopyOptions(**option)}
@@ -137,10 +147,13 @@ _COPIES = {"survive": 60.0, "copies": 2}
             None,
         ),
     ],
-    ids=["folder", "save_every", "survive", "keep_best", "may-differ"],
+    ids=["folder", "save_every", "survive", "keep_best", "equal", "equal-bounds", "may-differ"],
 )
 def test_ranks_whose_managers_differ(tmp_path, options, words):
-    """No rank gets a manager, and the error names the values and their ranks. Options of one host may differ."""
+    """No rank gets a manager, and the error names the values and their ranks.
+
+    Options of one host may differ, and equal values of other types are the same.
+    """
     words = words and f"the managers of the ranks differ: {words}. Pass the same value on every rank."
     assert run_ranks(3, _differs, tmp_path / "run", options) == [words] * 3
 

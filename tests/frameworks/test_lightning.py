@@ -1,6 +1,7 @@
 """Lightning's Trainer and Fabric with the strategies of `dcp_tensorizer.integrations.lightning`."""
 
 import shutil
+import signal
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy
+from tensorizer import EncryptionParams
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -22,6 +25,7 @@ from dcp_tensorizer.integrations.lightning import TensorizerFabricStrategy, Tens
 
 from ..lab.checkpoints import tensors_of
 from ..lab.processes import workers
+from ..lab.ranks import kill_self
 from ..lab.waiting import WAIT, Gate, hold_memory, in_thread, wait_until_inside
 from .jobs import die, digests, is_ours, run_job, takes_what_its_base_takes
 
@@ -65,7 +69,7 @@ def _fit(world, strategy, *callbacks, path=None, **options):
     )
 
 
-def _fit_module(module, strategy, *callbacks, world=1, path=None):
+def _fit_module(module, strategy, *callbacks, world=1, path=None, **options):
     trainer = Trainer(
         accelerator="cpu",
         devices=world,
@@ -77,6 +81,7 @@ def _fit_module(module, strategy, *callbacks, world=1, path=None):
         callbacks=list(callbacks),
         enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
         max_steps=6,
+        **options,
     )
     trainer.fit(module, ckpt_path=path)
 
@@ -187,6 +192,44 @@ def _fail_at_last(rank, folder):
 def test_a_failed_save_is_raised(tmp_path):
     """The next save, or the end of training, raises the error of a failed save on every rank."""
     run_job(2, _fail_at_last, tmp_path)
+
+
+def _requeue(rank, folder, killed_inside):
+    """Sends itself Slurm's signal in the fourth step, while an old checkpoint is removed. Returns how the run began."""
+    del rank
+    slurm = {"JOB_ID": "7", "NTASKS": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0", "JOB_NAME": "train"}
+    resumed = _Resumed()
+
+    def step(trainer, module):
+        strategy = trainer.strategy
+        if trainer.global_step != 4 or killed_inside is None:
+            return
+        torch.save((trainer.global_step, module.digests()), folder / "saved")
+        if killed_inside:
+            wait = strategy.wait_for_save
+            strategy.wait_for_save = lambda: kill_self() if (folder / "requeue.unfinished").exists() else wait()
+        patch.setattr(ModelParallelStrategy, "remove_checkpoint", lambda *_: signal.raise_signal(signal.SIGUSR1))
+        strategy.remove_checkpoint(folder / "old")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in slurm.items():
+            patch.setenv(f"SLURM_{name}", value)
+        patch.setattr("lightning.pytorch.trainer.connectors.signal_connector.call", lambda command: kill_self())
+        strategy = TensorizerStrategy(data_parallel_size=1, tensor_parallel_size=1)
+        plugins = [SLURMEnvironment(auto_requeue=True)]
+        _fit_module(_Module(), strategy, resumed, _EachStep(step), plugins=plugins, default_root_dir=folder)
+    return resumed.step, resumed.digests
+
+
+def test_a_requeued_job_resumes(tmp_path):
+    """A job that Slurm requeues resumes from the save of its signal handler, or, killed in that save, starts anew."""
+    run_job(1, _requeue, tmp_path, True, killed=True)
+    assert (tmp_path / "requeue.unfinished" / "meta.pt").is_file()
+    ((begun, _),) = run_job(1, _requeue, tmp_path, None)
+    assert begun == 0
+    run_job(1, _requeue, tmp_path, False, killed=True)
+    assert run_job(1, _requeue, tmp_path, None) == [torch.load(tmp_path / "saved")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hpc_ckpt_1.ckpt", "saved"]
 
 
 def _fabric(world, **options):
@@ -329,6 +372,63 @@ def test_buffers_are_saved_as_they_were(tmp_path, kind):
     assert found[key].tolist() == seen
 
 
+ENCRYPTED = {"writer_options": {"encryption": EncryptionParams(b"k" * 32)}}
+
+
+def _train_encrypted(rank, folder):
+    """Saves with a key and loads, with the Trainer; returns the digests saved and loaded."""
+    del rank
+    saved, resumed = [], _Resumed()
+    note = _EachStep(lambda trainer, module: saved.append(module.digests()))
+    _fit(1, TensorizerStrategy, note, ModelCheckpoint(folder, every_n_train_steps=4, filename="saved"), **ENCRYPTED)
+    _fit(1, TensorizerStrategy, resumed, path=folder / "saved.ckpt", **ENCRYPTED)
+    return saved[3], resumed.digests
+
+
+def _train_encrypted_fabric(rank, folder):
+    """The same with Fabric, after a checkpoint without a key has been loaded."""
+    del rank
+    fabric, model, optimizer = _fabric(1)
+    fabric.save(folder / "plain", {"model": model})
+    fabric.strategy.wait_for_save()
+    fabric, model, optimizer = _fabric(1, **ENCRYPTED, reader_options={"encryption": None})
+    fabric.load(folder / "plain", {"model": model})
+    fabric, model, optimizer = _fabric(1, **ENCRYPTED)
+    state = {"model": model, "optimizer": optimizer}
+    _steps(fabric, model, optimizer, 1)
+    fabric.save(folder / "saved", state)
+    saved = _fabric_digests(model, optimizer)
+    _steps(fabric, model, optimizer, 1)
+    fabric.load(folder / "saved", state)
+    return saved, _fabric_digests(model, optimizer)
+
+
+@pytest.mark.parametrize("train", [_train_encrypted, _train_encrypted_fabric])
+def test_what_is_saved_with_a_key_is_loaded_with_it(tmp_path, train):
+    """Loads take the writer's key, unless `reader_options` has another or none."""
+    ((saved, loaded),) = run_job(1, train, tmp_path)
+    assert loaded == saved
+
+
+def _save_shards_elsewhere(rank, path):
+    fabric, model, _ = _fabric(2)
+    average = {key: value.detach().clone() for key, value in model.module.state_dict().items()}
+    with pytest.raises(ValueError, match=r"state\['average'\]\['0\.weight'\] is a sharded DTensor"):
+        fabric.save(path, {"model": model, "average": average})
+    assert not path.exists()
+    whole = {key: value.full_tensor() for key, value in average.items()}
+    fabric.save(path, {"model": model, "average": whole, "rank": rank})
+    fabric.strategy.teardown()
+    state = {"model": model, "average": None, "rank": None}
+    fabric.load(path, state)
+    return state["rank"], digests(state["average"]) == digests(average)
+
+
+def test_shards_outside_the_model_are_refused(tmp_path):
+    """Fabric refuses a sharded tensor outside the model, and saves rank 0's whole values; `teardown` commits them."""
+    assert run_job(2, _save_shards_elsewhere, tmp_path / "saved") == [(0, True)] * 2
+
+
 def _bad_fabric(rank, folder):
     del rank
     fabric, model, _ = _fabric(1)
@@ -358,6 +458,14 @@ def test_each_rank_saves_its_shards(strategy, first):
     for arguments in (((), {"save_distributed_checkpoint": False}), (("auto", "auto", False), {})):
         with pytest.raises(ValueError, match="save_distributed_checkpoint=False asks for one file"):
             strategy(*first, *arguments[0], **arguments[1])
+
+
+@pytest.mark.parametrize(("strategy", "first"), STRATEGIES)
+@pytest.mark.parametrize("options", [{"path": "remote", "local": "local"}, {"max_unflushed": 2}])
+def test_a_local_folder_is_refused(strategy, first, options):
+    """A local folder is refused: Lightning would remove a checkpoint before its successor has arrived at the path."""
+    with pytest.raises(ValueError, match=r"or save with CheckpointManager\(local=\.\.\.\)"):
+        strategy(*first, writer_options=options)
 
 
 @pytest.mark.parametrize("strategy", [TensorizerStrategy, TensorizerFabricStrategy])

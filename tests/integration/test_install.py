@@ -228,6 +228,8 @@ def test_options_reach_all_writers_and_readers(tmp_path: Path) -> None:
         assert "overwrite=False" in options_of(FileSystemWriter(tmp_path))
         with pytest.raises(TypeError, match="no_such"):
             install(reader_options={"no_such": 1})
+        with pytest.raises(ValueError, match=r"'local'.*save with CheckpointManager\(local=\.\.\.\)"):
+            install(writer_options={"path": tmp_path, "local": tmp_path / "local"})
         assert "overwrite=False" in options_of(FileSystemWriter(tmp_path))
 
 

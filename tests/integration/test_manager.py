@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -30,6 +31,7 @@ from dcp_tensorizer import (
     MetadataError,
     NotCommitted,
     ReadError,
+    SaveLimits,
     StagingError,
     StateMismatch,
     TensorizerStorageReader,
@@ -102,6 +104,39 @@ def not_saved(folder: Path, step: int, last: str, advice: str = "pass save_at_en
         f"{folder}: the job ends at step {step}, and {last}. To save the last step, {advice}, or pass force=True to "
         f"the last save"
     )
+
+
+def test_options_of_other_types_of_numbers_and_text(tmp_path: Path) -> None:
+    """Numbers of NumPy and subclasses of str are recorded in each save as the plain values."""
+
+    class Text(str):
+        """A subclass that the index cannot store."""
+
+    options = {"keep_latest": np.int64(2), "keep_every": np.int16(2), "keep_best": Text("loss"), "name": Text("s-{}")}
+    limits = SaveLimits(timeout=np.float32(60))  # type: ignore[arg-type]
+    with manager_of(tmp_path, limits=limits, **options) as manager:
+        for step in range(1, 6):
+            manager.save(step, state_of(step), metrics={Text("loss"): np.float32(step)}, wait=True)
+        assert manager.steps() == [1, 2, 4, 5]  # the best, the multiples of 2, and the newest
+    record = record_of(tmp_path, "s-5")
+    assert (record.keep_latest, record.keep_every, record.keep_best) == (2, 2, ("loss", "min"))
+    assert record.metrics == {"loss": 5.0}
+
+
+def test_a_schedule_in_small_numbers(tmp_path: Path) -> None:
+    """A NumPy number of 8 bits as ``save_every`` works for steps that have more."""
+    with manager_of(tmp_path, save_every=np.uint8(100)) as manager:
+        futures = [manager.save(step, state_of(step)) for step in (99, 300, 301)]
+    assert [future is not None for future in futures] == [False, True, False]
+
+
+def test_a_metric_whose_name_cannot_be_stored(tmp_path: Path) -> None:
+    """`save` refuses the name, and the next save works."""
+    with manager_of(tmp_path) as manager:
+        with pytest.raises(ValueError, match=r"^metrics: each name must be valid Unicode, got 'loss.ud800'"):
+            manager.save(1, state_of(1), metrics={"loss\ud800": 1.0})
+        manager.save(2, state_of(2), metrics={"loss": 1.0}, wait=True)
+        assert manager.steps() == [2]
 
 
 def test_the_end_of_training_that_is_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -214,6 +215,22 @@ def test_names_are_changed_by_patterns_and_files_come_along(tmp_path: Path) -> N
 
 
 CONFIG = {"torch_dtype": "float32", "n": 1e-05, "text_config": {"dtype": "float32", "vision_config": {"a": 1}}}
+
+
+def test_files_and_patterns_may_be_iterable_only_once(tmp_path: Path) -> None:
+    """A writer copies the files of `Path.glob`, and an export selects the keys of a generator, in each save."""
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    with SafetensorsStorageWriter(tmp_path / "a", files=(tmp_path / "hf").glob("*.json")) as writer:  # type: ignore[arg-type]
+        for path in (tmp_path / "a", tmp_path / "b"):
+            dcp.save({"w": torch.ones(2)}, storage_writer=writer, checkpoint_id=path)
+            assert names(path) == ["config.json", "model.safetensors"]
+    patterns = (pattern for pattern in ["model.*"])
+    export = Export(tmp_path / "model-{}", every=np.int64(1), include=patterns)  # type: ignore[arg-type]
+    with CheckpointManager(tmp_path / "run", export=export, stop_signals=()) as manager:
+        for step in (1, 2):
+            manager.save(step, {"model": {"w": torch.full((2,), float(step))}, "step": step}, wait=True)
+    assert {step: list(loaded(tmp_path / f"model-{step}")) for step in (1, 2)} == {1: ["w"], 2: ["w"]}
 
 
 @pytest.mark.parametrize(

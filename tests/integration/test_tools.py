@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import os
 import tracemalloc
 from datetime import datetime, timedelta, timezone
@@ -16,6 +17,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import open_reader, tools
+from dcp_tensorizer._storage.base import FileInfo
+from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tensor_file.regions import Region
 from dcp_tensorizer.errors import CheckpointError, DecryptionError, MetadataError, NotCommitted
 from dcp_tensorizer.tools import Collected, convert
@@ -125,8 +128,35 @@ def test_what_is_collected(run: Path) -> None:
     assert tools.collect(run, keep_latest=2) == (planned,)
     assert {path.name for path in run.iterdir()} == {"step-10", "step-11"}
     assert tools.collect(run, keep_latest=1, older_than=3600.0) == ()
-    with pytest.raises(ValueError, match=r"keep_latest must be at least 1, got 0: "):
+    with pytest.raises(ValueError, match=r"^keep_latest must be an int of at least 1, or None, got 0\.$"):
         tools.collect(run, keep_latest=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"older_than": math.nan}, ValueError, "older_than must be at least 0 seconds, .*, got nan"),
+        ({"older_than": -1}, ValueError, "older_than must be at least 0 seconds, .*, got -1"),
+        ({"older_than": timedelta(days=1)}, TypeError, "older_than must be a number of seconds, .*, got timedelta"),
+        ({"keep_latest": True}, TypeError, "keep_latest must be an int of at least 1, or None, got bool"),
+        ({"keep_latest": 2.5}, TypeError, "keep_latest must be an int of at least 1, or None, got float"),
+        ({"dry_run": 1, "keep_latest": 1}, TypeError, "dry_run must be True or False, got 1"),
+    ],
+)
+def test_what_is_not_collected(run: Path, options: dict[str, Any], error: type[Exception], words: str) -> None:
+    """An invalid argument is refused before any checkpoint is removed."""
+    before = sorted(path.name for path in run.iterdir())
+    with pytest.raises(error, match=f"^{words}"):
+        tools.collect(run, **options)
+    assert sorted(path.name for path in run.iterdir()) == before
+
+
+def test_one_path_is_not_a_list(tmp_path: Path) -> None:
+    """The letters of a str would be the paths of a report or a trace."""
+    with pytest.raises(TypeError, match=r"^checkpoints must be a list of paths, got 'ckpt'\.$"):
+        tools.report("ckpt", tmp_path / "report.html")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^sources must be a list of paths, got 'spans'\.$"):
+        tools.trace("spans", tmp_path / "trace.json")  # type: ignore[arg-type]
 
 
 def test_a_path_whose_checkpoints_lie_below(run: Path) -> None:
@@ -213,6 +243,20 @@ def test_a_run_is_verified_as_a_whole(run: Path) -> None:
     found = tools.verify(run)
     assert [damage.file for damage in found.damages] == ["step-11/.metadata", f"step-10/{file.name}"]
     assert found.checkpoints == 3
+
+
+def test_a_step_that_is_deleted_after_it_was_listed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`verify` and hints skip a directory that its parent lists, and that no longer exists."""
+    listing = LocalStorage.listing
+
+    def stale(storage: LocalStorage) -> tuple[list[FileInfo], list[str]]:
+        files, folders = listing(storage)
+        return files, [*folders, "step-12"] if folders else folders
+
+    monkeypatch.setattr(LocalStorage, "listing", stale)
+    assert tools.verify(run).checkpoints == 3
+    with pytest.raises(NotCommitted, match=r"below it: run/step-11, run/step-10, run/step-9\.$"):
+        tools.inspect(run.parent)
 
 
 def test_a_small_index_of_millions_of_chunks(run: Path) -> None:

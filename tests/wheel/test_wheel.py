@@ -22,10 +22,23 @@ def test_a_clean_environment_runs_the_readme_and_the_tutorial():
     assert "No broken requirements" in _run(sys.executable, "-m", "pip", "--python", CLEAN, "check")
 
 
+_TYPED = """
+import torch
+import dcp_tensorizer
+
+def train(state: dict[str, object]) -> None:
+    with SafetensorsStorageWriter("model") as writer:
+        writer.wait_published()
+    with CheckpointManager("run") as manager:
+        manager.save(1, state, metrics={"loss": torch.ones(())})
+    dcp_tensorizer.tools.verify("run")
+"""
+
+
 def test_type_checkers_see_every_public_name(tmp_path):
-    """A program that imports all of them is checked strictly, against the installed package."""
+    """A program that imports all of them, and uses some, is checked strictly, against the installed package."""
     code = "import dcp_tensorizer as d; print('from dcp_tensorizer import', ', '.join(d.__all__))"
-    (tmp_path / "names.py").write_text(_run(CLEAN, "-I", "-W", "error", "-c", code))
+    (tmp_path / "names.py").write_text(_run(CLEAN, "-I", "-W", "error", "-c", code) + _TYPED)
     checker = [sys.executable, "-m", "mypy", "--strict", "--config-file=", f"--cache-dir={tmp_path / 'cache'}"]
     # Not in the checkout, where mypy would check its package instead of the installed one.
     assert "no issues found" in _run(*checker, "--python-executable", CLEAN, "names.py", cwd=tmp_path)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..._runtime.threads import cores
+from ..._runtime.validation import check_count, check_patterns, check_type, set_fields
 from ..._storage.base import RangeReader, Storage
 from ...errors import CheckpointError, ConversionError, MetadataError
 from .._view import CheckpointView, StoredTensor
@@ -20,7 +21,9 @@ _IN_MEMORY = 512 << 20  # bytes of tensors, unless a single one is larger
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """Options of a conversion. An option of one format raises `ConversionError` with any other format.
+    """Options of a conversion. Raises `ConversionError` if one is invalid.
+
+    An option of one format raises `ConversionError` with any other format.
 
     Attributes:
         include: Shell-style patterns of the keys to convert, in which ``*`` also matches dots. Empty: all keys.
@@ -53,6 +56,26 @@ class ConvertOptions:
     rename: Mapping[str, str] = field(default_factory=dict)
     add_prefix: str = ""
 
+    def __post_init__(self) -> None:
+        try:
+            set_fields(
+                self,
+                include=check_patterns("include", self.include),
+                exclude=check_patterns("exclude", self.exclude),
+                buffers=check_patterns("buffers", self.buffers),
+                shard_bytes=check_count("shard_bytes", self.shard_bytes),
+                tensor_parallel=check_count("tensor_parallel", self.tensor_parallel),
+                rename=dict(check_type("rename", self.rename, Mapping)),  # type: ignore[type-abstract]
+                split=dict(check_type("split", self.split, Mapping)),  # type: ignore[type-abstract]
+            )
+        except (TypeError, ValueError) as error:
+            raise ConversionError(str(error)) from None
+        if self.dtype is not None and not (isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point):
+            raise ConversionError(f"dtype must be a floating-point dtype of torch, got {self.dtype!r}.")
+        for pattern, dimension in self.split.items():
+            if type(dimension) is not int:
+                raise ConversionError(f"split must give the number of a dimension for {pattern!r}, got {dimension!r}.")
+
 
 _OF_ONE_FORMAT = {
     "shard_bytes": ("safetensors", "--shard-size"),
@@ -63,8 +86,7 @@ _OF_ONE_FORMAT = {
 
 
 def check_options(options: ConvertOptions, to: str, path: str) -> None:
-    """Raises `ConversionError` for an option that is invalid or would have no effect."""
-    _check_values(options)
+    """Raises `ConversionError` for an option that would have no effect."""
     defaults = ConvertOptions()
     for name, (of, flag) in _OF_ONE_FORMAT.items():
         if to != of and getattr(options, name) != getattr(defaults, name):
@@ -79,22 +101,6 @@ def check_options(options: ConvertOptions, to: str, path: str) -> None:
             f"tensor_parallel (--tensor-parallel N) and split (--split FILE) must be used together, got "
             f"tensor_parallel={options.tensor_parallel} and split={dict(options.split)}. Give both."
         )
-
-
-def _check_values(options: ConvertOptions) -> None:
-    for name in ("include", "exclude", "buffers"):
-        patterns = getattr(options, name)
-        if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
-            raise ConversionError(f"{name} must be a list of patterns, got {patterns!r}.")
-    if options.dtype is not None and not (isinstance(options.dtype, torch.dtype) and options.dtype.is_floating_point):
-        raise ConversionError(f"dtype must be a floating-point dtype of torch, got {options.dtype!r}.")
-    for name in ("shard_bytes", "tensor_parallel"):
-        count = getattr(options, name)
-        if type(count) is not int or count < 1:
-            raise ConversionError(f"{name} must be an int of at least 1, got {count!r}.")
-    for pattern, dimension in options.split.items():
-        if type(dimension) is not int:
-            raise ConversionError(f"split must give the number of a dimension for {pattern!r}, got {dimension!r}.")
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import mmap
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -119,7 +120,13 @@ class _Writer(FileSystemWriter):
 
 
 class _UrlWriter(_Writer, FsspecWriter):
-    pass
+    """A writer that takes the path of an SFTP URL literally. fsspec would take what follows a # or ? for an option."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        sftp = re.fullmatch("((?:sftp|ssh)://[^/]*)(/.*)", url, re.DOTALL)
+        super().__init__(url if sftp is None else sftp[1], **options)
+        if sftp is not None:
+            self.path = sftp[2]
 
 
 class _ReadingPlanner(DefaultSavePlanner):

@@ -166,7 +166,7 @@ def _file_format(storage: Storage, name: str) -> str:
     path = f"{storage.path}/{name}"
     nbytes = storage.head(name)
     try:
-        if nbytes is None:
+        if nbytes is None or (nbytes == 0 and _is_directory(storage, name)):  # some storages report directories so
             raise NotCommitted(f"{path} does not exist, or holds no checkpoint.")
         with storage.reading(name) as reader:
             head = reader.read_range(0, min(9, nbytes))

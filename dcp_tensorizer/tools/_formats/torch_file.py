@@ -211,7 +211,7 @@ def _records(view: CheckpointView) -> dict[str, bytes | StoredTensor]:
 
 
 def _loaded(stored: StoredObject, path: str) -> Any:
-    """Loads an object, which torch.save can only write as part of the state dict."""
+    """Loads an object, which torch.save can write only as part of the state dict."""
     content = stored.read()
     try:
         with loading_object(stored.key, path):
@@ -411,8 +411,8 @@ def exact_paths(state: Mapping[Any, Any], paths: Mapping[str, Path]) -> dict[str
 def check_size(state: Any) -> None:
     """Raises `ValueError` if a nested state dict has a cycle or more than `_MAX_VALUES` values.
 
-    A container counts at each reference, because flattening visits it at each, but is visited only once here. So nested
-    references cannot take exponential time.
+    A container counts once for each reference to it, because flattening visits it each time. This function visits it
+    only once, so nested references cannot take exponential time.
     """
     sizes: dict[int, int] = {}  # the sizes of containers; 0 while one is being counted
     left = [(state, False)]

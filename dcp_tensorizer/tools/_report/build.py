@@ -14,6 +14,7 @@ from datetime import datetime, timezone
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from ..._runtime.validation import check_paths
 from ..._tensor_file.dtypes import dtype_name
 from .._atomic_output import beside, check_apart
 from .._find import step_of
@@ -67,13 +68,14 @@ def report(
         on_progress: Called with the bytes read so far and the total.
 
     Raises:
-        ValueError: there are no checkpoints.
+        TypeError, ValueError: ``checkpoints`` is not a list of paths, or is empty.
         NotCommitted: there is no checkpoint at one of the paths.
         DecryptionError: the key is missing, wrong, or given although no checkpoint is encrypted.
         WriteError: the page cannot be written.
         ConversionError: ``output`` is a URL that lacks a directory or a file name, or is a checkpoint or inside one.
         CheckpointError: a checkpoint is damaged or cannot be read.
     """
+    checkpoints = check_paths("checkpoints", checkpoints)
     if not checkpoints:
         raise ValueError("checkpoints is empty. Name at least one.")
     started = time.monotonic()

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 from paramiko.sftp import CMD_CLOSE, CMD_FSTAT, CMD_OPEN, CMD_READ
 
-from dcp_tensorizer import ReadError, WriteError
+from dcp_tensorizer import CheckpointManager, ReadError, SaveLimits, WriteError
 from dcp_tensorizer._storage.base import Refused, Storage
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._storage.sftp import SftpStorage
 from dcp_tensorizer._tensor_file.names import data_file_name
 from dcp_tensorizer.testing import on_a_page, put_file
+from dcp_tensorizer.tools import list_checkpoints
 
 from ...lab.faults import TcpProxy
 from ...lab.servers import PASSWORD, USER, SftpServer
@@ -178,7 +179,7 @@ def test_address_in_the_url(sftp: SftpServer) -> None:
 def test_a_password_that_is_not_quoted(secret: str) -> None:
     """The error shows no part of the password, and explains how to encode it."""
     with pytest.raises(WriteError) as caught:
-        open_storage(f"sftp://trainer:{secret}@127.0.0.1:1/ckpt", {"look_for_keys": False}, 1.0)
+        open_storage(f"sftp://trainer:{secret}@127.0.0.1:1/ckpt", {"look_for_keys": False}, 1.0).make_directory()
     assert not [part for part in ("trainer", "hunter2", "secret") if part in str(caught.value)]
     assert ("Percent-encode" in str(caught.value)) == (" " not in secret)
 
@@ -261,8 +262,26 @@ def test_many_threads_at_a_server_that_hangs(open_sftp: Opener, tcp: TcpProxy) -
 def test_connecting_to_a_server_that_hangs(sftp: SftpServer, tcp: TcpProxy) -> None:
     """Connecting to a silent server raises an error at the timeout."""
     tcp.silent_until = math.inf
-    with pytest.raises(WriteError, match="cannot open"):
-        open_storage("sftp://127.0.0.1/x", sftp.options(tcp.port), 0.3)
+    with pytest.raises(WriteError, match="cannot create"):
+        open_storage("sftp://127.0.0.1/x", sftp.options(tcp.port), 0.3).make_directory()
+
+
+def test_a_server_that_is_down_from_the_start(sftp: SftpServer, tcp: TcpProxy) -> None:
+    """Reads and listings raise ReadError, and saves WriteError, with the path and the reason, and no other advice."""
+    tcp.close()
+    options = sftp.options(tcp.port)
+    storage = open_storage("sftp://127.0.0.1/x", options, 1.0)
+    manager = CheckpointManager("sftp://127.0.0.1/x", storage_options=options, limits=SaveLimits(timeout=1.0))
+    reason = f"ConnectionRefusedError: .* port {tcp.port} on 127.0.0.1$"
+    for kind, doing, call in (
+        (ReadError, "read .*/x/a", lambda: storage.read("a")),
+        (ReadError, "list .*/x", lambda: list_checkpoints("sftp://127.0.0.1/x", storage_options=options)),
+        (ReadError, "list .*/x", lambda: manager.restore({})),
+        (WriteError, "write .*/x/a", lambda: storage.put("a", b"x", sync=True)),
+        (WriteError, "create .*/x", storage.make_directory),
+    ):
+        with pytest.raises(kind, match=f"^cannot {doing}: {reason}"):
+            call()
 
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["channel in use", "channel being opened"])

@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -88,11 +89,6 @@ def test_selecting_renaming_and_casting(tmp_path: Path) -> None:
         (ConvertOptions(strip_prefix="a."), "would both be 'b'"),
         (ConvertOptions(source_format="torch"), "must be in the format torch, got dcp_tensorizer"),
         (ConvertOptions(tensor_parallel=2, split={"*.w": 0}), "no key matches"),
-        (ConvertOptions(include="a.*"), "include must be a list of patterns, got 'a"),
-        (ConvertOptions(exclude="b"), "exclude must be a list of patterns"),
-        (ConvertOptions(dtype=torch.int32), "dtype must be a floating-point dtype"),
-        (ConvertOptions(tensor_parallel=0), "tensor_parallel must be an int of at least 1"),
-        (ConvertOptions(tensor_parallel=2, split={"a.b": True}), "split must give the number of a dimension for 'a.b'"),
         (ConvertOptions(dtype=torch.float4_e2m1fn_x2), "'a.b' has dtype torch.float32, which torch cannot convert to"),
         (ConvertOptions(include=["a.b"], tensor_parallel=2, split={"a.b": 0}), "'a.b' of shape .3,. cannot be split"),
         (ConvertOptions(include=["a.b"], tensor_parallel=2, split={"a.b": 1}), "cannot be split"),
@@ -104,6 +100,41 @@ def test_what_cannot_be_done_is_said_first(tmp_path: Path, options: ConvertOptio
     with pytest.raises(ConversionError, match=words):
         convert(tmp_path / "a", tmp_path / "b", "tensorizer", options=options)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"include": "a.*"}, "include must be a list of patterns, got 'a.*'."),
+        ({"exclude": "b"}, "exclude must be a list of patterns"),
+        ({"dtype": torch.int32}, "dtype must be a floating-point dtype"),
+        ({"tensor_parallel": 0}, "tensor_parallel must be an int of at least 1, got 0."),
+        ({"tensor_parallel": 2, "split": {"a.b": True}}, "split must give the number of a dimension for 'a.b'"),
+        ({"split": [("a.b", 0)]}, "split must be an instance of Mapping, got list."),
+        ({"rename": [("a", "b")]}, "rename must be an instance of Mapping, got list."),
+    ],
+)
+def test_options_are_checked_when_they_are_made(given: dict[str, Any], words: str) -> None:
+    """Each error names the option and its value."""
+    with pytest.raises(ConversionError, match=f"^{re.escape(words)}"):
+        ConvertOptions(**given)
+
+
+def test_patterns_may_be_iterable_only_once(tmp_path: Path) -> None:
+    """The options hold them as a tuple, so several conversions leave out the same keys."""
+    make_checkpoint(tmp_path / "a", {"w": torch.ones(3), "b": torch.ones(3)})
+    options = ConvertOptions(exclude=(key for key in ["b"]))  # type: ignore[arg-type]
+    for target in ("1.pt", "2.pt"):
+        assert convert(tmp_path / "a", tmp_path / target, "torch", options=options).tensors == 1
+
+
+def test_arguments_of_another_type_are_refused(tmp_path: Path) -> None:
+    """The target's format is a name, and the options are `ConvertOptions`."""
+    make_checkpoint(tmp_path / "a", {"w": torch.ones(3)})
+    with pytest.raises(ConversionError, match=r"^the format must be one of .*, got None$"):
+        convert(tmp_path / "a", tmp_path / "b", None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^options must be an instance of ConvertOptions, got dict\.$"):
+        convert(tmp_path / "a", tmp_path / "b", "torch", options={})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import torch
 from dcp_tensorizer import SaveLimits
 from dcp_tensorizer._job.options import (
     check_metrics,
-    check_patterns,
     check_state,
     check_survival,
     options_of_reader,
@@ -27,6 +26,8 @@ def test_metrics() -> None:
     for metrics in (3, {"loss": torch.zeros(2)}, {"loss": "low"}, {"loss": "3"}, {"loss": 10**400}, {1: 2.0}):
         with pytest.raises(TypeError, match=r"^metrics"):
             check_metrics(metrics)
+    with pytest.raises(ValueError, match=r"^metrics: each name must be valid Unicode, got 'a.ud800'"):
+        check_metrics({"a\ud800": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -60,14 +61,6 @@ def test_states() -> None:
     ):
         with pytest.raises(TypeError, match="^" + re.escape(f"state must be a dict, such as {words}")):
             check_state(state)
-
-
-def test_patterns() -> None:
-    """Patterns must be a list of strings, not one string."""
-    assert check_patterns("include", ["a.*", "b"]) == ("a.*", "b")
-    for patterns in ("model.*", [7], 7):
-        with pytest.raises(TypeError, match=r"^include must be a list of patterns"):
-            check_patterns("include", patterns)
 
 
 def test_options() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._job.metrics import ASSUMED, GoodputClock
-from dcp_tensorizer._job.policy import SaveInterval, SavePolicy
+from dcp_tensorizer._job.policy import SaveInterval, SavePolicy, check_interval
 
 
 class Time:
@@ -103,7 +103,7 @@ def test_an_interval_has_bounds(bounds: SaveInterval, interval: float) -> None:
     time = Time()
     clock = GoodputClock(time)
     saved(time, clock, stall=0.1, durable=1.0)
-    assert SavePolicy(None, bounds, clock=clock).interval == interval
+    assert SavePolicy(None, check_interval(bounds), clock=clock).interval == interval
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_an_interval_has_bounds(bounds: SaveInterval, interval: float) -> None:
 def test_an_interval_that_makes_no_sense_is_refused(interval: Any, message: str) -> None:
     """The error names the argument and its value."""
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
-        policy_of(None, interval)
+        check_interval(interval)
 
 
 def test_a_policy_counts_what_is_saved_and_what_is_held_apart() -> None:

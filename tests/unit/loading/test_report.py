@@ -7,6 +7,7 @@ import logging
 import time
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer._loading.report import LoadClock, publish
 from dcp_tensorizer._runtime.spans import Span
@@ -95,13 +96,14 @@ def test_a_report_is_logged_and_handed_to_the_user(caplog: pytest.LogCaptureFixt
     assert [(record.levelname, record.message) for record in caplog.records] == [("INFO", str(REPORT))] * 2
 
 
-def test_an_error_of_the_users_callback_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """The callback's error is logged with its traceback, and not raised."""
+@pytest.mark.parametrize("error", [RuntimeError("no dashboard"), CheckpointException("no dashboard", {})])
+def test_an_error_of_the_users_callback_is_logged(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    """The callback's error, also one of DCP, is logged with its traceback, and not raised."""
 
     def fail(report: LoadReport) -> None:
-        raise RuntimeError("no dashboard")
+        raise error
 
     publish(REPORT, fail)
     (record,) = caplog.records
     assert (record.levelname, record.message) == ("ERROR", "on_report failed; the load did not")
-    assert "no dashboard" in caplog.text
+    assert type(error).__name__ in caplog.text

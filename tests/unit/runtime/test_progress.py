@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer._runtime.progress import TransferProgress
 
@@ -25,13 +26,14 @@ def test_a_long_load_is_logged_while_it_runs(caplog: pytest.LogCaptureFixture) -
     ]
 
 
-def test_a_callback_that_fails_is_not_called_again(caplog: pytest.LogCaptureFixture) -> None:
-    """Its error is logged once, and the transfer continues."""
+@pytest.mark.parametrize("error", [RuntimeError("no terminal"), CheckpointException("a load in it failed", {})])
+def test_a_callback_that_fails_is_not_called_again(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    """Its error is logged once, also one of DCP, and the transfer continues."""
     calls: list[int] = []
 
     def fail(done: int, total: int) -> None:
         calls.append(done)
-        raise RuntimeError("no terminal")
+        raise error
 
     transfer = TransferProgress("saving", "/ckpt", fail)
     for done in (1, 2, 3):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import math
 import re
 import threading
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +18,90 @@ from dcp_tensorizer._runtime.validation import (
     check_callable,
     check_choice,
     check_count,
+    check_name,
     check_path,
+    check_paths,
+    check_patterns,
     check_step,
     check_storage_options,
     check_timeout,
     check_type,
     did_you_mean,
+    plain,
 )
+
+
+class Text(str):
+    """A subclass that another process may be unable to import."""
+
+    def __str__(self) -> str:
+        return "other"
+
+
+class Kind(str, enum.Enum):
+    A = "a"
+
+
+class Number(enum.IntEnum):
+    TWO = 2
+
+
+class Seconds(float):
+    """A subclass of float."""
+
+
+def same(value: Any, expected: Any) -> bool:
+    """Returns whether two values, and those in them, are equal and of the same types."""
+    if isinstance(expected, dict):
+        expected, value = list(expected.items()), list(value.items())
+    if isinstance(expected, list | tuple):
+        return type(value) is type(expected) and all(map(same, value, expected)) and len(value) == len(expected)
+    return type(value) is type(expected) and bool(value == expected)
+
+
+def test_subclasses_become_plain() -> None:
+    """Text and numbers lose their subclass, at any depth; a bool and another object stay."""
+    odd = {Text("a"): [Number.TWO, (Seconds(0.5), Kind.A)], "b": {"c": np.float64(1.5)}, "d": True, "e": None}
+    assert same(plain(odd), {"a": [2, (0.5, "a")], "b": {"c": 1.5}, "d": True, "e": None})
+    other = object()
+    assert plain(other) is other
+
+
+def test_checks_return_plain_values() -> None:
+    """What is stored, sent or compared is an int, a float, a str or a tuple, whatever was passed."""
+    assert same(check_path(Text("/a")), "/a")
+    assert same(check_path(Path("/a")), "/a")
+    assert same(check_name("name", Text("a")), "a")
+    assert same(check_choice("staging", Kind.A, ("a", "b")), "a")
+    for seconds in (np.float16(60), 60, Fraction(60), Seconds(60)):
+        assert same(check_timeout(seconds), 60.0)
+    assert check_timeout(None, optional=True) is None
+    for count in (np.uint8(2), Number.TWO):
+        assert same(check_count("every", count), 2)
+    assert same(check_storage_options({Text("a"): {"b": Number.TWO}}), {"a": {"b": 2}})
+    assert check_storage_options(None) == {}
+
+
+def test_patterns_and_paths_are_lists() -> None:
+    """They may also be iterable only once. One str, whose letters would be the items, is refused."""
+    assert same(check_patterns("include", ["a.*", Text("b")]), ("a.*", "b"))
+    assert check_patterns("include", (key for key in "ab")) == ("a", "b")
+    assert check_paths("files", iter(["/a", Path("b")])) == ("/a", Path("b"))
+    for value in ("model.*", [7], 7, {"a": 1}, None):
+        with pytest.raises(TypeError, match=r"^include must be a list of patterns, got "):
+            check_patterns("include", value)
+        with pytest.raises(TypeError, match=r"^files must be a list of paths, got "):
+            check_paths("files", value)
+    with pytest.raises(ValueError, match=r"^files must not contain an empty path\.$"):
+        check_paths("files", ["a", ""])
+
+
+def test_names_can_be_stored() -> None:
+    """A lone surrogate is refused, because UTF-8 has none."""
+    with pytest.raises(ValueError, match=r"^name must be valid Unicode, got 'a.ud800', which has a lone surrogate\.$"):
+        check_name("name", "a\ud800")
+    with pytest.raises(TypeError, match=r"^name must be a str, got int\.$"):
+        check_name("name", 7)
 
 
 @pytest.mark.parametrize("value", ["/a", "s3://bucket/a", "", Path("a")])
@@ -56,7 +136,7 @@ def test_timeouts_are_positive_and_finite(value: Any) -> None:
     check_timeout(value)
 
 
-@pytest.mark.parametrize("value", [0, 0.0, -1, math.inf, -math.inf, math.nan, 1e300])
+@pytest.mark.parametrize("value", [0, 0.0, -1, math.inf, -math.inf, math.nan, 1e300, 10**400, -(10**400)])
 def test_other_timeouts_are_refused(value: float) -> None:
     """The error has the name, the allowed values and the value."""
     with pytest.raises(
@@ -139,9 +219,24 @@ def test_choices() -> None:
 
 def test_types() -> None:
     """The error names the expected type."""
-    check_type("limits", 5, int)
+    assert check_type("limits", 5, int) == 5
     with pytest.raises(TypeError, match=r"^limits must be an instance of int, got str\.$"):
         check_type("limits", "5", int)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    count: int = 3
+
+
+class OwnLimits(Limits):
+    """A subclass of options."""
+
+
+def test_a_subclass_of_options_becomes_the_options() -> None:
+    """Its fields count, and another process need not know the subclass."""
+    limits = check_type("limits", OwnLimits(5), Limits)
+    assert (type(limits), limits) == (Limits, Limits(5))
 
 
 def test_close_names_are_suggested() -> None:

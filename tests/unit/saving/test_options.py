@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import inspect
 import math
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 from tensorizer import EncryptionParams
 
@@ -79,6 +81,30 @@ def test_options_that_make_no_sense_are_refused(given: dict[str, Any], error: ty
     """Each error names the argument and the allowed values."""
     with pytest.raises(error, match=message):
         options(**given)
+
+
+class OwnLimits(SaveLimits):
+    """A subclass, which the writer process cannot import."""
+
+
+class Odd(enum.IntEnum):
+    TWO = 2
+
+
+class OddStaging(str, enum.Enum):
+    SHARED = "shared"
+
+
+def test_options_are_plain_whatever_was_passed() -> None:
+    """The writer process gets no type of the caller's modules, and no number of NumPy."""
+    limits = OwnLimits(np.float32(60), Odd.TWO, np.int64(4), Odd.TWO)  # type: ignore[arg-type]
+    given = {"limits": limits, "staging": OddStaging.SHARED, "thread_count": Odd.TWO, "storage_options": {"n": Odd.TWO}}
+    made = options(**given)
+    expected = SaveOptions(
+        limits=SaveLimits(60.0, 2, 4, 2), staging="shared", thread_count=2, storage_options={"n": 2}, cipher=None
+    )
+    assert made == expected
+    assert pickle.dumps(made) == pickle.dumps(expected)
 
 
 def test_device_staging_is_refused_with_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:

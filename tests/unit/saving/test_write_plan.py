@@ -167,6 +167,21 @@ def test_a_planner_that_gives_another_shape_than_it_planned_is_an_error() -> Non
         resolve(plan, planner)
 
 
+@pytest.mark.parametrize("data", [None, b"xx"])
+@pytest.mark.parametrize(("value", "kind"), [(torch.ones(2), "Tensor"), (7, "BytesIO")])
+def test_a_planner_that_resolves_to_no_data_is_an_error(data: object, value: object, kind: str) -> None:
+    """The error names the key, the required type and what `resolve_data` returned."""
+
+    class Odd(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            return data
+
+    plan, planner = planned({"w": value}, Odd)
+    words = f"'w' cannot be saved: the planner's resolve_data must return an instance of {kind}, and returned {data!r}"
+    with pytest.raises(WriteError, match=f"^{re.escape(words)}$"):
+        resolve(plan, planner)
+
+
 @pytest.mark.parametrize("cls", [SavePlanner, DefaultSavePlanner])
 def test_a_state_that_is_not_the_planned_one_is_an_error(cls: type[DefaultSavePlanner]) -> None:
     """A value that is missing or has another shape is an error that names the key."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import sys
+from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry
 
-from dcp_tensorizer import TensorizerStorageWriter, WriteError
+from dcp_tensorizer import CheckpointManager, ReadError, TensorizerStorageReader, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._storage.open import check_location, open_storage
 
 
@@ -51,6 +55,35 @@ def test_a_missing_library_is_installed_by_an_extra(
             taker(url)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "gs://bucket/run/a::1",
+        "s3://bucket/a::latest",
+        "az://container/a::memory://b",
+        "memory://run/a::1",
+        "simplecache::memory://run/a::1",
+        "sftp://u:hunter2@host/a::1",
+        "file:///data/a::1",
+        "/data/a::1",
+    ],
+)
+def test_a_path_with_two_colons_is_refused(url: str) -> None:
+    """fsspec splits URLs at ::, so that two paths could lead to one directory. Nothing is opened."""
+    takers = (open_storage, check_location, TensorizerStorageWriter, TensorizerStorageReader, CheckpointManager)
+    for taker in takers:
+        with pytest.raises(WriteError, match="its path contains ::, which chains") as caught:
+            taker(url)
+        assert "hunter2" not in str(caught.value)
+
+
+def test_chains_and_addresses_with_two_colons_are_accepted(tmp_path: Path) -> None:
+    """A filesystem that opens another one may precede ::, and an IPv6 address and a path that is no text contain it."""
+    urls = ["simplecache::memory://run", "dir://a::memory://run", "zip://x::/data/a.zip", "sftp://u@[::1]:22/run"]
+    assert [check_location(url) for url in urls] == urls
+    assert check_location(tmp_path / "a::1") == tmp_path / "a::1"
+
+
 def test_a_storage_removes_its_options_from_messages() -> None:
     """A storage can be reopened with the options that it was opened with."""
     storage = open_storage("memory://bucket", {"token": "correct-horse", "endpoint_url": "http://minio.local:9000"})
@@ -85,6 +118,34 @@ def test_filesystems_that_connect_by_themselves_get_timeouts(
     open_storage(f"{protocol}://bucket/x", {}, 60.0)
     open_storage(f"{protocol}://bucket/x", {"block_size": 1} | dict.fromkeys(defaults, 1), 60.0)
     assert given == [defaults, dict.fromkeys(defaults, 1)]
+
+
+@pytest.mark.parametrize("protocol", ["gs", "az"])
+def test_a_library_that_retries_is_interrupted(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
+    """Listings, reads and writes of small files end after the timeout, however long the library retries."""
+
+    class Hanging(AsyncFileSystem):  # type: ignore[misc]
+        cachable = False
+
+        async def hang(self, *args: Any, **options: Any) -> None:
+            await asyncio.Event().wait()
+
+        _ls = _info = _cat_file = _pipe_file = _makedirs = hang
+
+    Hanging.protocol = protocol
+    monkeypatch.setitem(_registry, protocol, Hanging)
+    storage = open_storage(f"{protocol}://bucket/x", {}, 0.1)
+    calls: list[tuple[type[Exception], Callable[[], object]]] = [
+        (ReadError, storage.listing),
+        (ReadError, lambda: storage.read("a")),
+        (ReadError, lambda: storage.head("a")),
+        (OSError, lambda: storage.open("a").read_range(0, 1)),
+        (WriteError, lambda: storage.put("a", b"x", sync=True)),
+        (WriteError, storage.make_directory),
+    ]
+    for kind, call in calls:
+        with pytest.raises(kind, match="the request timed out"):
+            call()
 
 
 def test_azures_filesystems_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:

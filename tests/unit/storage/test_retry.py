@@ -110,3 +110,19 @@ def test_attempts_end_in_time() -> None:
     assert 2 <= len(begun) <= 4
     assert begun[-1] <= 0.8
     assert list(Retries(0.1).waits()) == []
+
+
+def test_the_first_attempt_counts_as_well() -> None:
+    """The timeout begins with the first attempt: if one takes half of it, the second is the last."""
+    clock = Clock()
+    begun: list[float] = []
+
+    def slow() -> None:
+        begun.append(clock.now)
+        clock.now += 50.0
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        Retries(100.0, clock=clock, sleep=clock.sleep).call(slow)
+    assert len(begun) == 2
+    assert clock.now < 101.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcp_tensorizer import WriteError
+from dcp_tensorizer import CheckpointManager, TensorizerStorageWriter, WriteError
 from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer._storage.urls import check_writable, is_in_process, one_spelling, protocols_of
 
@@ -75,3 +75,11 @@ def test_what_is_only_read(url: str) -> None:
         with pytest.raises(WriteError, match=r"cannot write to .*https?://h/run.*\. Save to a local") as caught:
             call()
         assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["zip://lo::a.zip", "tar://lo::a.tar", "https://h/run"])
+def test_a_writer_of_what_is_only_read(url: str) -> None:
+    """Writers and managers refuse a URL to which no save could succeed when they are made."""
+    for taker in (TensorizerStorageWriter, CheckpointManager):
+        with pytest.raises(WriteError, match="URLs are read-only"):
+            taker(url)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_tensorizer import ConversionError, MetadataError, ReadError
+from dcp_tensorizer import ConversionError, MetadataError, ReadError, open_reader
+from dcp_tensorizer._storage.open import open_storage
 from dcp_tensorizer.tools import ConvertOptions, convert, inspect, verify
 from dcp_tensorizer.tools._inspect import ChunkInfo
 
 from ....lab.checkpoints import tensors_of
+from ....lab.servers import SftpServer
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -88,3 +91,16 @@ def test_dtypes_that_torch_cannot_plan(tmp_path: Path, name: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
     convert(tmp_path / "a.pt", tmp_path / "b", "dcp", options=ConvertOptions(exclude=["bad"]))
     assert {key: tensor.tolist() for key, tensor in tensors_of(tmp_path / "b").items()} == {"w": [0, 1, 2]}
+
+
+@pytest.mark.parametrize("name", ["run#7", "run?7", "run%237 [1]*"])
+def test_an_sftp_path_is_literal(tmp_path: Path, sftp: SftpServer, name: str) -> None:
+    """torch's format is written to the SFTP path that `convert` is given, whatever characters it contains."""
+    url, options = f"sftp://127.0.0.1/{uuid.uuid4().hex}", sftp.options()
+    dcp.save({"x": torch.arange(3.0), "o": 5}, checkpoint_id=tmp_path / "a", no_dist=True)
+    convert(tmp_path / "a", f"{url}/{name}", "dcp", storage_options=options)
+    files, folders = open_storage(url, options).listing()
+    assert (files, folders) == ([], [name])
+    state = {"x": torch.zeros(3)}
+    dcp.load(state, storage_reader=open_reader(f"{url}/{name}", storage_options=options), no_dist=True)
+    assert state["x"].tolist() == [0.0, 1.0, 2.0]
