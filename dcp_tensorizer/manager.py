@@ -89,7 +89,9 @@ class CheckpointManager:
     Every rank makes a manager, and makes the same calls to `save`, `restore`, `wait` and `close` in the same order. The
     other methods are not collective. The manager makes two gloo groups, with the timeout of the ranks' process group.
     Except during a commit, no rank waits longer than this timeout for an unresponsive rank. Close the manager before
-    ``destroy_process_group()``. Errors of the manager are never wrapped in DCP's ``CheckpointException``.
+    ``destroy_process_group()``, and before the interpreter exits: a function of `atexit` can no longer save the last
+    step. ``on_report`` and ``on_progress`` cannot call `save`, `restore`, `wait` and `close`. Errors of the manager are
+    never wrapped in DCP's ``CheckpointException``.
 
     Args:
         folder: The folder of the checkpoints: a local directory that all ranks share, or any URL that fsspec opens.
@@ -326,6 +328,7 @@ class CheckpointManager:
         since = self._clock.now()
         self._check_open()
         self._check_at_home()
+        self._check_thread()
         check_state(state)
         check_flags(force=force, wait=wait, trainable_only=trainable_only)
         step, recorded = check_step(step), check_metrics(metrics)
@@ -391,6 +394,7 @@ class CheckpointManager:
         """
         since = self._clock.now()
         self._check_open()
+        self._check_thread()
         check_state(state)
         check_flags(fallback=fallback)
         selection = Selection(
@@ -422,6 +426,7 @@ class CheckpointManager:
     def _wait(self, *, until_published: bool) -> None:
         if self._is_copy or self._is_over:
             return
+        self._check_thread()
         self._write_held()
         self._saves.wait()
         if until_published:
@@ -475,6 +480,7 @@ class CheckpointManager:
         if self._is_over or self._is_copy:
             return
         timeout = check_timeout(timeout, least=0, optional=True)
+        self._check_thread()
         self._closed = True
         deadline = Deadline(timeout)
         is_end = not self._survival.has_left
@@ -586,6 +592,13 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise WriteError("the manager is closed. Make a new one, or close it after the last save.")
+
+    def _check_thread(self) -> None:
+        if self._saves.is_in_save:
+            raise WriteError(
+                f"{self._folder.path}: on_report and on_progress cannot save, restore, wait, or close the manager, "
+                f"because that would wait for the save that calls them. Do it after they have returned."
+            )
 
     # --- in a forked child ------------------------------------------------------------------------------------------
 

@@ -34,15 +34,23 @@ class OwnGroup:
     """Separate gloo group of the ranks of ``like`` (None: all ranks), with the timeout of ``like``.
 
     gloo's own default is 30 minutes. All of these ranks must make their groups in the same order.
+
+    Raises `WriteError` if a rank is gone.
     """
 
     def __init__(self, like: dist.ProcessGroup | None = None) -> None:
         world = dist.group.WORLD
         assert world is not None
         timeout = group_timeout(like or world)
-        self._made: dist.ProcessGroup | None = (
-            dist.new_group(timeout=timeout, backend="gloo") if like is None else new_gloo_group(like, timeout)
-        )
+        try:
+            self._made: dist.ProcessGroup | None = (
+                dist.new_group(timeout=timeout, backend="gloo") if like is None else new_gloo_group(like, timeout)
+            )
+        except RuntimeError as error:
+            raise WriteError(
+                f"the ranks could not make a process group for saves: another rank has ended or does not respond, "
+                f"perhaps because the same call has raised an error there. {error}"
+            ) from error
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from .._index.schema import SaveRecord
 from .._memory.survival import OnStaged
+from .._runtime.forks import limit_advice
 from .._runtime.patterns import matches
-from .._runtime.threads import NEVER, Deadline, Hung, in_background, in_time
+from .._runtime.threads import NEVER, Deadline, Hung, in_background, in_time, is_exit
 from .._saving.commit import WrittenFiles, is_uncommitted
 from .._saving.failures import FailuresInARow
 from .._saving.save import SaveDescription
@@ -141,14 +142,20 @@ class Saves:
             self._wait_exported()
             on_staged = self._exports.retaining(ties_in(collected) if ties is None else ties, on_staged)
         description = SaveDescription(save.record, save.refusal, omitted, on_staged, save.files)
-        response = async_save(
-            collected,
-            checkpoint_id=save.storage.location,
-            storage_writer=self._writer,
-            async_stager=DescribedStager(self._writer, description),
-            planner=self.planner,
-            process_group=self._heartbeats.group,
-        )
+        try:
+            response = async_save(
+                collected,
+                checkpoint_id=save.storage.location,
+                storage_writer=self._writer,
+                async_stager=DescribedStager(self._writer, description),
+                planner=self.planner,
+                process_group=self._heartbeats.group,
+            )
+        except RuntimeError as failure:  # torch starts a thread
+            advice = limit_advice(failure) or (is_exit(failure) and ". Close the manager before the interpreter exits.")
+            if not advice:
+                raise
+            raise WriteError(f"{save.storage.path} was not saved: {failure}{advice}") from failure
         done = response.upload_completion if isinstance(response, AsyncSaveResponse) else response
         self._last = save
         in_background(functools.partial(self._follow, save, done, before), name="checkpoint-manager")
@@ -296,6 +303,12 @@ class Saves:
         if self._last is not None:
             waited_for: Future[Any] = self._last.future if self._is_in_callback else self._last.over
             wait_for([waited_for], deadline.left)
+
+    @property
+    def is_in_save(self) -> bool:
+        """Returns whether the calling thread is that of a save in progress, as in ``on_report``."""
+        saver = self._writer.saver
+        return any(save.thread is threading.current_thread() for save in saver.engine.saves.of(saver.stager))
 
     @property
     def _is_in_callback(self) -> bool:

@@ -505,6 +505,7 @@ def run_all(
     """
     remaining = deque(operations)
     workers: list[Future[None]] = []
+    started = 0
 
     def work() -> None:
         """Runs operations one by one. A future for each would take longer than a small read."""
@@ -520,7 +521,7 @@ def run_all(
                 finished += 1
                 # Measuring takes time, so a thread measures after its 1st, 2nd, 4th, 8th operation, and so on. Each
                 # measurement covers the thread's total time: preemption may prolong a single operation.
-                if remaining and len(workers) < max_threads and not finished & (finished - 1):
+                if remaining and started < max_threads and not finished & (finished - 1):
                     wall, busy, from_disk = (now - before for now, before in zip(usage(), began, strict=True))
                     if wall > _WAITING_FACTOR * busy or from_disk > _FROM_DISK * nbytes:
                         start()  # noqa: F821  (deleted when no thread runs any more)
@@ -529,7 +530,9 @@ def run_all(
             raise
 
     def start() -> None:
-        with suppress(RuntimeError):  # no more threads can be started: the running ones do everything
+        nonlocal started
+        started += 1  # before `submit`, which calls `work` if no more threads can be started
+        with suppress(RuntimeError):  # an interruption has shut the pool down
             workers.append(pool.submit(work))  # noqa: F821  (as above)
 
     try:
@@ -537,8 +540,6 @@ def run_all(
             try:
                 for _ in range(min(min_threads, max_threads, len(remaining))):
                     start()
-                if not workers:
-                    work()
                 for worker in workers:  # including those that start meanwhile
                     worker.result()
             except BaseException:  # also a KeyboardInterrupt, which no worker sees

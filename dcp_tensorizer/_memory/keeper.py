@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -434,14 +435,18 @@ def main(arguments: Sequence[str]) -> None:
     def set_priority(niceness: int) -> None:
         _set_session_priority(niceness, lambda: niceness == 0 or not keeper.is_orphaned)
 
-    keeper = Keeper(run, int(trainer), float(seconds), set_priority)
-    listener = listen(Path(path))
+    keeper, code = Keeper(run, int(trainer), float(seconds), set_priority), 1
     try:
+        listener = listen(Path(path))
         channel.send(Ready())
         threading.Thread(target=keeper.serve, args=(channel,), kwargs={"is_trainer": True}).start()
         threading.Thread(target=_accept, args=(listener, keeper)).start()
         at_end_of(pidfd, keeper.orphan)
         keeper.wait_for_end(Path(path))
+        code = 0
+    except Exception as error:  # in one line, which the trainer logs
+        sys.stderr.write(describe(error))
+        sys.stderr.flush()
     finally:
         remove(Path(path))
-        os._exit(0)  # threads may still run, but hold nothing except memory
+        os._exit(code)  # threads may still run, but hold nothing except memory

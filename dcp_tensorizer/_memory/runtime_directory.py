@@ -75,10 +75,10 @@ def listen(path: Path) -> socket.socket:
                 listener.listen(_BACKLOG)
                 # Renamed, so that no successor finds a socket that does not listen yet.
                 os.rename(f"{folder}/.{path.name}", f"{folder}/{path.name}")
-        except FileNotFoundError:
+        except FileNotFoundError as error:
             listener.close()
             if attempt + 1 == _ATTEMPTS:
-                raise
+                raise WriteError(f"a socket in {path.parent} cannot be made, perhaps without /proc: {error}") from error
         except BaseException:
             listener.close()
             raise

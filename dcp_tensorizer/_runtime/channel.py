@@ -56,7 +56,12 @@ class Channel:
     """A connected Unix stream socket that carries whole messages, with descriptors.
 
     Forked children close their copy. If either end is closed, sending and receiving raise `EOFError`.
+
+    Attributes:
+        is_ready: Whether the other end has sent `Ready`.
     """
+
+    is_ready = False
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -121,6 +126,7 @@ class Channel:
                     elif patience.is_over():  # reports without progress arrive too often for the poll to time out
                         raise TimeoutError
                 elif isinstance(message, Ready):
+                    self.is_ready = True
                     patience.renew()
                 else:
                     return message, fds

@@ -51,12 +51,19 @@ class ChildProcess:
 
     Raises:
         OSError: the process cannot be started, for example because memory, processes or descriptors are exhausted.
+        RuntimeError: this process was itself started as a child process, but runs the program instead.
     """
 
     def __init__(
         self, name: str, module: str, arguments: Sequence[str], *, devices: bool = False, own_session: bool = False
     ) -> None:
         self._name = name
+        if _PATH in os.environ:
+            raise RuntimeError(
+                f"this process was started to be a child process of the program, but runs the program again, because "
+                f"sys.executable is not a Python interpreter. It was {sys.executable!r} here. In the program, set it "
+                f"to the path of a Python interpreter, or to None"
+            )
         try:
             with ExitStack() as undo:
                 self._output = Descriptor(anonymous_file("output"))
@@ -151,7 +158,11 @@ class ChildProcess:
             nbytes = os.fstat(self._output.number).st_size
             content = os.pread(self._output.number, _OUTPUT_TAIL, max(0, nbytes - _OUTPUT_TAIL))
         output = content.decode(errors="replace").strip()
-        return f"{self._name} (pid {self.pid}) {how}" + (f"; the end of its output:\n{output}" if output else "")
+        gap = "\n" if "\n" in output else " "
+        when = "" if self._channel.is_ready else " before it was ready"
+        return f"{self._name} (pid {self.pid}) {how}{when}" + (
+            f"; the end of its output:{gap}{output}" if output else ""
+        )
 
 
 def begin(arguments: Sequence[str], niceness: int) -> tuple[Channel, int, list[str]]:
@@ -267,7 +278,12 @@ _NEEDED = (__name__.partition(".")[0], "fsspec", "isal", "numpy", "torch", "xxha
 
 
 def interpreter() -> list[str]:
-    """Returns the start of a command line. Append a module, whose ``main`` is called, and its arguments."""
+    """Returns the start of a command line. Append a module, whose ``main`` is called, and its arguments.
+
+    Raises `OSError` if the path of the interpreter is unknown, or is that of an application.
+    """
+    if not sys.executable or getattr(sys, "frozen", False):
+        raise OSError(f"sys.executable is {sys.executable!r}, which is not a Python interpreter")
     flags = {"-E": sys.flags.ignore_environment, "-s": sys.flags.no_user_site}
     as_here = [flag for flag, is_set in flags.items() if is_set]
     names_of_files = f"utf8={int(sys.flags.utf8_mode)}"

@@ -25,6 +25,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from .threads import is_thread_limit
+
 _T = TypeVar("_T")
 
 # Not a WeakKeyDictionary, which calls Python code when an owner is freed: the interpreter ignores an exception that a
@@ -128,6 +130,7 @@ if hasattr(os, "register_at_fork"):
 
 _LAST_STANDARD_STREAM = 2
 _ADVICE = {
+    errno.EAGAIN: "Raise the limit of this user's processes and threads (ulimit -u), or of the container's (pids.max).",
     errno.EFBIG: "Raise the file size limit of this process (ulimit -f), or save to another file system.",
     errno.EMFILE: "Raise the descriptor limit of this process (ulimit -n), or open fewer files.",
     errno.ENFILE: "Raise the descriptor limit of this machine (fs.file-max).",
@@ -210,7 +213,8 @@ def above_standard_streams(fd: int) -> int:
         os.close(fd)
 
 
-def limit_advice(error: OSError) -> str:
+def limit_advice(error: BaseException) -> str:
     """Returns the end of a message about a limit that was reached, or an empty string for other errors."""
-    advice = _ADVICE.get(error.errno or 0)
+    number = errno.EAGAIN if is_thread_limit(error) else getattr(error, "errno", None)
+    advice = _ADVICE.get(number or 0)
     return "" if advice is None else f". {advice}"

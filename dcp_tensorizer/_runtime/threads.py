@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -69,27 +70,23 @@ class Workers(ThreadPoolExecutor):
     """A thread pool whose `shutdown` waits until no work runs, because the caller then frees the memory that work uses.
 
     `shutdown` delays an exception from a signal handler, such as KeyboardInterrupt, until the work is done. After the
-    main thread has ended, Python starts no threads, so `submit` runs the work in the calling thread.
+    main thread has ended, Python starts no threads, so `submit` runs the work in the calling thread. It does the same
+    if the thread limit is reached.
     """
 
     def submit(self, fn: Callable[..., _T], /, *args: Any, **kwargs: Any) -> Future[_T]:
-        running: Future[None] = Future()
-
-        def work() -> _T:
-            if not running.set_running_or_notify_cancel():
-                raise CancelledError
-            try:
-                return fn(*args, **kwargs)
-            finally:
-                running.set_result(None)
-
+        work = functools.partial(fn, *args, **kwargs)
+        taken: Future[_T] = Future()
         try:
-            return super().submit(work)
-        except BaseException as error:  # from a signal handler, or the thread limit is reached
-            if not str(error).endswith("after interpreter shutdown"):
-                if not running.cancel():  # a thread has taken the work
-                    _uninterrupted(lambda: wait_for([running]))
+            return super().submit(_run_if_free, taken, work)
+        except BaseException as error:  # from a signal handler, or no thread can be started
+            is_taken = not taken.cancel()  # the pool queues the work before it starts a thread
+            if not (is_thread_limit(error) or is_exit(error)):
+                if is_taken:
+                    _uninterrupted(lambda: wait_for([taken]))
                 raise
+        if is_taken:
+            return taken
         inline: Future[_T] = Future()
         _run(inline, work)
         return inline
@@ -103,6 +100,27 @@ class Workers(ThreadPoolExecutor):
         super().shutdown()
         while any(map(is_running, self._threads)):  # before Python 3.13, after an interrupted join
             time.sleep(_CHECK_SECONDS)
+
+
+def _run_if_free(taken: Future[_T], work: Callable[[], _T]) -> _T:
+    """Runs work, unless it was cancelled. ``taken`` gets the same result."""
+    if not taken.set_running_or_notify_cancel():
+        raise CancelledError
+    _run(taken, work)
+    try:
+        return taken.result()
+    finally:
+        del taken  # breaks the cycle of the future, its error and the error's traceback
+
+
+def is_thread_limit(error: BaseException) -> bool:
+    """Returns whether no thread could be started because a limit is reached."""
+    return isinstance(error, RuntimeError) and str(error).endswith("start new thread")
+
+
+def is_exit(error: BaseException) -> bool:
+    """Returns whether no thread could be started because the interpreter exits."""
+    return isinstance(error, RuntimeError) and str(error).endswith("interpreter shutdown")
 
 
 def _uninterrupted(wait: Callable[[], object]) -> None:

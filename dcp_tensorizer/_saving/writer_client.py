@@ -98,7 +98,7 @@ class WriterClient:
 
         On failure, removes the files, except shared ones, and raises `WriteError`.
         """
-        if staged_save is None or staged_save.buffer is None or self._process is None or files.storage.in_process:
+        if staged_save is None or staged_save.buffer is None or files.storage.in_process:
             return self._write_here(files, items, progress)
         context, timeout = staged_save.context, files.options.limits.timeout
         staged, sources, buffers = staged_save.buffer, list[TensorSource](), list[SharedBuffer]()

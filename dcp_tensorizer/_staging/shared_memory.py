@@ -78,7 +78,7 @@ class SharedBuffer:
             raise
         except (OSError, MemoryError) as error:
             self._descriptor.close()
-            advice = limit_advice(error) if isinstance(error, OSError) else ""
+            advice = limit_advice(error)
             advice = advice or ". Free memory, raise the memory limit, or shard the state dict over more ranks."
             raise StagingError(
                 f"cannot allocate {self.nbytes:,} bytes for the staging buffer ({error}){advice}"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from .._runtime.forks import Finalizer, free_in_child
+from .._runtime.forks import Finalizer, free_in_child, limit_advice
 from .._runtime.process_context import ProcessContext
 from .._runtime.threads import NEVER, Deadline, is_running
 from .._runtime.torch_compat import group_of_save
@@ -137,7 +137,7 @@ class StagedSave:
         # Without the traceback, whose frames hold the live tensors.
         words = str(error)
         if not isinstance(error, StagingError):
-            words = f"the state dict could not be copied: {type(error).__name__}: {error}"
+            words = f"the state dict could not be copied: {type(error).__name__}: {error}{limit_advice(error)}"
         self.error = self.error or StagingError(words)
 
     @property

@@ -36,7 +36,10 @@ class Unsendable(WriteError):
 
 
 class NotStarted(WriterProcessDied):
-    """The process cannot be started, for example because memory, processes or descriptors are exhausted."""
+    """The process cannot be started, for example because memory, processes or descriptors are exhausted.
+
+    Or it ended before it was ready, for example because no thread can be started, or it runs another program.
+    """
 
 
 class WriterProcess(ChildProcess):
@@ -150,7 +153,7 @@ class WriterProcess(ChildProcess):
                 f"Check it, or raise SaveLimits(timeout=)."
             ) from None
         except EOFError as error:
-            raise WriterProcessDied(str(error)) from None
+            raise (WriterProcessDied if self._channel.is_ready else NotStarted)(str(error)) from None
         finally:
             if not self.is_ours:
                 self._close_files()

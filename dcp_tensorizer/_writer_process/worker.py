@@ -99,8 +99,8 @@ class Worker:
         self._flushes: FlushThread | None = None
 
     def serve(self) -> None:
-        self._send(Ready())
         threading.Thread(target=self._report_progress, name="progress", daemon=True).start()
+        self._send(Ready())
         self._channel.serve(self._answer)
 
     def abandon(self) -> None:

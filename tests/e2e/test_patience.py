@@ -84,6 +84,30 @@ def _job(rank, folder):
     return told
 
 
+def _job_with_a_typo(rank, folder):
+    """A manager whose constructor raises an error on one rank; returns the error of each rank."""
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank.index, world_size=2, timeout=_STARTS)
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    _set_pg_timeout(timedelta(seconds=TIMEOUT))
+    try:
+        CheckpointManager(f"{folder}/checkpoints", reader_options={"verfy": True} if rank.index else None)
+    except (TypeError, WriteError) as error:
+        told = type(error), str(error)
+    store.set(f"told-{rank.index}", "")
+    store.wait(["told-0", "told-1"], _STARTS)
+    dist.destroy_process_group()
+    return told
+
+
+@pytest.mark.promise("manager-not-made")
+def test_a_rank_whose_manager_is_not_made(tmp_path):
+    """If one rank's constructor raises an error, that of the other rank raises `WriteError` after the timeout."""
+    first, second = run_ranks(2, _job_with_a_typo, tmp_path, distributed=False)
+    assert first[0] is WriteError and "another rank has ended or does not respond" in first[1]
+    assert second[0] is TypeError and "'verfy'" in second[1]
+
+
 @pytest.mark.promise("rank-stopped")
 def test_a_rank_that_is_stopped(tmp_path):
     """A save, a wait and a restore fail within the job's timeout, and name the rank; one that is slow fails nothing."""

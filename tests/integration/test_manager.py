@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import struct
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -43,7 +44,7 @@ from dcp_tensorizer._index.schema import SaveRecord
 from dcp_tensorizer._job.metrics import ASSUMED
 from dcp_tensorizer._storage.local import LocalStorage
 
-from ..lab.processes import forget, quietly
+from ..lab.processes import forget, quietly, run_python
 from ..lab.seams import cached
 from ..lab.states import directories_in, same
 
@@ -442,6 +443,73 @@ def test_one_error_for_one_failure(
     errors = [line for line in said(caplog).splitlines() if "step-1" in line]
     assert len(errors) == 1, errors
     assert errors[0].startswith(f"the save to {tmp_path}/step-1 failed: ")
+
+
+@pytest.mark.promise("no-threads", reason="torch starts the thread of the save, and a manager explains its error")
+def test_no_thread_for_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If torch cannot start the thread of a save, the call raises `WriteError` with advice, and the next one saves."""
+    with manager_of(tmp_path) as manager:
+        manager.save(1, state_of(1), wait=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse_to_start)
+            with pytest.raises(WriteError, match=r"step-2 was not saved: can't start new thread. Raise the limit of"):
+                manager.save(2, state_of(2))
+        manager.save(3, state_of(3), wait=True)
+        assert manager.steps() == [1, 3]
+
+
+def refuse_to_start(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+AT_EXIT = """
+import atexit, sys
+import torch
+from dcp_tensorizer import CheckpointManager, WriteError
+
+def close():
+    try:
+        manager.close()
+    except WriteError as error:
+        print(error)
+    print(manager.steps())
+
+manager = CheckpointManager(sys.argv[1], save_every=5, save_at_end=True)
+atexit.register(close)
+for step in range(1, 8):
+    manager.save(step, {"w": torch.ones(3)})
+"""
+
+
+def test_a_manager_that_is_closed_at_exit(tmp_path: Path) -> None:
+    """When the interpreter exits, torch starts no save of the last step: `close` says what to do, and ends the rest."""
+    why = "cannot schedule new futures after interpreter shutdown. Close the manager before the interpreter exits."
+    output = run_python(AT_EXIT, tmp_path, fresh=True).stdout
+    assert output == f"{tmp_path}/step-7 was not saved: {why}\n[5]\n"
+
+
+@pytest.mark.parametrize("name", ["on_report", "on_progress"])
+@pytest.mark.parametrize("call", ["save", "restore", "wait", "close"])
+def test_callbacks_of_a_save_cannot_wait_for_it(tmp_path: Path, name: str, call: str) -> None:
+    """A call that would wait for the save that makes the call raises `WriteError` at once, and has no effect."""
+    errors: list[str] = []
+
+    def callback(*arguments: object) -> None:
+        calls = {
+            "save": lambda: manager.save(2, state_of(2)),
+            "restore": lambda: manager.restore(state_of(0)),
+            "wait": manager.wait,
+            "close": manager.close,
+        }
+        with pytest.raises(WriteError) as caught:
+            calls[call]()
+        errors.append(str(caught.value))
+
+    with manager_of(tmp_path, **{name: callback}) as manager:
+        manager.save(1, state_of(1), wait=True)
+        assert errors
+        assert all("on_report and on_progress cannot save, restore, wait, or close" in text for text in errors)
+        assert manager.steps() == [1]
 
 
 def test_two_directories_of_one_step(tmp_path: Path) -> None:

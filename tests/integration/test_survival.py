@@ -307,6 +307,18 @@ def test_a_stopped_keeper_holds_up_training_no_longer_than_the_limit(tmp_path: P
     keeper.wait(WAIT)
 
 
+def test_a_keeper_that_can_make_no_socket(tmp_path: Path, sockets: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If a keeper ends at its start, one warning of one line has the reason, and saves go on."""
+    sockets.mkdir(mode=0o755)
+    with manager_of(tmp_path / "run") as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step), wait=True)
+        assert manager.steps() == [1, 2]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    assert f"; the end of its output: {sockets} is not a directory that belongs to this user alone" in warning
+    assert "\n" not in warning
+
+
 @pytest.mark.parametrize("goes_on", ["before it is left", "afterwards"])
 def test_a_keeper_is_left_while_it_is_told_digests(sockets: Path, goes_on: str) -> None:
     """A keeper that its trainer leaves while it sends digests stays alive with its states."""

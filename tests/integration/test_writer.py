@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import resource
+import shutil
 import stat
 import subprocess
 import sys
@@ -663,6 +664,81 @@ def test_a_writer_process_that_cannot_be_started_again(tmp_path, monkeypatch, ca
         dcp.async_save(state_of(3), storage_writer=writer).result()
         assert writer_process().is_running()
     assert loaded(tmp_path) == (3.0, 3)
+
+
+@pytest.mark.promise("no-writer-process", reason="there is no interpreter, at the first save")
+@pytest.mark.parametrize("executable", [None, "", "/nowhere/python", shutil.which("true"), "an application"])
+def test_no_interpreter(tmp_path, monkeypatch, caplog, executable):
+    """If sys.executable is no Python interpreter, each save logs that, and the trainer writes it."""
+    if executable == "an application":
+        monkeypatch.setattr(sys, "frozen", True, raising=False)
+    else:
+        monkeypatch.setattr(sys, "executable", executable)
+    with TensorizerStorageWriter(tmp_path) as writer:
+        for step in (1, 2):
+            dcp.async_save(state_of(step), storage_writer=writer).result()
+            assert loaded(tmp_path) == (step, step)
+            assert writer.last_report.attempts == 1
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 2
+    assert all(text.startswith("rank 0: the writer process ") for text in warnings), warnings
+    assert all(text.endswith("; the trainer writes this save itself") for text in warnings), warnings
+
+
+# The program runs whatever its arguments are, and notes that it has begun.
+APPLICATION = """
+import os, stat, sys, warnings
+sys.executable = sys.argv[1] + "/application"
+with open(sys.argv[1] + "/starts", "a") as starts:
+    starts.write("started\\n")
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_tensorizer import TensorizerStorageReader, TensorizerStorageWriter
+with TensorizerStorageWriter(sys.argv[1] + "/saved") as writer:
+    dcp.async_save({"w": torch.ones(3000)}, storage_writer=writer).result()
+target = {"w": torch.zeros(3000)}
+dcp.load(target, storage_reader=TensorizerStorageReader(sys.argv[1] + "/saved"))
+assert target["w"].unique().tolist() == [1.0]
+"""
+
+
+def test_an_application_in_place_of_the_interpreter(tmp_path):
+    """A program that is its own sys.executable starts itself once; the copy writes nothing, and the program saves."""
+    program, application = tmp_path / "program.py", tmp_path / "application"
+    program.write_text(APPLICATION)
+    application.write_text(f"#!/bin/sh\nexec {sys.executable} {program} {tmp_path}\n")
+    application.chmod(0o755)
+    done = subprocess.run([application], capture_output=True, text=True, check=False, timeout=10 * WAIT)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "starts").read_text() == "started\nstarted\n"
+    assert "this process was started to be a child process of the program, but runs the program again" in done.stderr
+    assert "the trainer writes this save itself" in done.stderr
+    assert len(list((tmp_path / "saved").iterdir())) == 2
+
+
+@pytest.mark.promise("no-threads")
+def test_a_save_that_can_start_no_thread(tmp_path, monkeypatch):
+    """If the thread limit is reached once torch has started the save's thread, the trainer writes the save in it."""
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if not thread.name.startswith(("AsyncCheckpointExecutor", "ThreadPoolExecutor")):  # torch's own
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(subprocess, "Popen", refuse_to_start)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with TensorizerStorageWriter(tmp_path) as writer:
+        dcp.async_save(state_of(1), storage_writer=writer).result()
+        assert loaded(tmp_path) == (1.0, 1)
+    with TensorizerStorageWriter(tmp_path, overlap_staging=True) as writer:
+        future = dcp.async_save(state_of(2), storage_writer=writer)
+        response = getattr(future, "upload_completion", future)
+        with pytest.raises(CheckpointException) as caught:
+            response.result()
+    assert isinstance(cause(caught), StagingError)
+    assert "can't start new thread. Raise the limit of this user's processes and threads" in str(cause(caught))
+    assert loaded(tmp_path) == (1.0, 1)
 
 
 def refuse_to_start(*args, **options):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures.thread
+import gc
 import os
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -74,20 +76,67 @@ def test_an_interrupted_shutdown_waits_for_the_work(monkeypatch: pytest.MonkeyPa
     assert work.done()
 
 
-def test_work_that_a_failed_submit_leaves_in_the_pool_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool queues work before it starts a thread. If no thread starts, a later thread must skip the work."""
+def test_work_runs_once_if_the_thread_limit_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool queues work before it starts a thread. The caller runs the work, and a later thread skips it."""
     done: list[int] = []
     with Workers(1, "work") as workers:
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", _refuse)
-            with pytest.raises(RuntimeError, match="can't start new thread"):
-                workers.submit(done.append, 1)
+            assert workers.submit(threading.current_thread).result() is threading.current_thread()
+            workers.submit(done.append, 1).result()
+            with pytest.raises(ValueError, match="no number"):
+                workers.submit(int, "no number").result()
         workers.submit(done.append, 2).result()
-    assert done == [2]
+    assert done == [1, 2]
+
+
+def test_work_that_a_thread_takes_although_no_other_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If an earlier thread has taken the work, the future has the result of that thread."""
+    with Workers(2, "work") as workers:
+        gate = Gate()
+        first = workers.submit(gate.pass_through)
+        gate.wait_reached()
+        taken = threading.Event()
+
+        def work() -> threading.Thread:
+            taken.set()
+            return threading.current_thread()
+
+        def refuse_late(thread: threading.Thread) -> None:
+            gate.open()
+            assert taken.wait(WAIT)
+            _refuse(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", refuse_late)
+        assert workers.submit(work).result(WAIT).name == "work_0"
+        assert first.done()
 
 
 def _refuse(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
+
+
+def test_an_error_of_work_is_no_cycle() -> None:
+    """When an error of work is dropped, its traceback frees what the work referred to, without a garbage collection."""
+
+    class Referred:
+        pass
+
+    def fail(referred: Referred) -> None:
+        raise ValueError
+
+    gc.disable()
+    try:
+        with Workers(1, "work") as workers:
+            referred = Referred()
+            reference = weakref.ref(referred)
+            failed = workers.submit(fail, referred)
+            del referred
+            assert isinstance(failed.exception(WAIT), ValueError)
+            del failed
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 def test_work_is_done_when_no_more_threads_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
