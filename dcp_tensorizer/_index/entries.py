@@ -66,7 +66,8 @@ class StateRules:
             try:
                 if not isinstance(entry, TensorStorageMetadata):
                     raise TypeError(
-                        f"the planner describes it as a {type(entry).__module__}.{type(entry).__qualname__}"
+                        f"the planner's metadata has a {type(entry).__module__}.{type(entry).__qualname__} for it, "
+                        f"not a TensorStorageMetadata or a BytesStorageMetadata"
                     )
                 number = known_properties.setdefault(tuple(vars(entry.properties).values()), len(properties))
                 if number == len(properties):
@@ -187,7 +188,8 @@ def _entries(rules: StateRules, parts: Sequence[RankLocations]) -> Entries:
         check_numbers(made, sum(len(part.table) + len(part.digests) + len(part.seals) for part in parts))
     except ValueError as error:
         raise WriteError(
-            f"no reader would load this checkpoint: {error}. Describe only chunks that ranks save."
+            f"no reader would load this checkpoint: {error}. In the planner's metadata, list only chunks that some "
+            f"rank saves."
         ) from None
     return made
 
@@ -236,7 +238,8 @@ def check_numbers(rows: Entries, places_nbytes: int) -> None:
     count, limit = max(of_tensors, sum(of_layouts) + sum(of_owners)), SPARE_NUMBERS + places_nbytes
     if count > limit:
         raise ValueError(
-            f"its chunks expand to {count:,} numbers, and {places_nbytes:,} bytes of locations allow {limit:,}"
+            f"its tensors have too many chunks for the data that it locates: the chunks have {count:,} numbers in all, "
+            f"and {places_nbytes:,} bytes of locations allow {limit:,}"
         )
 
 

@@ -36,9 +36,9 @@ class GatherLimits:
 
     Attributes:
         buffer_bytes: Upper limit of the memory that a staging takes on each GPU. One such buffer is retained.
-        small_bytes: Tensors of up to this size are gathered. A copy over the bus takes about 10 microseconds of the
-            thread and 5 of the bus, which moves 128 KiB in that time. Making the views to gather takes less, and the
-            gathering itself almost nothing.
+        small_bytes: Tensors of up to this size are gathered. Apart from its bytes, a copy over the bus costs the
+            thread about 10 microseconds and the bus 5, in which the bus would move 128 KiB. To gather a tensor costs
+            the thread less than that, and the device almost nothing.
         batch_bytes: If the driver takes batches, contiguous tensors of at least this size are not gathered.
     """
 

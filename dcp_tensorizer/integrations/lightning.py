@@ -118,7 +118,7 @@ class _Asynchronous:
             if self._heartbeats is not None:
                 self._heartbeats.close()
                 self._heartbeats = None
-            with suppress(NotImplementedError):  # Fabric's ends with `checkpoint_io`, which its own strategy refuses
+            with suppress(NotImplementedError):  # Fabric's last reads `checkpoint_io`, which raises this
                 super().teardown()  # type: ignore[misc]
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -357,7 +357,7 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
 def _local(path: Any) -> Path:
     """Returns a path. Raises `ValueError` for a URL, which would become a local directory."""
     if "://" in str(path):
-        raise ValueError(f"{path} is a URL, and Lightning's strategies save to paths. Pass a path that all nodes see.")
+        raise ValueError(f"{path} is a URL, but with Lightning checkpoints are local. Pass a path that all nodes see.")
     return Path(path)
 
 
