@@ -38,7 +38,7 @@ class Unsendable(WriteError):
 class NotStarted(WriterProcessDied):
     """The process cannot be started, for example because memory, processes or descriptors are exhausted.
 
-    Or it ended before it was ready, for example because no thread can be started, or it runs another program.
+    Or it ended by itself before it was ready, for example because no thread can be started, or it runs another program.
     """
 
 
@@ -153,7 +153,9 @@ class WriterProcess(ChildProcess):
                 f"Check it, or raise SaveLimits(timeout=)."
             ) from None
         except EOFError as error:
-            raise (WriterProcessDied if self._channel.is_ready else NotStarted)(str(error)) from None
+            # Negative: the process was killed, perhaps before its `Ready` was read.
+            never_ran = not self._channel.is_ready and (self._popen.returncode or 0) >= 0
+            raise (NotStarted if never_ran else WriterProcessDied)(str(error)) from None
         finally:
             if not self.is_ours:
                 self._close_files()
