@@ -37,8 +37,8 @@ class SavePlanner(DefaultSavePlanner):
     The checkpoints and their ``Metadata`` are the same as with torch's planner. This planner sends a plan in column
     form, as a few arrays; or only the plan's digest, if the plan equals one of the rank's last plans.
 
-    If chunks overlap, lie outside their tensor or, with several ranks, are missing, or if ranks have tensors of
-    different shapes or dtypes under one key, planning raises `WriteError`, naming the keys.
+    Planning raises `WriteError`, naming the keys, if chunks overlap, lie outside their tensor or, with several ranks,
+    are missing; if ranks have tensors of different shapes under one key; or if they have one chunk in different dtypes.
 
     Subclasses may override the methods that subclasses of ``DefaultSavePlanner`` may. If the column form cannot hold a
     plan, torch's planner makes the plan.

@@ -10,7 +10,7 @@ from ._runtime.ranks import rank_of_job
 
 __all__ = ["ProgressLine"]
 
-_EVERY = 0.1  # seconds; people cannot read faster
+_EVERY = 0.1  # seconds between updates of the line: people cannot read faster
 _CLEAR = "\r\033[K"
 
 

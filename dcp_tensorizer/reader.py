@@ -90,8 +90,9 @@ class TensorizerStorageReader(StorageReader):
             that do not respond for a tenth of this time are retried.
         encryption: The key, or the passphrase, of an encrypted checkpoint (`tensorizer.DecryptionParams`). If it is
             given, loading an unencrypted checkpoint is an error.
-        on_progress: Called with the bytes that this rank has loaded and the bytes that it loads in all: before the
-            first tensor and then often; by several threads, one at a time. `ProgressLine` shows them on a terminal.
+        on_progress: Called with the bytes that this rank has loaded and the bytes that it loads in all, before the
+            first tensor is read and often after that. Several threads call it, one at a time. `ProgressLine` shows the
+            bytes on a terminal.
         exchange: A process group whose ranks read shared data only once: for data that all of them need, each rank
             reads a part, and the ranks exchange the parts. Use it if ranks hold the same state (DDP; for HSDP, pass the
             group of the replicas), and the network between ranks is faster than the storage. An exchange takes up to
@@ -411,11 +412,12 @@ def open_reader(
     """Returns a reader for ``dcp.load`` that recognises the format of the checkpoint at a path.
 
     The reader loads checkpoints of this package, of torch's ``FileSystemWriter`` and ``FsspecWriter``, and directories
-    of safetensors files in Hugging Face's layout. If such a directory has no index, it reads all safetensors files.
-    Otherwise it reads ``model.safetensors``, or, if that file does not exist, the files that the index names. The files
-    may hold parts of tensors, as torch's ``HuggingFaceStorageWriter`` writes them without consolidation. The reader
-    multiplies FP8 weights by the scales of their blocks (``weight_scale_inv``), unless the target has the same FP8
-    dtype. Each load recognises the format again, so that a job may switch to another storage writer between two saves.
+    of safetensors files in Hugging Face's layout. If such a directory has no index, the reader reads all safetensors
+    files. Otherwise it reads ``model.safetensors``, or, if that file does not exist, the files that the index names.
+    The files may hold parts of tensors, as torch's ``HuggingFaceStorageWriter`` writes them without consolidation. The
+    reader multiplies FP8 weights by the scales of their blocks (``weight_scale_inv``), unless the target has the same
+    FP8 dtype. Each load recognises the format again, so that a job may switch to another storage writer between two
+    saves.
 
     By default, loading a checkpoint of any format runs no code from it.
 
@@ -434,7 +436,7 @@ def open_reader(
     ``dcp.load`` then raises, on each rank:
         NotCommitted: there is nothing at the path, only a file, or only data of a save that is not committed.
         MetadataError: the path holds no checkpoint in any of these formats; names what was found.
-        UnsupportedFormat: the path is the delta of a published version.
+        UnsupportedFormat: the path holds the delta of a published version.
         ReadError: ``rename`` does not fit the model, or was given for a checkpoint that is not in the safetensors
             format.
     """

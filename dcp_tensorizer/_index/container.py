@@ -218,7 +218,7 @@ def decoded(decode: Callable[[bytes | memoryview], _Rows], content: bytes | memo
 
 def invalid_index(path: str, what: str) -> MetadataError:
     """Returns the error for an index whose digests match, but which no writer would write."""
-    return MetadataError(f"{path} is not a valid dcp_tensorizer index: {what}")
+    return MetadataError(f"{path} is not a valid dcp_tensorizer index: {what}. Load another checkpoint.")
 
 
 def _start_of(data: bytes) -> tuple[memoryview, memoryview, memoryview, memoryview]:

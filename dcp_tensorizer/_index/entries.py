@@ -149,8 +149,8 @@ def _torch_name(value: torch.layout | torch.memory_format) -> str:
 def entries_section(rules: StateRules, parts: Sequence[RankLocations], recent: Recent[bytes] | None = None) -> bytes:
     """Returns the section of a state dict's entries. Raises `WriteError`, naming the key, if a key cannot be stored.
 
-    ``parts`` are the ranks' reports. If several ranks wrote a chunk, uses the last rank's. ``recent`` caches the
-    sections of the last saves, to reuse them for equal contents.
+    ``parts`` are the ranks' reports. If several ranks wrote a chunk, the section refers to the last rank's copy.
+    ``recent`` caches the sections of the last saves, to reuse them for equal contents.
     """
     name = (rules.digest, *(part.table_digest for part in parts))
     section = None if recent is None else recent.find(name)
@@ -222,7 +222,7 @@ SPARE_NUMBERS = 1 << 20
 
 
 def check_numbers(rows: Entries, places_nbytes: int) -> None:
-    """Raises `ValueError`, before any run is expanded, if the entries have far more chunks than the ranks' locations.
+    """Raises `ValueError`, before any run is expanded, if the entries have far more chunks than the ranks have located.
 
     DCP's metadata lists each chunk of each tensor, even if tensors share a layout. A location takes at least 34 of the
     ``places_nbytes`` bytes. A chunk in up to 16 dimensions takes at most 34 numbers, for itself, its owner, its
@@ -238,8 +238,8 @@ def check_numbers(rows: Entries, places_nbytes: int) -> None:
     count, limit = max(of_tensors, sum(of_layouts) + sum(of_owners)), SPARE_NUMBERS + places_nbytes
     if count > limit:
         raise ValueError(
-            f"its tensors have too many chunks for the data that it locates: the chunks have {count:,} numbers in all, "
-            f"and {places_nbytes:,} bytes of locations allow {limit:,}"
+            f"its tensors have too many chunks for the data that it locates: describing the chunks takes {count:,} "
+            f"numbers, and {places_nbytes:,} bytes of locations allow {limit:,}"
         )
 
 

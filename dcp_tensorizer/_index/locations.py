@@ -39,7 +39,7 @@ class InlineItem(NamedTuple):
 
     hash: int
     item: StoredItem
-    """The item without its location. The name is empty if it equals the key."""
+    """The item without its location. Its ``name`` is empty if the name in the data file is the key."""
     content: bytes
 
 

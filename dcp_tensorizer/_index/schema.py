@@ -107,8 +107,8 @@ class Properties(Struct, array_like=True, gc=False, frozen=True):
 class Layout(Struct, array_like=True, gc=False):
     """The chunks of tensors of one shape.
 
-    ``offsets`` and ``sizes`` have the numbers of all chunks as runs, for each dimension. If the only chunk is the whole
-    tensor, both are None.
+    For each dimension, ``offsets`` and ``sizes`` have the offsets and the sizes of all chunks, as runs. If the only
+    chunk is the whole tensor, both are None.
     """
 
     shape: _Dims
@@ -193,14 +193,15 @@ decode_paths = Decoder(dict[str, tuple[str | int, ...]]).decode
 #     1    a string with lone surrogates, in UTF-8 that allows them
 #     2    a key of another type: the MessagePack of nil, a boolean, a number or a binary; for a tuple of these and of
 #          strings, that of an array
-#     3    an integer of more than 64 bits, inside of 2: its bytes in two's complement, the lowest first
+#     3    only inside an extension of code 2: an integer of more than 64 bits, in two's complement, the lowest byte
+#          first
 
 ItemKey = tuple[Any, tuple[int, ...] | None]
 """The key of an item: its key in the state dict, and the offset of its chunk."""
 
 _SURROGATES, _OTHER, _LARGE = 1, 2, 3
 _MAX_DEPTH = 32  # of tuples in tuples
-_MAX_LARGE = 128  # bytes
+_MAX_LARGE = 128  # bytes of an integer
 
 
 def item_key(index: MetadataIndex) -> ItemKey:

@@ -38,8 +38,8 @@ def encode(
     """Returns the contents of ``.metadata``. Raises `WriteError` if no reader could read a key or the planner's data.
 
     If ``metadata`` has ``rules`` (`StateRules`), uses them, not its entries. ``parts`` are the ranks' reports. If
-    several ranks wrote a chunk, uses the last rank's. ``rank`` is set if each rank saves for itself. ``recent``
-    caches the sections of earlier saves, to reuse unchanged ones.
+    several ranks wrote a chunk, the index refers to the last rank's copy. ``rank`` is set if each rank saves for
+    itself. ``recent`` caches the sections of earlier saves, to reuse unchanged ones.
     """
     rules = getattr(metadata, "rules", None) or StateRules.of(metadata.state_dict_metadata)
     section = entries_section(rules, parts, recent)

@@ -294,7 +294,7 @@ def deliver_object(path: str, planner: LoadPlanner, read_item: ReadItem, content
 
 _Item = tuple[ReadItem, Sequence[Piece], Coder | None]
 _Items = Sequence[_Item]
-_CODED_BYTES = 64 << 20  # limit of stored forms in memory at the same time, unless a single one is larger
+_CODED_BYTES = 64 << 20  # the maximum size of a batch of items with a `Coder`, unless a single item is larger
 _DELIVERY = ("resolve_tensor", "lookup_tensor", "transform_tensor", "commit_tensor")
 
 
@@ -343,8 +343,8 @@ def read_tensors(
 def resolved(items: _Items, planner: LoadPlanner) -> Iterator[torch.Tensor]:
     """Yields the tensors that receive items, in the order of the items.
 
-    If the planner looks up tensors as torch's own does, looks up plain tensors that one item fills without calling the
-    planner, which would take several times as long.
+    If the planner looks up tensors as torch's own does, this function itself looks up the plain tensors that a single
+    item fills. Calling the planner for them would take several times as long.
     """
     state = getattr(planner, "state_dict", {}) if delivers_at_once(planner) else {}
     for read_item, *_ in items:

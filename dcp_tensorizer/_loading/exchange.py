@@ -36,7 +36,8 @@ _DIGEST = slice(8, 16)
 _MIN_READ = 1 << 20
 _READS_OF_WINDOW = 16
 _MIN_WINDOW = 8 << 20
-# Minimum per rank, unless windows would be smaller than `_MIN_WINDOW`. One is read while another is exchanged.
+# The minimum number of windows per rank, unless windows would be smaller than `_MIN_WINDOW`. A rank reads one window
+# while the ranks exchange another.
 _WINDOWS = 8
 Progress = Callable[[int, int], object]
 
@@ -319,7 +320,7 @@ _ID_BYTES = 16
 
 
 class ReadFrom(NamedTuple):
-    """The part of a rank's load plan that names the save that the rank reads and its ``exchange`` group."""
+    """The part of a rank's load plan that names the save that the rank reads, and the rank's ``exchange`` group."""
 
     save_id: str
     group: str = ""  # identity of the ``exchange`` group (`identity_of`); empty without a group
@@ -462,7 +463,7 @@ class ExchangeGroup:
 # Spans:     a consecutive part of the requests for each rank to read, of about equal size
 # Windows:   the parts of a span, each of which its rank reads into one buffer
 
-_UNITS_PER_RANK = 16  # fewer units make spans less even
+_UNITS_PER_RANK = 16  # units are the pieces of requests that make up spans: fewer units make spans less even
 _MAX_UNIT = 4 << 20
 
 

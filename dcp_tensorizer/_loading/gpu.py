@@ -32,7 +32,7 @@ DEVICE_BYTES = 32 << 20
 """The maximum size of one read for a GPU, if the process has more than `_FEW_CORES` cores."""
 
 _FEW_CORES = 4
-_POOL_BYTES = 256 << 20  # of the slots that threads read into concurrently
+_POOL_BYTES = 256 << 20  # of all concurrent reads for GPUs: with more than 8 threads, reads are smaller
 
 
 class PinnedPools:

@@ -23,7 +23,7 @@ from .._tensor_file.dtypes import check_plannable
 from .._tensor_file.regions import Integers
 
 KINDS = (WriteItemType.TENSOR, WriteItemType.SHARD, WriteItemType.BYTE_IO)
-"""The kinds of write items. `Table.kinds` has positions in this tuple."""
+"""The kinds of write items. `Table.kinds` has indices into this tuple."""
 
 _BYTE_IO = KINDS.index(WriteItemType.BYTE_IO)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -297,7 +297,7 @@ def rows_of(state_dict: Mapping[str, Any], *, is_coordinator: bool) -> Iterator[
 
 # --- columns as bytes, which DCP carries from rank to rank ------------------------------------------------------------
 
-_LEVEL = 1  # enough, because most numbers repeat
+_LEVEL = 1  # of zlib's compression: enough, because most numbers repeat
 _DTYPES = ("<i1", "<i2", "<i4", "<i8")
 
 

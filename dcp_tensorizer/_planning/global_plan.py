@@ -163,7 +163,7 @@ def _shown(problems: list[tuple[str, str, list[int]]]) -> str:
     return "; ".join([*lines, *([f"and {others} such faults"] if more > 0 else [])])
 
 
-_SHOWN = 3  # keys shown in an error
+_SHOWN = 3  # keys, or ranks, shown in an error
 
 
 # --- the global plan: removes duplicates, and describes the checkpoint ------------------------------------------------

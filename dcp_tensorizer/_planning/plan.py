@@ -72,7 +72,8 @@ class Items(MutableSequence[WriteItem]):
     Args:
         source: The columns.
         choice: The chosen items; None: all, without hints.
-        history: The history of the planner that made this local plan, if the coordinator's response may refer to it.
+        history: The history of the planner that made this local plan, if the coordinator's response may refer to the
+            plan's columns.
         coordinator: The id of the coordinator's history, if this is a response that may refer to the rank's columns.
         tables: The decoded tables of other ranks' plans.
     """
@@ -263,9 +264,9 @@ _FIELDS = [field.name for field in dataclasses.fields(SavePlan)]
 
 # --- the plans that a planner has cached ------------------------------------------------------------------------------
 
-# A job that saves the model and the optimizer in turn, with other states between them, cycles through four plans. The
-# coordinator retains more plans of a rank than the rank does, because saves may fail after the coordinator planned
-# them.
+# A rank may refer to any of its last four plans: a job that saves the model and the optimizer in turn, with other
+# states between them, cycles through four. The coordinator retains more plans of a rank, because saves may fail after
+# the coordinator planned them.
 _SAVES = 4
 _SAVES_OF_COORDINATOR = 4 * _SAVES
 
@@ -287,7 +288,7 @@ class History:
         self._planned: Recent[Any] = Recent(_SAVES_OF_COORDINATOR)
 
     def begin(self) -> None:
-        """Begins a save. If the last save was not planned, whole plans are sent again."""
+        """Begins a save. If the last save got no response from the coordinator, this rank sends whole plans again."""
         if not self._is_answered:
             self._known = Recent(_SAVES)
         self._is_answered = True
@@ -332,7 +333,7 @@ class History:
 
 
 class Histories:
-    """A planner's histories, one per process group, because each has its own coordinator. A copy starts empty."""
+    """A planner's histories, one per process group: each group has its own coordinator. A copy starts empty."""
 
     def __init__(self) -> None:
         self._of_groups: weakref.WeakKeyDictionary[Any, History] = weakref.WeakKeyDictionary()

@@ -11,8 +11,8 @@ from isal.isal_zlib import crc32  # ten times as fast as zlib's
 from ..errors import ChecksumMismatch
 from .names import StoredItem, block_size
 
-# The size from which releasing the GIL pays off: hashing this many bytes takes about 20 microseconds, as long as eight
-# threads on 16 cores take to reacquire the GIL. The one-shot functions of xxhash 3 never release it, and those of
+# The size from which releasing the GIL pays off: hashing this many bytes takes about 20 microseconds. On 16 cores, each
+# of eight threads waits as long to reacquire the GIL. The one-shot functions of xxhash 3 never release it, and those of
 # xxhash 4 only above 64 KiB. The hash objects of both release it.
 _WORTH_UNLOCKING = 512 << 10
 

@@ -27,7 +27,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)  # nearly all tensors: classes whose
 _STRIDED = torch.strided
 _ORDINARY = {dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)} - _SUB_BYTE - _QUANTISED
 UNCOPYABLE = {torch.float4_e2m1fn_x2}
-"""Dtypes that pack two numbers into a byte. torch cannot copy them in every layout: see `copyable`."""
+"""Dtypes that pack two numbers into a byte. torch cannot copy transposed tensors of these, so `copyable` views them as
+uint8."""
 
 
 def check_supported(key: str, tensor: torch.Tensor) -> None:

@@ -1,9 +1,9 @@
 """Encodes tensors as the parts of a tensorizer file, and hashes them, usually in one pass over memory.
 
-Hashing limits the speed of a save to a fast disk. A core hashes data in its own cache up to twice as fast. So each
-thread takes a tensor, and processes it in pieces that fit in that cache. For each piece it computes the digests,
-CRC-32, and SHA-256 if requested, and copies the piece into its part of the file. Other threads write complete parts to
-the sink at the same time.
+Hashing limits the speed of a save to a fast disk. A core hashes data in its own cache up to twice as fast as data in
+main memory. So each thread takes a tensor, and processes it in pieces that fit in that cache. For each piece it
+computes the digests, CRC-32, and SHA-256 if requested, and copies the piece into its part of the file. Other threads
+write complete parts to the sink at the same time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 BUFFER_BYTES = 256 << 20
 
-# Half or a quarter of a core's second-level cache, where CRC-32 and XXH3 run twice as fast as from memory.
+# The bytes that a thread hashes at a time: a half or a quarter of a core's second-level cache. On data in this cache,
+# CRC-32 and XXH3 run twice as fast as on data in main memory.
 _PIECE = 512 << 10
 
 _SMALL = _PIECE  # the largest tensor, in bytes, that is hashed in a single call

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 _CHECK_BYTES = 16  # encrypted zeros, which only the same key decrypts
-# libsodium's preset "sensitive". Nothing authenticates the costs in a checkpoint before a reader has derived the key.
+# The maximum costs of deriving a key from a passphrase: libsodium's preset "sensitive". A forged checkpoint may demand
+# any costs, because nothing authenticates them before a reader has derived the key.
 _MOST_OPERATIONS, _MOST_MEMORY = 4, 1 << 30
 
 

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from .encryption import Cipher
 
 
-# Reading from the page cache takes 1.1 to 1.25 times as long if source and target differ in alignment (to 32 bytes, on
-# Zen 4), and tensors in memory are aligned to 64 bytes.
+# The data of each tensor in a file begins at a multiple of this many bytes, because tensors in memory are aligned to 64
+# bytes. Reading from the page cache takes 1.1 to 1.25 times as long if the addresses of source and target differ modulo
+# 32 (on Zen 4).
 ALIGNMENT = 64
 MAGIC = b"|TZR|"
 # Data version, feature flags, bytes of tensors, unused, number of tensors, length of the index's region.
@@ -61,7 +62,7 @@ _KINDS = {"parameter": 0, "buffer": 1}
 _STATE_DICT = 2
 END = bytes(8)
 
-# The lowest data version of each kind of file: plain, with dtypes that numpy lacks, encrypted, with dimensions of more
+# The lowest data version of each kind of file: plain; with dtypes that numpy lacks; encrypted; with dimensions of more
 # than 32 bits.
 _PLAIN, _OPAQUE, ENCRYPTED, LONG = 1, 2, 3, 5
 # Feature flags, from version 4 on. Versioned index: a version precedes each of its entries.

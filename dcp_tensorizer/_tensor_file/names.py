@@ -60,8 +60,8 @@ class StoredItem(NamedTuple):
     dtype: str
     """dtype of the stored data without ``torch.``, such as ``bfloat16``. ``uint8`` for objects."""
     kind: str
-    """``tensor``: C-contiguous elements. ``object``: the ``torch.save`` data of a value. ``wrapper``: that of a tensor
-    subclass that has no storage."""
+    """``tensor``: C-contiguous elements. ``object``: the ``torch.save`` data of a value. ``wrapper``: the
+    ``torch.save`` data of a tensor of a subclass that has no storage."""
     digests: bytes
     """XXH3-64 of each stored block, 8 bytes each, big-endian, in order (see `block_size`). If an unencrypted item has
     several blocks, the digest of the whole item follows, for readers that read all of it."""

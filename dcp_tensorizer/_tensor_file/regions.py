@@ -19,7 +19,9 @@ Integers: TypeAlias = NDArray[np.int64]
 Interval: TypeAlias = tuple[int, int]
 
 
-_MOST_COMPARISONS = 100_000_000  # of the chunks of a tensor, in pairs: a tiny index may describe many chunks
+# The maximum number of pairs of a tensor's chunks that `overlapping_pair` compares. A tiny index may describe many
+# chunks.
+_MOST_COMPARISONS = 100_000_000
 
 
 class Region(NamedTuple):

@@ -18,8 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
-WORK_PER_BYTE = 16  # values to hash, copy or build, per byte of a pickle: less than 2 unless values are shared
-MAX_DEPTH = 64  # nested values: Python hashes tuples by unbounded recursion; torch's own values are less than 10 deep
+# The maximum number of values to hash, copy or build, per byte of a pickle. A pickle whose values are not shared needs
+# fewer than 2.
+WORK_PER_BYTE = 16
+# The maximum depth of nested values: Python hashes tuples by unbounded recursion. torch's own values are less than 10
+# deep.
+MAX_DEPTH = 64
 _HASHING = {"builtins.dict", "builtins.frozenset", "builtins.set", "collections.Counter", "collections.OrderedDict"}
 _OF_PAIRS = {"builtins.dict", "collections.OrderedDict"}
 

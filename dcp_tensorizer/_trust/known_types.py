@@ -155,7 +155,7 @@ def _device(name: str, args: Arguments) -> Value:
 
 # --- NumPy's arrays, scalars and dtypes -------------------------------------------------------------------------------
 #
-# NumPy trusts pickles. If the flags of a dtype deny that it holds objects, NumPy dereferences any pointer in the data.
+# NumPy trusts pickles. If a dtype holds objects, but its flags deny that, NumPy dereferences any pointer in the data.
 # If fields of a dtype lie outside its items, NumPy reads out of bounds. So this table has only dtypes without fields,
 # subarrays or objects. `_DType` makes each dtype with NumPy's constructor, and the pickle must describe exactly that
 # dtype. The data of an array must have the size of its shape and dtype.
