@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 def plain(value: Any) -> Any:
-    """Returns a value, and those of the dicts, lists and tuples in it, as instances of the plain types.
+    """Converts a value, and the contents of dicts, lists and tuples, from subclasses of the plain types to these types.
 
     Other processes may be unable to import a subclass. Returns other objects as they are.
     """

@@ -372,7 +372,7 @@ def _pieces_within(staged: torch.Tensor, source: torch.Tensor, nbytes: int) -> I
 # --- copying tensors of host memory on several cores ---------------------------------------------------------------
 
 _PIECE = 32 << 20
-_SHARED_COPY = 8 << 20  # below it, starting a thread costs more than it saves
+_SHARED_COPY = 8 << 20  # with fewer bytes to copy, starting a thread costs more than it saves
 
 
 def _copy(staged: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
