@@ -29,7 +29,7 @@ from .state_tree import DtypeOf, TensorList, copy_items
 from .tensor_copy import DEFAULT_LIMITS, Copies, GatherLimits
 from .ways import BUFFER, BufferWay
 
-# How long copying waits for ``async_save`` to return: several times what that takes after `Stager.stage`.
+# How long copying waits at most for ``async_save`` to return: several times what that takes after `Stager.stage`.
 _RETURN_SECONDS = 0.005
 
 
