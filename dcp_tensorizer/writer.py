@@ -96,8 +96,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
 
     Memory: one buffer of the size of the rank's state is cached between saves. `prewarm` allocates the buffer in the
     background; without `prewarm`, the first save allocates it, and takes longer. The writer process takes some 40 MB
-    for its imports (200 MB with ``staging="device"``), and up to ``limits.buffer_bytes`` for the parts of files (64 MB
-    for local files, cached between saves). ``dcp.save`` writes from the tensors themselves.
+    for its imports (200 MB with ``staging="device"``), and up to ``limits.buffer_bytes`` for the parts of files. It
+    caches up to 64 MB of that memory between saves. ``dcp.save`` writes from the tensors themselves.
 
     Args:
         path: Where to save: a local directory that all ranks share, or any URL that fsspec opens. A save's
@@ -133,8 +133,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
             objects. Names, shapes and dtypes stay readable. The key reaches the writer process through a socket, and is
             never written to disk.
         limits: Limits on waiting, memory and failures: see `SaveLimits`.
-        local: A folder, on each node's own disk, that mirrors the path. Saves are first made durable in the folder, and
-            sent to the path while no save needs the writer process.
+        local: A folder, on each node's own disk, that mirrors the path. A save is first made durable in the
+            folder. Later the writer process sends the save to the path, while no other save needs the process.
         max_unflushed: Training waits when this many checkpoints are only in the local folder; 3 by default. Another
             number requires ``local``.
 
@@ -211,9 +211,10 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
     def close(self, timeout: float | None = None) -> None:
         """Waits for this writer's saves and, with ``local``, for the flush of the local folder. Idempotent.
 
-        Then ends the writer process and frees the memory, unless another open writer has used them. Call `close` before
-        ``destroy_process_group()``, which would make a running save fail. A signal handler may call `close` at any
-        time. If the handler has interrupted the copy of a state, that state's save is abandoned immediately.
+        Then ends the writer process and frees the memory, unless another open writer has used them, or a save that
+        another writer has staged still runs. Call `close` before ``destroy_process_group()``, which would make a
+        running save fail. A signal handler may call `close` at any time. If the handler has interrupted the copy of a
+        state, that state's save is abandoned immediately.
 
         Args:
             timeout: Timeout in seconds for the whole call; 0: do not wait. On timeout the save in progress is
@@ -425,8 +426,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         The message has the digests of the tables of locations that the rank need not send (see ``_saving.tables``).
 
         Raises:
-            WriteError: ranks have tensors of different shapes or dtypes under one key, of which only one rank's would
-                be saved.
+            WriteError: under one key, ranks have tensors of different shapes or dtypes, and the save would store the
+                tensor of only one rank.
         """
         age_objects()
         save = self._saver.save
@@ -453,8 +454,6 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         Raises:
             WriteError: the save is not committed, and the previous checkpoint is untouched; or the outcome is unknown,
                 as after a lost response from the storage.
-            ReadError: the storage cannot be read, so the save is not committed. Only with ``local``, or in a folder
-                that a manager has leased.
         """
         self._saver.save.finish(metadata, results)
 

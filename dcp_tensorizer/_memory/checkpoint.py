@@ -63,7 +63,7 @@ class StateCheckpoint(Storage):
         holders: The holder of each rank's part, for messages.
 
     Raises:
-        CheckpointError: a part's description is damaged or of another version, or no index can be made of the parts.
+        CheckpointError: a part's description is damaged or of another version, or no index can be made from the parts.
     """
 
     def __init__(self, path: str, parts: Sequence[tuple[StatePart, Descriptor | RemotePart]]) -> None:

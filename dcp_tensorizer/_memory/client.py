@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-_ANSWER_SECONDS = 60.0  # a keeper answers in a millisecond if it gets a core
+_ANSWER_SECONDS = 60.0  # timeout of a request; a keeper answers in a millisecond if it gets a core
 _DIGEST_SECONDS = 660.0  # slightly longer than the keeper itself waits for digests
 
 

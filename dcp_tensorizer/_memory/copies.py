@@ -46,7 +46,7 @@ logger = logging.getLogger("dcp_tensorizer")
 DEFAULT_RATE = 500e6
 """Default limit on the bytes that each host sends for copies in a second."""
 LEAST_RATE = 1e6
-"""Minimum rate, because a partner gives up after a minute of silence."""
+"""Minimum of `CopyOptions.rate`, because a partner gives up after a minute of silence."""
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 _ANY_PORT = 9  # to look up a route; no packet is sent
 

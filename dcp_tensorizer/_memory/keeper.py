@@ -71,7 +71,7 @@ _SLICE = 1 << 20  # small enough to be hashed while it is in the processor's cac
 _TOUCH_SECONDS = 6 * 3600.0  # systemd removes files from /tmp after 10 days; a connection does not update their times
 _SESSION_SECONDS = 0.05  # between two attempts to set the session's priority
 _NONE: Mapping[tuple[int, int], bytes] = MappingProxyType({})
-_DIGEST_SECONDS = 600.0  # enough at the lowest priority, beside a job that needs all cores
+_DIGEST_SECONDS = 600.0  # to compute a part's digests, even at low priority beside a job that needs all cores
 
 
 class _HeldPart:

@@ -60,7 +60,8 @@ _ALLOCATE = 256 << 20  # bytes at a time; free memory is checked again before ea
 _MAX_RECORD = 1 << 30
 _MAX_CONNECTIONS = 256
 _WAIT_SECONDS = 20.0  # until an answer with `takes_longer`; the other end gives up after 60
-# To drop copies. With up to 20 s to connect (`wire`), this is less than the 60 s that a trainer waits for its keeper.
+# The timeout of a request to drop copies. With up to 20 s to connect (`wire`), it is less than the 60 s that a trainer
+# waits for its keeper.
 _DROP_SECONDS = 10.0
 _ASK_SECONDS = 0.02  # the pause between two requests for a part that is not held yet
 

@@ -22,7 +22,7 @@ from ..errors import WriteError
 
 _CONNECT_SECONDS = 5.0
 _BACKLOG = 64
-_ATTEMPTS = 20  # retries, because the last keeper to end removes the directory
+_ATTEMPTS = 20  # to make a socket: the last keeper to end removes the directory
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
@@ -78,7 +78,9 @@ def listen(path: Path) -> socket.socket:
         except FileNotFoundError as error:
             listener.close()
             if attempt + 1 == _ATTEMPTS:
-                raise WriteError(f"a socket in {path.parent} cannot be made, perhaps without /proc: {error}") from error
+                raise WriteError(
+                    f"a socket in {path.parent} cannot be made, perhaps because /proc is missing: {error}"
+                ) from error
         except BaseException:
             listener.close()
             raise

@@ -37,7 +37,7 @@ _PROOF = 32
 _HEADER = struct.Struct("<BI")
 _MESSAGE, _BYTES = 1, 2
 _HANDSHAKE_SECONDS = 10.0  # for the whole handshake: the longest that a client without the secret can hold a connection
-_SECONDS = 60.0  # for each frame
+_SECONDS = 60.0  # for each read and write after the handshake
 _SILENT = "the connection has made no progress for too long"
 _LOWER_EFFORT = 0x20  # DSCP CS1: other traffic goes first, where routers support it
 

@@ -181,18 +181,18 @@ class Channel:
             finally:
                 self._sock.settimeout(None)
 
-    def wait_readable(self, patience: ProgressTimeout, check: Callable[[], object] = lambda: None) -> None:
-        """Waits for a message. Raises `TimeoutError` when ``patience`` is over.
+    def wait_readable(self, timeout: ProgressTimeout, check: Callable[[], object] = lambda: None) -> None:
+        """Waits for a message. Raises `TimeoutError` when ``timeout`` is over.
 
         ``check`` is called about once a second. An exception that it raises ends the wait.
         """
         while True:
             poll = select.poll()
             poll.register(self.fileno(), select.POLLIN)
-            if poll.poll(patience.within(CHECK_SECONDS) * 1000):
+            if poll.poll(timeout.within(CHECK_SECONDS) * 1000):
                 return
             check()
-            if patience.is_over():
+            if timeout.is_over():
                 raise TimeoutError
 
     def receive(self, wait: Callable[[], object] = lambda: None) -> tuple[Any, list[int]]:

@@ -24,7 +24,7 @@ END_SECONDS = 5.0
 """Timeout for the end of a process with a request in progress. An idle process ends in milliseconds."""
 
 _KILL_SECONDS = 0.5  # a killed process ends in milliseconds, unless it hangs in the kernel
-_OUTPUT_TAIL = 4000  # bytes
+_OUTPUT_TAIL = 4000  # the last bytes of a dead process's output, which its error shows
 _OF_JOB = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGTSTP", "SIGXCPU")
@@ -61,8 +61,8 @@ class ChildProcess:
         if _PATH in os.environ:
             raise RuntimeError(
                 f"this process was started to be a child process of the program, but runs the program again, because "
-                f"sys.executable is not a Python interpreter. It was {sys.executable!r} here. In the program, set it "
-                f"to the path of a Python interpreter, or to None"
+                f"sys.executable is not a Python interpreter. In this process it is {sys.executable!r}. In the "
+                f"program, set it to the path of a Python interpreter, or to None"
             )
         try:
             with ExitStack() as undo:

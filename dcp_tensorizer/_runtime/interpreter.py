@@ -156,7 +156,7 @@ def age_objects() -> None:
 # sets it again later, the short one stays.
 
 _SWITCH_SECONDS = 0.0005
-_FIRST_RELEASE = 0.0001  # enough for the other thread to wake up
+_FIRST_RELEASE = 0.0001  # seconds without the GIL: enough for the training thread to wake up
 _RESOLUTION = 2e-6  # Python stores whole microseconds
 
 

@@ -41,7 +41,7 @@ NEVER = Deadline(None)
 class ProgressTimeout:
     """A timeout since the last progress, for a caller that polls.
 
-    The time between two checks counts for at most ``between_checks`` seconds, and at most a third of ``timeout``. So a
+    The time between two checks counts as at most ``between_checks`` seconds, and at most a third of ``timeout``. So a
     suspended job does not time out: neither side could make progress while the job was suspended.
     """
 

@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 def plain(value: Any) -> Any:
-    """Returns a value, and those of the dicts, lists and tuples in it, as instances of the plain types.
+    """Converts a value, and the contents of dicts, lists and tuples, from subclasses of the plain types to these types.
 
     Other processes may be unable to import a subclass. Returns other objects as they are.
     """
@@ -52,7 +52,10 @@ def check_path(value: object) -> str:
 
 
 def check_paths(name: str, value: object) -> tuple[str | os.PathLike[str], ...]:
-    """Returns several paths as a tuple. Raises `TypeError` for one path, and `ValueError` if one is empty."""
+    """Returns the paths in an iterable as a tuple.
+
+    Raises `TypeError` if the value is itself a path, and `ValueError` if a path is empty.
+    """
     paths: tuple[str | os.PathLike[str], ...] = tuple(map(plain, _items(name, value, "paths", str | os.PathLike)))
     if not all(map(check_path, paths)):
         raise ValueError(f"{name} must not contain an empty path.")
@@ -60,7 +63,7 @@ def check_paths(name: str, value: object) -> tuple[str | os.PathLike[str], ...]:
 
 
 def check_patterns(name: str, value: object) -> tuple[str, ...]:
-    """Returns patterns of keys as a tuple. Raises `TypeError` for one pattern, and for other types."""
+    """Returns the patterns in an iterable as a tuple. Raises `TypeError` for a str and for other types."""
     return tuple(map(plain, _items(name, value, "patterns", str)))
 
 
@@ -108,9 +111,10 @@ def check_timeout(
 def check_timeout(
     value: object, *, least: float | None = None, name: str = "timeout", optional: bool = False
 ) -> float | None:
-    """Returns a number of seconds that the system can wait as a float, or None if ``optional``.
+    """Returns a timeout in seconds as a float, or None if ``optional``.
 
-    Raises `TypeError` or `ValueError` unless it is at least ``least``, or, without ``least``, more than 0.
+    Raises `TypeError` or `ValueError` unless the timeout is at least ``least`` (without ``least``, more than 0), and
+    not longer than the system can wait.
     """
     if value is None and optional:
         return None
@@ -177,7 +181,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
 
 
 def check_type(name: str, value: object, kind: type[_T]) -> _T:
-    """Returns an instance of ``kind``. If ``kind`` is a dataclass, returns the fields of a subclass as ``kind``."""
+    """Returns an instance of ``kind``. If ``kind`` is a dataclass, converts an instance of a subclass to ``kind``."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be an instance of {kind.__name__}, got {_type(value)}.")
     if dataclasses.is_dataclass(kind) and type(value) is not kind:

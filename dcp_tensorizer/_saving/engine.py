@@ -26,8 +26,8 @@ class Engine:
     """The resources that the writers of a process share.
 
     Until a writer needs them, no process runs and no memory is allocated. The engine ends with the interpreter, or when
-    its last open writer is closed. A later writer starts it again. With ``devices`` the writer process sees the
-    trainer's GPUs.
+    its last open writer is closed while no save of another writer runs. A later writer starts it again. With
+    ``devices`` the writer process sees the trainer's GPUs.
 
     Attributes:
         checked_keys: Keys whose objects have been checked, see `warn_about_untrusted`.

@@ -1,4 +1,4 @@
-"""The trainer's view of the flush of a local folder: reports saves that have arrived, and waits for them.
+"""The trainer's view of the flush of a local folder: reports saves that have arrived, and waits for the others.
 
 The writer process flushes. This module reads the state of each save from the folder's records, which outlive any
 process.

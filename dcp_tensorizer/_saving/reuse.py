@@ -30,7 +30,8 @@ from .write_plan import Item, plan_files
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_LOCATIONS = 4  # of a file in the last saves: if the newest save was not committed, its file is gone
+# How many of a file's newest locations are remembered: after a save that was not committed, the newest is gone.
+_LOCATIONS = 4
 # A file or a history is retained for this many saves that do not use it: a job may save its model and its optimizer in
 # turn, and other states between them.
 _SAVES = 4

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-_CLEAN_UP_SECONDS = 20.0  # the other ranks wait for the clean-up after a commit
+_CLEAN_UP_SECONDS = 20.0  # timeout of a clean-up, for which the other ranks wait after a commit
 
 logger = logging.getLogger("dcp_tensorizer")
 
@@ -61,10 +61,10 @@ class SaveDescription(NamedTuple):
     record: SaveRecord | None = None
     error: StagingError | None = None  # if this rank has no state: the error with which the save fails on all ranks
     omitted: frozenset[str] = frozenset()  # keys of tensors that other ranks write and this rank does not stage
-    # Called with the staged copy, whose tensors may not have their values yet. The caller holds the copy's buffer
-    # (`SharedBuffer.is_kept`).
+    # Called with the staged copy, whose tensors may not have their values yet. No save reuses the copy's buffer until
+    # the function's owner clears `SharedBuffer.is_kept`.
     on_staged: Callable[[StagedStateDict], object] | None = None
-    # Receives the files that this rank writes. If the save fails, the caller removes them.
+    # Receives the names of the files that this rank writes. If the save fails, the manager removes these files.
     files: WrittenFiles | None = None
     spans: tuple[Span, ...] = ()  # of staging, set when the stager has returned
 
@@ -394,7 +394,7 @@ class Save:
     def _check_wanted(self) -> None:
         """Raises `Refused` if the save must no longer be committed."""
         if self.is_given_up:
-            raise Refused(f"gave up on {self.path}: its storage did not respond")
+            raise Refused(f"the save to {self.path} is not committed: its storage did not respond. Check the storage.")
         if self._saver.closed and self._staged is not None:
             raise Refused(f"the writer was closed during the save to {self.path}, which is not committed")
         trainer = multiprocessing.parent_process()  # in PROCESS mode: a dead trainer's save must not be committed late

@@ -23,7 +23,7 @@ SAVES = 4
 """The number of last saves whose tables a rank offers: a job may save its model and its optimizer in turn, and other
 states between them."""
 
-_MAX_BYTES = 256 << 20  # 34 bytes per item: 7 million items of all ranks
+_MAX_BYTES = 256 << 20  # of cached tables; with 34 bytes per item, this is 7 million items of all ranks
 
 
 class Offer(NamedTuple):

@@ -165,7 +165,7 @@ class StagedSaves:
             for staged_save in [staged_save for staged_save in self._saves if staged_save.over()]:
                 self._saves.remove(staged_save)
                 buffer = staged_save.buffer
-                if buffer is None or not buffer.is_kept:  # otherwise other code may still get it from the save
+                if buffer is None or not buffer.is_kept:  # a kept buffer's owner may still get it from the save
                     staged_save.buffer = None
                 if buffer is not None:
                     is_wanted = staged_save.keeps_buffer or buffer.is_kept

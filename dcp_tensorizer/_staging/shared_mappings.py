@@ -129,7 +129,7 @@ def map_shared(file: MappedFile) -> mmap.mmap:
             return mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ)
         finally:
             os.close(fd)
-    except (OSError, ValueError) as error:  # ValueError: the file has been truncated to no bytes
+    except (OSError, ValueError) as error:  # ValueError: the file has been truncated to zero bytes
         raise WriteError(
             f"shared memory of the trainer ({file.path}) cannot be mapped by its writer process ({error}). Keep "
             f"references to the tensors until the save is over, or use staging='buffer'."

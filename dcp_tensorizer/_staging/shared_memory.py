@@ -29,14 +29,14 @@ from .device import PIN_BYTES, Device, pin_if_possible
 if TYPE_CHECKING:
     from .tensor_copy import Batches
 
-# A multiple of the vector width, of the largest element size, and of the cache line.
+# The alignment of tensors in a buffer: a multiple of the vector width, the largest element size and the cache line.
 _ALIGNMENT = 64
 _PAGE = mmap.PAGESIZE
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14, <asm-generic/mman-common.h>; not named in the mmap module
 _STEP = 256 << 20  # bytes allocated between two checks of the free memory
 _HUGE_PAGE = 2 << 20
-_MAX_THREADS = 16  # an estimate: more than four have not been measured
+_MAX_THREADS = 16  # that allocate one buffer; an estimate: more than four have not been measured
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
 _ids = itertools.count()
 
@@ -153,8 +153,8 @@ class SharedBuffer:
     def allocate_all(self, dtypes: list[torch.dtype], shapes: list[torch.Size]) -> list[torch.Tensor]:
         """Allocates all tensors of a state in an empty buffer, as `allocate` does, and returns aliases of them.
 
-        The buffer retains the tensors for the next state. If that has the same dtypes and shapes, only makes new
-        aliases, which takes an eighth of the time.
+        The buffer retains the tensors for the next state. If the next state has the same dtypes and shapes, this method
+        only makes new aliases, which takes an eighth of the time.
         """
         # Addresses are compared because torch.multiprocessing moves storages that it pickles.
         if self._layout != (dtypes, shapes, _addresses(self._made)):
@@ -175,7 +175,7 @@ class SharedBuffer:
         return offset if inside and is_plain(tensor) else None
 
     def close(self) -> None:
-        """Frees the memory once no tensor of it is alive. Idempotent."""
+        """Frees the memory once no tensor in it is alive. Idempotent."""
         self.forget()
         self._release()
         self._map = None
@@ -206,8 +206,8 @@ class _Registering:
     """A thread that registers the parts of a buffer while further parts are allocated.
 
     ``undo`` receives the functions that unregister the parts. When the ``with`` block ends without an error, all
-    allocated memory is registered. If the system refuses a part, unregisters all other parts, and issues a warning, as
-    `pin_if_possible` does.
+    allocated memory is registered, unless the system has refused a part. Then the context manager unregisters all other
+    parts, and issues a warning, as `pin_if_possible` does.
     """
 
     def __init__(self, address: int, pin_for: tuple[Device, int] | None, undo: list[Callable[[], None]]) -> None:

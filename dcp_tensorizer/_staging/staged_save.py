@@ -23,8 +23,8 @@ from .shared_mappings import SharedTensors
 from .shared_memory import SharedBuffer
 from .tensor_copy import Copies
 
-_STEP_SECONDS = 0.02  # between two checks of a save
-_END_SECONDS = 0.005  # between two checks of a save's thread, which does not notify on exit
+_STEP_SECONDS = 0.02  # between two checks whether a save is over
+_END_SECONDS = 0.005  # between two checks whether a save's thread has ended: the thread does not notify on exit
 
 
 class StagingState(enum.IntEnum):

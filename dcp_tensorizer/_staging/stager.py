@@ -29,7 +29,8 @@ from .state_tree import DtypeOf, TensorList, copy_items
 from .tensor_copy import DEFAULT_LIMITS, Copies, GatherLimits
 from .ways import BUFFER, BufferWay
 
-_RETURN_SECONDS = 0.005  # several times what ``async_save`` takes from the end of staging to its return
+# How long copying waits at most for ``async_save`` to return: several times what that takes after `Stager.stage`.
+_RETURN_SECONDS = 0.005
 
 
 class Stager:

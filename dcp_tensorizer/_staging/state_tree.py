@@ -382,7 +382,7 @@ def _rebuild_sharded(tensor: ShardedTensor, take: _Take) -> ShardedTensor:
 def fingerprint(value: Any) -> int:
     """Returns a hash of a state's keys, types, shapes, dtypes and shardings, valid in this process.
 
-    Does not read values, and takes a few microseconds per value. ``value`` is a state dict or a part of one.
+    Does not read values, and takes a few microseconds per entry. ``value`` is a state dict or a part of one.
     """
     kind = type(value)
     if isinstance(value, torch.Tensor):

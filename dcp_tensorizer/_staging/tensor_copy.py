@@ -51,7 +51,7 @@ class GatherLimits:
 
 
 DEFAULT_LIMITS = GatherLimits()
-_BATCH = 1024  # tensors that are gathered in one call
+_BATCH = 1024  # maximum number of tensors that are gathered in one call
 # Small tensors are gathered as integers, which have a fused kernel, unless the tensors of a batch all have the same one
 # of these dtypes. The kernel for half precision converts through float32, which changes the bits of a NaN.
 _FUSED = {torch.float32, torch.float64, torch.uint8, torch.int16, torch.int32, torch.int64}
@@ -65,7 +65,7 @@ _Share = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]  # staged tensors
 
 Batches = tuple[tuple[list[Any], ...], dict[int, tuple[Batch, Set[int]]]]
 """The batches of a state by device, with the numbers of their sources, for later states in the same staging buffer. The
-first item is a key of everything that determines the source and target addresses. Holds no reference to a tensor."""
+first item is the key: everything that determines the source and target addresses. Holds no reference to a tensor."""
 
 
 class Copies:
@@ -372,7 +372,7 @@ def _pieces_within(staged: torch.Tensor, source: torch.Tensor, nbytes: int) -> I
 # --- copying tensors of host memory on several cores ---------------------------------------------------------------
 
 _PIECE = 32 << 20
-_SHARED_COPY = 8 << 20  # below it, starting a thread costs more than it saves
+_SHARED_COPY = 8 << 20  # with fewer bytes to copy, starting a thread costs more than it saves
 
 
 def _copy(staged: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

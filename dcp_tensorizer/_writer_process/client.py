@@ -21,7 +21,7 @@ from .protocol import Call, Request
 if TYPE_CHECKING:
     from .._staging.shared_memory import SharedBuffer
 
-_DETACH_SECONDS = 5.0  # an idle process takes 1 ms
+_DETACH_SECONDS = 5.0  # for the process to unmap a buffer; an idle process takes 1 ms
 
 
 class WriterProcessHung(WriterProcessDied):
@@ -38,7 +38,8 @@ class Unsendable(WriteError):
 class NotStarted(WriterProcessDied):
     """The process cannot be started, for example because memory, processes or descriptors are exhausted.
 
-    Or it ended by itself before it was ready, for example because no thread can be started, or it runs another program.
+    Or it ended by itself before it was ready, for example because it could start no thread, or because it runs another
+    program.
     """
 
 

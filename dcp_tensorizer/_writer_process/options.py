@@ -37,10 +37,10 @@ class SaveLimits:
     """Limits of saves: waiting time, memory, failures in a row, and reuses of a file.
 
     Attributes:
-        timeout: Seconds after which a wait for the storage times out; 600 by default. A save waits for a write that
-            makes no progress, for a disk or a mount that does not respond to an asynchronous save, and for another
-            save's clean-up of the same directory. If an S3 or SFTP server does not respond for a tenth of the timeout,
-            the request is retried.
+        timeout: Seconds after which a wait for the storage times out; 600 by default. The timeout applies to a write
+            or a flush that makes no progress, to a disk or a mount that does not respond to an asynchronous save, and
+            to the wait for another save's clean-up of the same directory. If an S3 or SFTP server does not respond for
+            a tenth of the timeout, the request is retried.
         buffer_bytes: Memory in the writer process for the parts of files that are being made or sent; 256 MiB by
             default. With less memory, fewer parts are sent at once.
         max_consecutive_failures: Once this many saves in a row have failed, on one process group and to paths that

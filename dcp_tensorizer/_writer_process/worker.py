@@ -54,7 +54,7 @@ _MIN_SAMPLES = 3  # in a row: with two trainers on two cores, one sample in a fe
 _PROGRESS_SECONDS = 1.0
 # Memory for parts that is cached between saves, enough for two threads and a local disk. Saves get 3-15% faster.
 _CACHED_BYTES = 64 << 20
-_ABANDON_SECONDS = 20.0  # to remove the files; the staged state stays in memory until then
+_ABANDON_SECONDS = 20.0  # to remove the files of a dead trainer's save; meanwhile the staged state stays in memory
 
 
 class SpareCores:
