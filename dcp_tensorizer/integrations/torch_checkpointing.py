@@ -1,6 +1,6 @@
 """Checkpoints of Meta's ``torch_checkpointing``, saved and loaded by this package: `TensorizerCheckpointManager`.
 
-Where the program makes its manager's configuration::
+The program makes this manager instead of torch_checkpointing's::
 
     from dcp_tensorizer.integrations.torch_checkpointing import TensorizerCheckpointManager
 
