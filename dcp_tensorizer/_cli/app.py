@@ -77,7 +77,7 @@ def failed(error: BaseException, *, as_json: bool, damaged: int = DAMAGED) -> in
 
 def flushed(code: int) -> int:
     """Flushes stdout and returns ``code``. Raises `OSError` if stdout cannot be written to."""
-    if sys.stdout is not None:  # None in a daemon that has closed stdout
+    if sys.stdout is not None:  # None in a process that was started without a stdout
         sys.stdout.flush()
     return code
 
@@ -100,7 +100,7 @@ _app = typer.Typer(
     rich_markup_mode=None,  # rich's help tables would show a type for each switch
     pretty_exceptions_enable=False,
     help="List, inspect, verify, compare, convert and remove checkpoints of dcp_tensorizer.",
-    epilog="Exit codes: 0 success, 1 damaged or different, 2 failed, 3 unreadable by this version, 130 interrupted, "
+    epilog="Exit codes: 0 success, 1 damaged or different, 2 failed, 3 unsupported format or version, 130 interrupted, "
     "129 and 143 ended by a signal, 141 pipe closed.",
 )
 
@@ -126,8 +126,8 @@ _app.add_typer(_publish, name="publish")
 def _command(damaged: int = DAMAGED, *, of: typer.Typer = _app) -> Callable[[Callable[..., int]], None]:
     """Registers a command whose function returns the exit code.
 
-    ``damaged`` is the exit code for a damaged checkpoint. ``of`` is the group of the command; the function's name
-    begins with the group's name.
+    ``damaged`` is the exit code for a damaged checkpoint. ``of`` is the group of the command. The last word of the
+    function's name is the name of the command.
     """
 
     def add(function: Callable[..., int]) -> None:

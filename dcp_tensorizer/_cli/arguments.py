@@ -87,7 +87,7 @@ def read_options(given: list[str] | None, *paths: str | None) -> dict[str, Any]:
 
 
 def read_key(key_file: Path | None, passphrase_file: Path | None) -> DecryptionParams | None:
-    """Reads a key or a passphrase from a file. On the command line, other users of the machine could see it."""
+    """Reads a key or a passphrase from a file, because other users of the machine can see the command line."""
     if key_file is None and passphrase_file is None:
         return None
     if key_file is not None and passphrase_file is not None:

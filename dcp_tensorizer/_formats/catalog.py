@@ -20,7 +20,7 @@ from ..errors import MetadataError
 
 
 class Piece(NamedTuple):
-    """A part of a stored chunk, and its region in what is requested."""
+    """A region of a stored chunk, and the part of the requested region that it fills."""
 
     item: StoredItem
     shape: tuple[int, ...]  # of the chunk
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 
 
 class Coder(Protocol):
-    """The decoder of a tensor that is not stored as its elements."""
+    """The decoder of a tensor whose elements are not stored as they are."""
 
     def memory_for(self, target: torch.Tensor) -> torch.Tensor:
         """Returns the memory to read the stored form into: the target itself if no decoding is needed.

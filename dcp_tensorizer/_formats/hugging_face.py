@@ -1,7 +1,7 @@
 """Models in Hugging Face's layout: safetensors files, with tensors possibly renamed, reshaped, in parts or quantised.
 
 For a quantised FP8 weight, a second tensor has one scale for each block of elements. The weight is read as stored, and
-multiplied by the scales when it is copied to a target of another dtype.
+multiplied by the scales when it is copied to a target whose dtype is not FP8.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class ModelCatalog(Catalog):
 
     Raises:
         NotCommitted: there are no safetensors files.
+        UnsupportedFormat: the index is that of a delta.
         MetadataError: the index or a header is damaged, they are inconsistent, or ``rename`` is given for files that
             torch's writer has not consolidated.
         ReadError: ``rename`` does not fit the model.
@@ -127,7 +128,10 @@ class ModelCatalog(Catalog):
     def _renamed(self, tensors: Sequence[tuple[WeightFile, StoredBytes]], rename: Rules) -> dict[str, Placed]:
         for file, tensor in tensors:
             if tensor.key in self._items:
-                raise MetadataError(f"{self.path} has {tensor.key!r} in two files, one of which is {file.name}")
+                raise MetadataError(
+                    f"{self.path} has {tensor.key!r} in two files, one of which is {file.name}. Remove the files that "
+                    f"do not belong to the model."
+                )
             self._items[tensor.key] = self._stored(file, tensor)
         self._quantised = {
             name: _Quantised(name, item, shape, *self._items[name + _SCALE])

@@ -64,8 +64,8 @@ def decode(data: bytes, path: str) -> Metadata:
 def read_index(storage: Storage, rank: int | None = None) -> Index | None:
     """Reads and checks a checkpoint's index, of all ranks or of one. If there is no index, returns None.
 
-    The locations of a large index are read on demand. Raises `MetadataError` if the index is damaged, of another format
-    or that of other ranks, and `ReadError` if it cannot be read.
+    The locations of a large index are read on demand. Raises `MetadataError` if the index is damaged, has another
+    format or version, or is the index of other ranks, and `ReadError` if the index cannot be read.
     """
     name = metadata_file_name(rank)
     file = committed(storage, name)
@@ -103,7 +103,8 @@ def check_world_size(storage: Storage, has_own: bool, world_size: int) -> None:
     if not has_own or not has_last or storage.head(metadata_file_name(world_size)) is not None:
         raise MetadataError(
             f"{storage.path} was saved with use_collectives=False, each rank for itself, by a number of ranks that "
-            f"differs from the {world_size} that load it. Load it with as many ranks as saved it."
+            f"differs from the {world_size} that load it, or the metadata of a rank is missing. Load it with as many "
+            f"ranks as saved it, or load another checkpoint."
         )
 
 

@@ -71,10 +71,10 @@ def _instead(storage: Storage) -> str:
     try:
         if has_data(storage):
             return (
-                f"it holds data without {name}. The save that wrote the data never finished, or is not finished yet; "
-                f"or the directory is a local copy (local=) of a checkpoint that is, or will be, on the remote: read "
-                f"it there; or a copy has left out hidden files, as `cp step/* ...` does: copy the directory itself, "
-                f"with `cp -r`"
+                f"it holds data without {name}. There are three possible causes. The save that wrote the data never "
+                f"finished, or is not finished yet. The directory is a local copy (local=) of a checkpoint that is, or "
+                f"will be, on the remote storage: read the checkpoint there. A copy left out hidden files, as "
+                f"`cp step/* ...` does: copy the directory itself, with `cp -r`"
             )
         return f"there is no {name}, and {contents(storage)}. The path is wrong, or a save there never finished"
     except NotCommitted:

@@ -43,8 +43,8 @@ class Parts:
 
     Raises:
         TypeError: there are no names, a name is not a string, or a number is not an int.
-        ValueError: the names differ in their numbers of ``*`` or ``{}``, a single name has no ``{}``, or a number is
-            out of range or does not fit the names.
+        ValueError: the names differ in their numbers of ``*`` or ``{}``, a name has several ``{}``, a single name has
+            no ``{}``, or a number is out of range or does not fit the names.
     """
 
     __slots__ = ("dim", "groups", "names", "sizes")
@@ -139,7 +139,7 @@ class Renaming:
 
     def __init__(self, rules: Rules) -> None:
         self._rules: list[Rule] = []
-        self._names: dict[str, tuple[int, Match]] = {}  # old names without signs, with their positions in all old names
+        self._names: dict[str, tuple[int, Match]] = {}  # old names without * and {}, with positions in all old names
         self._patterns: list[tuple[int, Rule, int, _Pattern]] = []  # the others: position, rule, number in the rule
         for old, new in rules.items():
             if not isinstance(old, str | Parts) or not isinstance(new, str | Parts):

@@ -172,8 +172,9 @@ def lay_out(tensors: Iterable[T]) -> SafetensorsLayout[T]:
 
 
 def file_names(count: int, of_save: str = "") -> list[str]:
-    """Returns the names of the ``count`` files of a model with an index. With ``of_save``, the id of a save, no other
-    save has the same names.
+    """Returns the names of the ``count`` files of a model with an index.
+
+    If ``of_save``, the id of a save, is not empty, the names contain it, so that no other save uses them.
     """
     stem = f"model-{of_save}" if of_save else "model"
     return [f"{stem}-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]

@@ -80,12 +80,12 @@ def check_archive(file: IO[bytes], nbytes: int) -> zipfile.ZipFile:
             raise ValueError(f"its record {info.filename!r} overlaps another one, or is not stored as plain bytes")
         end = info.header_offset + 30 + info.file_size
     if end > directory or len({info.filename.lower() for info in infos}) < len(infos):
-        raise ValueError("its records overlap the list of records, or two of them have the same name")
+        raise ValueError("its records overlap its central directory, or two of its records have the same name")
     return archive
 
 
 def _directory(file: IO[bytes], nbytes: int) -> int:
-    """Returns the offset of the list of records. The list and its end must be the last bytes of the file."""
+    """Returns the offset of the central directory, which must end the file, together with its end records."""
     if nbytes < _END.size:
         raise EOFError("it is too short for an archive")
     signature, _, _, here, total, size, offset, comment = _END.unpack(_read(file, nbytes - _END.size, _END.size))
@@ -101,10 +101,10 @@ def _directory(file: IO[bytes], nbytes: int) -> int:
         _, _, large_end, _ = _LOCATOR_64.unpack(locator)
         large = _END_64.unpack(_read(file, end, _END_64.size))
         if large[0] != b"PK\6\6" or large_end != end or large[6] != large[7]:
-            raise ValueError("the end of its list of records is damaged")
+            raise ValueError("the end records of its central directory are damaged")
         size, offset = large[8], large[9]
     if offset + size != end:
-        raise ValueError("its list of records is not at the offset that the end of the archive gives")
+        raise ValueError("its central directory is not at the offset that its end record gives")
     return int(offset)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .._storage.base import FileIdentity, Storage
 
 _ENDING = ".safetensors"
-_LONE = {SINGLE, ADAPTER}  # files of models without an index; a later model in the directory has the same file name
+_LONE = {SINGLE, ADAPTER}  # the only file of a model, which a later save in the directory replaces
 _MAX_INDEX = 1_000_000_000  # bytes: ten times as many as one file's header may have
 _Count = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 

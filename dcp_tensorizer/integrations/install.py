@@ -228,13 +228,13 @@ _CLASSES: dict[type, type] = {
 def _make_instead(cls: type, ours: type) -> None:
     """Makes one of torch's classes create objects of ``ours`` from `install` to `uninstall`.
 
-    The new ``__new__`` stays after `uninstall`, and then makes torch's own objects, because a class whose ``__new__``
-    was removed accepts no arguments.
+    After `uninstall`, the new ``__new__`` makes torch's own objects. It is never removed, because a class whose
+    ``__new__`` was removed accepts no arguments.
     """
     has_path = issubclass(cls, (FileSystemWriter, FileSystemReader))
 
     def new(made: type, *args: Any, **kwargs: Any) -> Any:
-        is_copy = has_path and not (args or kwargs)  # copies one of torch's own objects, which was made before
+        is_copy = has_path and not (args or kwargs)  # copy or pickle restores one of torch's own objects
         return object.__new__(ours if made is cls and _installation is not None and not is_copy else made)
 
     cls.__new__ = new  # type: ignore[assignment]
@@ -291,7 +291,7 @@ def _take_arguments() -> None:
     arguments = arguments[1:] if is_module else arguments
     if not arguments or arguments[0].startswith("-"):
         raise SystemExit(_USAGE)
-    os.environ.pop(_MODULE, None)  # set if another such script has started this process
+    os.environ.pop(_MODULE, None)  # set if the parent process runs a module with `dcp_tensorizer.run`
     sys.argv = arguments
     if is_module:
         sys.path[0] = os.getcwd()

@@ -63,7 +63,7 @@ __all__ = ["TensorizerFabricStrategy", "TensorizerStrategy"]
 
 _META_FILE = "meta.pt"
 _META_KEY = "lightning_meta"
-_REQUEUE = "hpc_ckpt_"  # Lightning's prefix of what it saves before it requeues a job of Slurm
+_REQUEUE = "hpc_ckpt_"  # Lightning's prefix for the checkpoint that it saves before it requeues a Slurm job
 _UNFINISHED = "requeue.unfinished"
 
 
@@ -118,7 +118,7 @@ class _Asynchronous:
             if self._heartbeats is not None:
                 self._heartbeats.close()
                 self._heartbeats = None
-            with suppress(NotImplementedError):  # Fabric's last reads `checkpoint_io`, which raises this
+            with suppress(NotImplementedError):  # Fabric's own teardown reads `checkpoint_io`, which raises this
                 super().teardown()  # type: ignore[misc]
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,11 +129,11 @@ class _Asynchronous:
     def _start_save(self, path: Path, state: dict[str, Any], meta: dict[str, Any], *, has_buffers: bool) -> None:
         """Waits for the previous save, stages the state, and saves it while training continues. Collective.
 
-        ``state`` is that of the model and the optimizers, and ``meta`` everything else. First, rank 0 makes the
-        checkpoint's directory, and writes its own ``meta`` to ``meta.pt``. If the model has buffers (``has_buffers``),
-        the call waits until the state is copied, because the next forward pass may change the buffers. Raises
-        `CheckpointException` if the previous save failed, `ValueError` if ``meta`` has a sharded DTensor, and
-        `WriteError` if rank 0 could not write ``meta.pt``.
+        ``state`` is that of the model and the optimizers, and ``meta`` everything else. Before staging, rank 0 makes
+        the checkpoint's directory, and writes its own ``meta`` to ``meta.pt``. If the model has buffers
+        (``has_buffers``), the call waits until the state is copied, because the next forward pass may change the
+        buffers. Raises `CheckpointException` if the previous save failed, `ValueError` if ``meta`` has a sharded
+        DTensor, and `WriteError` if rank 0 could not write ``meta.pt``.
         """
         for keys, value in pytree.tree_leaves_with_path(meta):
             if isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements):
@@ -199,11 +199,11 @@ class _Asynchronous:
 class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
     """Strategy for Lightning's ``Trainer``: its ``ModelParallelStrategy``, with saves while training continues.
 
-    ``trainer.save_checkpoint`` and ``ModelCheckpoint`` return when the state is copied from the device, and possibly
-    earlier with ``overlap_staging``. The checkpoint that a save replaces is removed after the commit, and stays if the
-    save fails. If a save fails, the next save raises the error. If the last save fails, ``trainer.fit`` raises the
-    error at its end, after waiting for the save. When Lightning requeues a job of Slurm, its save of ``hpc_ckpt_...``
-    returns after the commit.
+    ``trainer.save_checkpoint`` and ``ModelCheckpoint`` return when the state is copied from the device; with
+    ``overlap_staging``, possibly earlier. The checkpoint that a save replaces is removed after the commit, and stays
+    if the save fails. If a save fails, the next save raises the error. If the last save fails, ``trainer.fit`` raises
+    the error at its end, after waiting for the save. When Lightning requeues a job of Slurm, its save of
+    ``hpc_ckpt_...`` returns after the commit.
 
     The strategy also loads checkpoints of Lightning's ``ModelParallelStrategy``, and takes its arguments:
     ``data_parallel_size``, ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
@@ -223,7 +223,7 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
         if any(getattr(callback, "save_last", None) == "link" for callback in trainer.checkpoint_callbacks):
             raise ValueError(
                 'ModelCheckpoint(save_last="link") links to a checkpoint that is not committed yet, and a job that is '
-                "killed then could not resume. Pass save_last=True."
+                "killed before the commit could not resume from the link. Pass save_last=True."
             )
         super().setup(trainer)
 
@@ -278,10 +278,10 @@ class TensorizerStrategy(_Asynchronous, ModelParallelStrategy):
 class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
     """Strategy for Lightning's ``Fabric``: its ``ModelParallelStrategy``, with saves while training continues.
 
-    ``fabric.save`` returns when the state is copied from the device, and possibly earlier with ``overlap_staging``. If
+    ``fabric.save`` returns when the state is copied from the device; with ``overlap_staging``, possibly earlier. If
     a save fails, the next save or ``fabric.strategy.wait_for_save()`` raises the error. Call ``wait_for_save()`` after
-    the last save, because Fabric has no teardown. Values other than the model and the optimizers are saved as they are
-    on rank 0.
+    the last save, because Fabric never calls the strategy's ``teardown``. Values other than the model and the
+    optimizers are saved as they are on rank 0.
 
     The strategy also loads checkpoints of Lightning's ``ModelParallelStrategy``, and takes its arguments:
     ``parallelize_fn``, ``data_parallel_size``, ``tensor_parallel_size``, ``process_group_backend`` and ``timeout``.
@@ -357,7 +357,7 @@ class TensorizerFabricStrategy(_Asynchronous, FabricModelParallelStrategy):
 def _local(path: Any) -> Path:
     """Returns a path. Raises `ValueError` for a URL, which would become a local directory."""
     if "://" in str(path):
-        raise ValueError(f"{path} is a URL, but with Lightning checkpoints are local. Pass a path that all nodes see.")
+        raise ValueError(f"{path} is a URL, but Lightning's checkpoints must be local. Pass a path that all nodes see.")
     return Path(path)
 
 

@@ -1,6 +1,6 @@
 """Checkpoints of Meta's ``torch_checkpointing``, saved and loaded by this package: `TensorizerCheckpointManager`.
 
-Where the program makes its manager's configuration::
+The program makes this manager instead of torch_checkpointing's::
 
     from dcp_tensorizer.integrations.torch_checkpointing import TensorizerCheckpointManager
 
@@ -67,16 +67,17 @@ class TensorizerCheckpointManager(CheckpointManager):
 
     Raises:
         TypeError: an option of the writer or the reader has the wrong type.
-        ValueError: an option has an invalid value; or the configuration has an unsupported part: layouts, resharders of
-            other classes, or hooks that run in torch_checkpointing's own process. For an unsupported part of a single
-            item, the first save or load raises the error.
+        ValueError: an option has an invalid value, or the configuration has a hook that runs in torch_checkpointing's
+            own process. If an item has a layout, a resharder other than ``DefaultResharder``, or shards that are not
+            DTensors, the first save or load raises the error.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         """torch_checkpointing's configuration.
 
-        Of ``save.staging_config``, only ``use_async_staging`` has an effect: it sets the writer's ``overlap_staging``.
+        Of ``save.staging_config``, only ``use_async_staging`` has an effect: it sets the writer's ``overlap_staging``,
+        unless ``writer_options`` has this option.
         ``save.writer_config`` and ``save.process_config`` have no effect. ``load`` affects only loads of
         torch_checkpointing's own checkpoints.
 
@@ -260,7 +261,7 @@ class _Planner(LoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Receives the state to load into from DCP. Raises `FileNotFoundError` if an item is missing."""
+        """Receives from DCP the state to load into. Raises `FileNotFoundError` if an item is missing."""
         assert metadata is not None
         there = {key.partition(".")[0] for key in metadata.state_dict_metadata}
         wanted = {key for key, value in state_dict.items() if pytree.tree_leaves(value)}  # {} has no stored entry

@@ -67,9 +67,9 @@ class TensorizerTransport:
         state_dict: Returns the state to load into, nested like the sent state: torchft's manager sends
             ``{"user": {"default": state}, "torchft": ...}``. Tensors of the same key, shape and dtype are filled in
             place. Tensors without a target are allocated in host memory. Required if the state has DTensors.
-        interface: The name or address of the network interface to listen on. None: the interface towards torchft's
-            lighthouse (``TORCHFT_LIGHTHOUSE``). If there is no lighthouse, or this is the loopback interface, the
-            interface of the host's name; if that is the loopback interface, too, the interface of the default route.
+        interface: The name or address of the network interface to listen on. None: the first of these that is not the
+            loopback interface: the one towards torchft's lighthouse (``TORCHFT_LIGHTHOUSE``), the one to which the
+            host's name resolves, and the one of the default route. If there is none, the loopback interface.
         reader_options: ``allow_pickle``, ``verify``, ``thread_count``, ``on_progress``, ``on_report``, as in
             `TensorizerStorageReader`.
 
@@ -103,7 +103,7 @@ class TensorizerTransport:
         The secret changes after an offered state is withdrawn. If the keeper has died, starts another keeper.
         """
         if self._has_offered and not self._held:
-            # Use the same keeper: while another one starts, the other replicas could finish a step without this one.
+            # Use the same keeper: while another starts, the other replicas could finish a step without this replica.
             with suppress(WriteError):  # the keeper has died
                 self._address = self._keeper.ask(
                     OpenToPeers(self._host, secrets.token_bytes(SECRET_BYTES), anew=True), Address
@@ -234,7 +234,7 @@ class _Sharding(NamedTuple):
 
 
 def _name_of(mesh: DeviceMesh) -> tuple[tuple[str, ...] | None, tuple[int, ...]]:
-    """Returns a name of a mesh that is the same in all replicas, although their ranks have other numbers."""
+    """Returns a name of a mesh that is the same in all replicas, although their ranks have different numbers."""
     names = mesh.mesh_dim_names
     return None if names is None else tuple(names), tuple(mesh.shape)
 

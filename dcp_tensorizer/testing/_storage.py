@@ -279,7 +279,10 @@ class StorageTests:
     def test_of_those_that_replace_one_file_one_does(
         self, storage: Storage, url: str, options: dict[str, Any], first: bytes | None
     ) -> None:
-        """If the storage promises it, exactly one `put_if` succeeds. The file has the data of one that succeeded."""
+        """Exactly one `put_if` succeeds, or at least one if the storage promises no more.
+
+        The file has the data of a `put_if` that succeeded.
+        """
         if first is not None:
             storage.put("record", first, sync=True)
         storages = [storage if storage.in_process else open_storage(url, options) for _ in range(6)]

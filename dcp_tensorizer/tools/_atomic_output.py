@@ -130,7 +130,7 @@ def _renamed(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise WriteError(f"cannot write {path}: {error}") from error
     finally:
-        with suppress(OSError):  # must not replace the error that ended the block
+        with suppress(OSError):  # an error here must not replace the error that ended the block
             if temporary.is_dir():
                 shutil.rmtree(temporary, ignore_errors=True)
             else:

@@ -249,7 +249,7 @@ class _Uploads(NamedTuple):
     """Why ``files`` may lack some of these uploads; otherwise empty."""
 
     def here(self, storage: Storage, listed: Sequence[FileInfo]) -> list[FileInfo]:
-        """Returns the uploads in the directory itself; files of a model only if a save has recorded them.
+        """Returns the uploads in the directory itself; those of a model's files only if a save has recorded them.
 
         Skips uploads whose names are listed: the listed file may be committed, and `discard` would remove it, too.
         """
@@ -431,7 +431,10 @@ def lines_of_steps(folder: Folder, *, in_step: bool = False) -> Iterator[tuple[F
 
 
 def _counted(folders: Sequence[Folder]) -> list[Folder]:
-    """If each rank saves for itself, a checkpoint of fewer ranks than another may be incomplete, and does not count."""
+    """Returns the committed checkpoints that have a step.
+
+    If each rank saves for itself, leaves out checkpoints of fewer ranks than another, which may be incomplete.
+    """
     committed = [one for one in folders if one.info is not None and one.info.state == "committed"]
     most = max((one.parts for one in committed), default=0)
     return [one for one in committed if one.step is not None and one.parts in (0, most)]

@@ -37,7 +37,7 @@ from ._formats import tensorizer
 from ._formats.registry import open_foreign
 from ._view import CheckpointView, StoredTensor, blocks_of, data_files, read_parts
 
-_PIECE = 512 << 10  # see `_tensor_file.encode`: hashing data that is in the core's own cache
+_PIECE = 512 << 10  # bytes to hash at once, which fit into the core's own cache (see `_tensor_file.encode`)
 _READ = 8 << 20
 _MAX_READERS = 16  # each with a buffer of _READ bytes
 _PAGE = 4096
@@ -444,7 +444,7 @@ def block_sections(items: Sequence[KeyedItem]) -> Iterator[CheckedRange]:
 def file_sections(
     storage: Storage, name: str, items: Sequence[KeyedItem], nbytes: int, part: Metadata
 ) -> Iterator[CheckedRange]:
-    """Yields ranges that cover every byte of a file of ``nbytes`` bytes, or if its index is damaged, all but headers.
+    """Yields ranges that cover a file of ``nbytes`` bytes; without the headers of tensors if its index is damaged.
 
     ``part`` is the metadata that names the file.
     """

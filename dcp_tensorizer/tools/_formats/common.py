@@ -16,14 +16,14 @@ from ..._storage.base import RangeReader, Storage
 from ...errors import CheckpointError, ConversionError, MetadataError
 from .._view import CheckpointView, StoredTensor
 
-_IN_MEMORY = 512 << 20  # bytes of tensors, unless a single one is larger
+_IN_MEMORY = 512 << 20  # bytes of tensors that a conversion holds at once, unless a single tensor is larger
 
 
 @dataclass(frozen=True)
 class ConvertOptions:
     """Options of a conversion. Raises `ConversionError` if one is invalid.
 
-    An option of one format raises `ConversionError` with any other format.
+    `convert` raises `ConversionError` if an option of one format is given for another.
 
     Attributes:
         include: Shell-style patterns of the keys to convert, in which ``*`` also matches dots. Empty: all keys.

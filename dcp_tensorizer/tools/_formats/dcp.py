@@ -103,7 +103,7 @@ def write(view: CheckpointView, path: str, storage_options: Mapping[str, Any], o
                 save(nested(values, view.paths), storage_writer=writer, planner=_ReadingPlanner(view), no_dist=True)
         except CheckpointException as error:
             cause = next(iter(error.failures.values()))[0]
-            # The class of a CheckpointError shows whether it is damage. A signal's exception is not an Exception.
+            # Raise unchanged: a CheckpointError, whose class shows whether it is damage, and a KeyboardInterrupt.
             if isinstance(cause, CheckpointError) or not isinstance(cause, Exception):
                 raise cause from cause.__cause__
             message = f"cannot write {shown_path(path)} in torch's own format: {cause}"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _Check = Callable[[CheckpointView, ConvertOptions], None]
 """Raises `ConversionError` if a format cannot hold a checkpoint, before anything is written."""
 _Write = Callable[[CheckpointView, str, Mapping[str, Any], ConvertOptions], None]
-"""Writes a checkpoint to a path; the mapping holds options of the filesystem."""
+"""Writes a checkpoint to a path; the mapping holds the options of the storage."""
 
 _FIRST_BYTES = {b"|TZR|": "tensorizer", b"PK\x03\x04": "torch"}
 _FILE_READERS = {"tensorizer": tensorizer.read, "safetensors": safetensors.read, "torch": torch_file.read}
@@ -91,7 +91,7 @@ def open_all(
     *,
     look_at_files: bool = False,
 ) -> list[CheckpointView]:
-    """Opens several checkpoints (see `open_checkpoint`). Not all need to be encrypted.
+    """Opens several checkpoints (see `open_checkpoint`). With a key, at least one of them must be encrypted.
 
     With ``look_at_files``, raises `ReadError` if data files of this package's checkpoints are missing or have other
     sizes.

@@ -465,7 +465,10 @@ def check_names(view: CheckpointView) -> None:
 
 
 def check_lists(view: CheckpointView) -> None:
-    """Raises `ConversionError` for partial lists, whose keys would change when flattened again."""
+    """Raises `ConversionError` for partial lists, and for two keys that would be equal when flattened again.
+
+    Flattening a partial list would change its keys.
+    """
     paths = view.paths
     # Checked before `nested` allocates a huge list: a whole list has no more members than there are keys.
     for key, path in paths.items():

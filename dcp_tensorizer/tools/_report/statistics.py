@@ -39,8 +39,8 @@ class Statistics:
         low, high: The range of the histogram.
         histogram: The number of finite elements in each of `BINS` equal parts of that range. Elements outside the range
             count in the first or the last part.
-        distance: The norm of the finite differences from the tensor in the previous checkpoint; None if that checkpoint
-            has no such tensor of the same shape.
+        distance: The norm of the finite differences from the tensor in the previous checkpoint; None if there is no
+            previous checkpoint, or if it has no tensor with this key and shape.
     """
 
     elements: int

@@ -67,7 +67,7 @@ def test_a_copy_of_what_is_flushed_is_not_taken_for_a_dead_save(run: Run, tmp_pa
     for tool in read:
         with pytest.raises(
             NotCommitted,
-            match=r"or the directory is a local copy \(local=\) of a checkpoint that is, or will be, on the re",
+            match=r"The directory is a local copy \(local=\) of a checkpoint that is, or will be, on the re",
         ):
             tool(run.local / "step-5")
         tool(run.remote / "step-5")

@@ -82,7 +82,7 @@ def test_archives_that_two_readers_could_read_differently(how: str) -> None:
 
 
 def test_truncated_files_are_refused() -> None:
-    """Every prefix of a file lacks the end of the list of records."""
+    """Every prefix of a file lacks the end of the central directory."""
     data = saved([1, 2])
     for length in range(4, len(data)):
         with pytest.raises(EOFError, match=r".+"):

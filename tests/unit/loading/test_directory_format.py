@@ -95,8 +95,9 @@ def test_what_a_directory_without_metadata_holds(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "step-1", {"w": torch.ones(5000)})
     (tmp_path / "step-1" / ".metadata").unlink()
     assert reason("step-1").startswith(
-        "it holds data without .metadata. The save that wrote the data never finished, or is not finished yet; or the "
-        "directory is a local copy (local=) of a checkpoint that is, or will be, on the remote: read it there; or a "
+        "it holds data without .metadata. There are three possible causes. The save that wrote the data never "
+        "finished, or is not finished yet. The directory is a local copy (local=) of a checkpoint that is, or will be, "
+        "on the remote storage: read the checkpoint there. A copy left out hidden files, "
     )
     assert reason("step-1").endswith("as `cp step/* ...` does: copy the directory itself, with `cp -r`.")
     assert reason("") == (
