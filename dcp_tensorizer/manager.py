@@ -494,7 +494,12 @@ class CheckpointManager:
                     self._saves.wait()
                     self._saves.error = self._exports.run_last(self._saves.wait_committed()) or self._saves.error
             elif self._saves.held_step is not None:
-                logger.warning("%s: step %d is only in memory", self._folder.path, self._saves.held_step)
+                logger.warning(
+                    "%s: step %d is only in memory. It is not saved, because close() has a timeout, or an error has "
+                    "ended the `with` block",
+                    self._folder.path,
+                    self._saves.held_step,
+                )
         finally:
             self._signals.uninstall()
             self._end(deadline, is_with_all=is_with_all)

@@ -187,8 +187,9 @@ class _Directory:
             here = {record.origin or name: record.sha256 for name, record in current.files.items()}
             if here != {name: record.sha256 for name, record in published.files.items()}:
                 raise StateMismatch(
-                    f"version {before} in {self._path} is not the one in {self._published.path}: it comes from another "
-                    f"directory of versions. Apply deltas of that directory, or update an empty directory."
+                    f"version {before} in {self._path} differs from version {before} in {self._published.path}: the "
+                    f"copy comes from another directory of versions. Apply deltas of that directory, or update an "
+                    f"empty directory."
                 )
         if before is not None and before > target.version and self._wanted is None:
             raise StateMismatch(

@@ -108,7 +108,7 @@ def check_location(path: str | os.PathLike[str], options: Mapping[str, Any] | No
     return resolved
 
 
-_OWN_PROTOCOLS = "(sftp|ssh)://[^/]*(/(?!.*::)|$)"  # an IPv6 address may contain ::, but no path of a URL
+_OWN_PROTOCOLS = "(sftp|ssh)://[^/]*(/(?!.*::)|$)"  # :: may be part of an IPv6 address, but not of the path
 
 
 def _own_storage(url: str) -> Callable[[str, Mapping[str, Any], Scrubber, float], Storage] | None:
