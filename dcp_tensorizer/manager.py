@@ -89,9 +89,9 @@ class CheckpointManager:
     Every rank makes a manager, and makes the same calls to `save`, `restore`, `wait` and `close` in the same order. The
     other methods are not collective. The manager makes two gloo groups, with the timeout of the ranks' process group.
     Except during a commit, no rank waits longer than this timeout for an unresponsive rank. Close the manager before
-    ``destroy_process_group()``, and before the interpreter exits: a function of `atexit` can no longer save the last
-    step. ``on_report`` and ``on_progress`` cannot call `save`, `restore`, `wait` and `close`. Errors of the manager are
-    never wrapped in DCP's ``CheckpointException``.
+    ``destroy_process_group()``, and before the interpreter exits: a function that `atexit` calls can no longer save the
+    last step. ``on_report`` and ``on_progress`` cannot call `save`, `restore`, `wait` or `close`. Errors of the manager
+    are never wrapped in DCP's ``CheckpointException``.
 
     Args:
         folder: The folder of the checkpoints: a local directory that all ranks share, or any URL that fsspec opens.

@@ -169,7 +169,7 @@ class Retaining:
         self._running: list[Future[None]] = []
         self._deleted: set[int] = set()
         self._has_warned = False
-        self._latest = 0  # the serial of the save that `LATEST` names
+        self._latest = 0  # the serial of the checkpoint whose name this run has written to `LATEST`
         self._has_failed = False
 
     def after(self, saved: Step) -> None:

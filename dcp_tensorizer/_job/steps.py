@@ -182,7 +182,7 @@ _TRIED = (0, 7, 10, 999, 1000, 123_456, 1_234_567, 2**63 - 1)  # their names rev
 
 
 class StepNames:
-    """Names of steps' directories, such as ``step-20``. The number counts: ``step-000020`` is the same step.
+    """Names of steps' directories, such as ``step-20``. Padding does not count: ``step-000020`` is the same step.
 
     ``template`` is the name with ``{}`` for the number; ``{:06}`` pads it. ``shown`` has ``N`` instead of the number.
     """

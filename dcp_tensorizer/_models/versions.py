@@ -193,4 +193,4 @@ class VersionsOfWriter:
                 logger.warning("%s: files of the replaced model may be left over: %s", path, describe(error))
 
 
-_END_SECONDS = 5.0  # for the thread to detect that its process has ended
+_END_SECONDS = 5.0  # timeout for the publishing thread to detect that its process has ended

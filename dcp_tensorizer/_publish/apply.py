@@ -167,7 +167,7 @@ class _Directory:
             )
         self._storage.make_directory()
         with self._storage.writing(f"write {self._path}"), _locked(self._path / _LOCK) as self._journal:
-            return self._apply(self._published.manifest(self._wanted))  # newer ones may have appeared before the lock
+            return self._apply(self._published.manifest(self._wanted))  # again: there may be a newer version now
 
     def _apply(self, target: Manifest) -> Applied:
         content = read_small(self._storage, INDEX)
@@ -262,7 +262,7 @@ class _Directory:
     def _check_others(self, current: Manifest, base: Manifest, target: Manifest) -> None:
         """Checks that no files beside the weights change, because they cannot change atomically with the weights.
 
-        Reads only those that `current` records differently from `base`, or that only one of the two records.
+        Reads only the files that `current` records differently from `base`, or that only one of the two records.
         """
         names = {name for name in {*current.others, *base.others} if current.others.get(name) != base.others.get(name)}
         if wrong := sorted(name for name in names if self._record(name) != base.others.get(name)):

@@ -1,4 +1,4 @@
-"""Opens URLs with fsspec's filesystems: S3's as an `S3Storage`, local ones as a path, others as a `StreamStorage`."""
+"""Opens URLs with fsspec's filesystems: those of S3 as an `S3Storage`, all others as a `StreamStorage`."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def _translated(url: str, scrub: Scrubber) -> Iterator[None]:
                 f"pip install 'dcp_tensorizer[{extra}]'"
             ) from None
         advice = ". Check that the package for this kind of URL is installed, and check storage_options."
-        if isinstance(error, ConnectionError | TimeoutError):  # of a filesystem that connects at once, as FTP's
+        if isinstance(error, ConnectionError | TimeoutError):  # of a filesystem that connects at once, such as FTP's
             advice = ""
         raise WriteError(scrub(f"cannot open {url}: {type(error).__name__}: {error}") + advice) from None
 
