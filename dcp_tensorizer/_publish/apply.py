@@ -284,7 +284,10 @@ class _Directory:
         if set(names) != set(target.files):
             if current is None:
                 raise MetadataError(f"version {target.version} does not list the files of version {base.version}")
-            raise StateMismatch(f"the files of {self._path} are not those that version {target.version} builds on")
+            raise StateMismatch(
+                f"the files of {self._path} are not those that version {target.version} builds on. Pass an empty "
+                f"directory."
+            )
         storage = self._published.folder(base.version) if current is None else self._storage
         return [
             (read_weight_file(storage, name), msgspec.structs.replace(target.files[origin], origin=origin))
@@ -660,8 +663,8 @@ class VersionsVerified:
         versions: The versions that were checked, including damaged ones.
         files: The number of files that are undamaged.
         nbytes: The bytes that were checked, including those of damaged files.
-        damages: One message for each version that differs from what was published, or cannot be read. It names the
-            damaged file.
+        damages: One message for each version that differs from what was published, or cannot be read. The message
+            names the damaged file.
         seconds: The duration of the call.
     """
 
@@ -684,8 +687,9 @@ def verify_versions(
 
     Args:
         path: A directory of versions, the directory of one version, or a directory to which deltas are applied.
-        version: The version to verify. By default, in a directory of versions, for each whole version, verifies the
-            last version that builds on it. To rebuild that version, all deltas that follow the whole version are read.
+        version: The version to verify. By default, in a directory of versions: for each whole version, the last version
+            that builds on it, or the whole version itself if none does. Rebuilding that last version reads all deltas
+            that follow the whole one.
         storage_options: Options of a URL's storage, such as credentials.
         on_progress: Called with the number of bytes done, and the total.
 
