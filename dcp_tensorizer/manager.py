@@ -89,9 +89,9 @@ class CheckpointManager:
     Every rank makes a manager, and makes the same calls to `save`, `restore`, `wait` and `close` in the same order. The
     other methods are not collective. The manager makes two gloo groups, with the timeout of the ranks' process group.
     Except during a commit, no rank waits longer than this timeout for an unresponsive rank. Close the manager before
-    ``destroy_process_group()``, and before the interpreter exits: a function of `atexit` can no longer save the last
-    step. ``on_report`` and ``on_progress`` cannot call `save`, `restore`, `wait` and `close`. Errors of the manager are
-    never wrapped in DCP's ``CheckpointException``.
+    ``destroy_process_group()``, and before the interpreter exits: a function that `atexit` calls can no longer save the
+    last step. ``on_report`` and ``on_progress`` cannot call `save`, `restore`, `wait` or `close`. Errors of the manager
+    are never wrapped in DCP's ``CheckpointException``.
 
     Args:
         folder: The folder of the checkpoints: a local directory that all ranks share, or any URL that fsspec opens.
@@ -494,7 +494,12 @@ class CheckpointManager:
                     self._saves.wait()
                     self._saves.error = self._exports.run_last(self._saves.wait_committed()) or self._saves.error
             elif self._saves.held_step is not None:
-                logger.warning("%s: step %d is only in memory", self._folder.path, self._saves.held_step)
+                logger.warning(
+                    "%s: step %d is only in memory. It is not saved, because close() has a timeout, or an error has "
+                    "ended the `with` block",
+                    self._folder.path,
+                    self._saves.held_step,
+                )
         finally:
             self._signals.uninstall()
             self._end(deadline, is_with_all=is_with_all)

@@ -32,9 +32,9 @@ __all__ = ["Export", "Parts", "SafetensorsStorageWriter"]
 class Export(ModelOptions):
     """Options for exporting models from `CheckpointManager`: ``CheckpointManager(..., export=Export("models/{}"))``.
 
-    An export is written when a save is committed, from the save's staged copy. Calls that wait for the save also wait
-    for the export. The error of a failed export is logged, and raised by ``wait`` and ``close``. The failure does not
-    affect the checkpoint of that step.
+    An export is written when a save is committed, from the save's staged copy. Calls to the manager that wait for the
+    save also wait for the export. The error of a failed export is logged, and raised by ``wait`` and ``close``. The
+    failure does not affect the checkpoint of that step.
 
     Attributes:
         path: Where to write the model; ``{}`` stands for the step. If the path has no ``{}``, and ``overwrite`` is

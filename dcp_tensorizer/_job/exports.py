@@ -57,7 +57,7 @@ class Exports:
         self.writer.saver.owner = owner
         self._planner = SavePlanner()
         self._staged: StagedStateDict | None = None
-        self._owns_staged = False  # whether to free its buffer
+        self._owns_staged = False  # whether this object frees the buffer of `_staged`
         self._exported = 0
         self._continued_from = 0
 
@@ -72,7 +72,7 @@ class Exports:
     def release_staged(self) -> None:
         """Frees the buffer of the last state, unless the keeper does.
 
-        Call it before the next state is staged, and at the end.
+        Call it before the next state is staged. `close` also calls it.
         """
         staged, self._staged = self._staged, None
         if staged is not None and self._owns_staged and staged.staged_save.buffer is not None:

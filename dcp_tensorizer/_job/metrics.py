@@ -64,7 +64,7 @@ class GoodputReport:
     def young_interval(self, mean_time_between_failures: float | None = None) -> float:
         """Returns the best interval between saves in seconds, by Young's rule: the square root of 2 x stall x MTBF.
 
-        The result is at least the time until a save is durable, because the next save would wait for the previous one.
+        The result is at least ``durable_seconds``, because a save that begins earlier would wait for the previous one.
         Until a save has been committed or has failed, the result is 0.
 
         Args:

@@ -56,9 +56,9 @@ class OptimizerTarget:
     def stored_counts(
         self, keys: Collection[str], read_objects: Callable[[Collection[str]], Mapping[str, Any]]
     ) -> dict[int, int]:
-        """Returns the number of parameters in each of the optimizer's groups that the checkpoint has.
+        """Returns how many parameters each of the optimizer's groups has in the checkpoint, by the group's number.
 
-        ``keys`` are those of the checkpoint's objects.
+        Omits groups that the checkpoint does not have. ``keys`` are those of the checkpoint's objects.
         """
         older = f"{self.key}.param_groups"  # torch before 2.4 stored all groups as one object
         keys_of = {number: f"{older}.{number}.params" for number in self.counts}
@@ -159,7 +159,7 @@ def _as_given(cast: Any, given: Any) -> Any:
 
 
 def _can_be_made(entry: Any, param: torch.Tensor | None) -> bool:
-    """Returns whether the sharding of a value is known: that of its parameter, or no sharding.
+    """Returns whether the sharding of a value is known: the value is sharded like its parameter, or is not sharded.
 
     If a parameter describes its own part (see `describes_part`), the sharding of its optimizer state is unknown.
     """

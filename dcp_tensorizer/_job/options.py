@@ -132,8 +132,9 @@ def check_no_local_folder(writer_options: Mapping[str, Any]) -> None:
     for name in ("local", "max_unflushed"):
         if writer_options.get(name) is not None:
             raise ValueError(
-                f"writer_options has {name!r}, but frameworks load and remove checkpoints at the path, where they "
-                "would arrive only after their saves. Leave it out, or save with CheckpointManager(local=...)."
+                f"writer_options has {name!r}, but frameworks load and remove checkpoints at the path, where each "
+                f"checkpoint would arrive only after its save. Leave {name} out, or save with "
+                f"CheckpointManager(local=...)."
             )
 
 

@@ -38,14 +38,14 @@ class Action(enum.Enum):
 class Vote:
     """Facts that a rank knows. After the all-reduce, a flag is set if any rank set it.
 
-    Facts in `_RANK0_FLAGS` count only on the first rank.
+    Of the facts in `_RANK0_FLAGS`, only those of the first rank count.
 
     Attributes:
         stop: The rank has received a stop signal.
         force: The rank's caller wants to save, even if no save is due.
         is_last: The last save saves this step, and has not failed.
         is_there: A checkpoint of the step exists on the job's branch.
-        failures: The number of saves that have failed in a row; 0 if a save was refused after the last of them.
+        failures: The number of saves that have failed in a row; 0 if a call to `save` has raised their error since.
         must_write: If a save is due, the rank's caller wants the step on storage, not only in memory.
         is_busy: The previous save still runs, and the rank can hold this step in memory instead of saving it.
         is_lost: Another run has taken the lease of the folder.
@@ -192,7 +192,7 @@ _SAME_SIGNAL_SECONDS = 5.0
 class StopSignals:
     """Handlers of stop signals. The first signal sets ``seen``; a second one acts as it would without these handlers.
 
-    Signals also call the handler that was set before, except Python's own for SIGINT. Signals within 5 seconds count as
+    They also call the earlier handler of the signal, except Python's own for SIGINT. Signals within 5 seconds count as
     one: a scheduler may signal a job and its launcher, which signals the job again.
     """
 
@@ -203,7 +203,7 @@ class StopSignals:
             raise TypeError(f"stop_signals must be signals, such as signal.SIGTERM, got {signals!r}.") from error
         if fixed := {signal.SIGKILL, signal.SIGSTOP} & set(self._signals):
             names = ", ".join(sorted(number.name for number in fixed))
-            raise ValueError(f"stop_signals must not contain {names}: programs cannot handle SIGKILL and SIGSTOP.")
+            raise ValueError(f"stop_signals must not contain {names}: no program can handle SIGKILL or SIGSTOP.")
         if self._signals and threading.current_thread() is not threading.main_thread():
             raise ValueError("only the main thread can handle signals. Make the manager there, or pass stop_signals=()")
         self.seen = False

@@ -53,7 +53,7 @@ from .steps import Step
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_LOCK_SECONDS = 60.0  # a clean-up holds the lock only for milliseconds
+_LOCK_SECONDS = 60.0  # a load's timeout for the directory's lock, which a clean-up holds for milliseconds
 _SHAPES_SHOWN = 20
 _T = TypeVar("_T")
 

@@ -169,7 +169,7 @@ class Retaining:
         self._running: list[Future[None]] = []
         self._deleted: set[int] = set()
         self._has_warned = False
-        self._latest = 0  # the serial of the save that `LATEST` names
+        self._latest = 0  # the serial of the checkpoint whose name this run has written to `LATEST`
         self._has_failed = False
 
     def after(self, saved: Step) -> None:
@@ -208,7 +208,7 @@ class Retaining:
         if metric in saved.metrics:
             problem = f"the metric {metric!r} of step {saved.number} is NaN, but keep_best needs a number"
         else:
-            given = f" (its metrics: {listed(sorted(saved.metrics))})" if saved.metrics else ""
+            given = f" (step {saved.number} has {listed(sorted(saved.metrics))})" if saved.metrics else ""
             problem = (
                 f"step {saved.number} was saved without the metric {metric!r}, which keep_best needs{given}: pass "
                 f"metrics={{{metric!r}: ...}} to save"
@@ -266,10 +266,10 @@ class Retaining:
                     position.numbers.discard(step.number)
 
     def _move_latest(self, saved: Step) -> None:
-        """Writes a checkpoint's name to `LATEST`, unless that names a later save. Logs the first failure.
+        """Writes a checkpoint's name to `LATEST`, unless this run has written the name of a later checkpoint there.
 
-        The file is plain text, for people and scripts. Restores also read it, because a listing of the folder may come
-        from a cache, and lack the newest checkpoint.
+        Logs the first failure. The file is plain text, for people and scripts. Restores also read it, because a listing
+        of the folder may come from a cache, and lack the newest checkpoint.
         """
         if saved.serial <= self._latest:
             return  # a later checkpoint has arrived first

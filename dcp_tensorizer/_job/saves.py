@@ -81,7 +81,7 @@ class Saves:
         after: Called with each committed checkpoint, on a background thread.
 
     Attributes:
-        error: The error of the last save, if no call has raised it yet.
+        error: The error of the last save, its export or its publication, if no call has raised it yet.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Saves:
                 planner=self.planner,
                 process_group=self._heartbeats.group,
             )
-        except RuntimeError as failure:  # torch starts a thread
+        except RuntimeError as failure:  # for example, torch cannot start its thread
             advice = limit_advice(failure) or (is_exit(failure) and ". Close the manager before the interpreter exits.")
             if not advice:
                 raise
@@ -187,7 +187,7 @@ class Saves:
             self._exports.release_staged()
 
     def wait_published(self, deadline: Deadline, *, on_all_ranks: bool = True) -> None:
-        """Waits until the last export is published, or until the deadline. One rank publishes. Sets `error`.
+        """Waits until the last export is published, or until the deadline. One rank publishes. A failure sets `error`.
 
         With ``on_all_ranks``, the call is collective, and all ranks get the error.
         """
@@ -292,7 +292,7 @@ class Saves:
         return self.saved
 
     def forget(self) -> None:
-        """Drops the last save, which is over, and the step in memory: the job does not resume from them."""
+        """Drops the last save, which must be over, and the step in memory: the job does not continue from them."""
         self._last = self._held = None
 
     def wait(self, deadline: Deadline = NEVER) -> None:
@@ -415,8 +415,8 @@ def _frozen(state: Mapping[str, Any], collected: Mapping[str, Any]) -> set[str]:
             names = {WRAPPERS.sub("", name) for name, parameter in parameters if not parameter.requires_grad}
             if names and names.isdisjoint(collected[key]):
                 logger.warning(
-                    "trainable_only=True: the state dict of %r has no frozen parameter under its own name, such as %r. "
-                    "If it has them under other names, pass exclude=",
+                    "trainable_only=True: no key in the state dict of %r is the name of a frozen parameter, such as "
+                    "%r. If the state dict has the frozen parameters under other names, pass exclude=",
                     key,
                     min(names),
                 )

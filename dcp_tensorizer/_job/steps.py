@@ -94,7 +94,7 @@ class Step:
         save_id: The id of its save; empty if unknown.
         saved_at: The time of its save, in nanoseconds since the epoch; 0 if unknown.
         record: The manager's record in its index; None if the checkpoint was saved without a manager, or is unreadable.
-            If the directory was renamed, or copied under another name, the record has a different step.
+            If the directory was renamed, or copied under another name, the record may have a different step.
         problem: Why the checkpoint is unreadable for this package; empty if it is readable.
     """
 
@@ -178,11 +178,11 @@ def _is_of_checkpoint(name: str) -> bool:
 
 # --- the names of steps' directories ----------------------------------------------------------------------------------
 
-_TRIED = (0, 7, 10, 999, 1000, 123_456, 1_234_567, 2**63 - 1)  # reveal other bases, commas and exponents
+_TRIED = (0, 7, 10, 999, 1000, 123_456, 1_234_567, 2**63 - 1)  # their names reveal other bases, commas and exponents
 
 
 class StepNames:
-    """Names of steps' directories, such as ``step-20``. The number counts: ``step-000020`` is the same step.
+    """Names of steps' directories, such as ``step-20``. Padding does not count: ``step-000020`` is the same step.
 
     ``template`` is the name with ``{}`` for the number; ``{:06}`` pads it. ``shown`` has ``N`` instead of the number.
     """
@@ -254,7 +254,7 @@ def _clean_up_step(storage: Storage) -> bool:
 
 # --- the position of a job: its branch, and the checkpoint that it resumes from ---------------------------------------
 
-_LONGEST_LINE = 64  # more than the number of checkpoints that can wait for their flush
+_LONGEST_LINE = 64  # ids in `Position.line`: more than the checkpoints that can wait for their flush
 
 
 @dataclass(slots=True)
@@ -339,7 +339,7 @@ def first_position(folder: Storage, names: StepNames, step: int) -> Position:
     """Finds the position of a job that saves a step without having restored.
 
     If the step is beyond the newest checkpoint, the job is assumed to have loaded that checkpoint by other means.
-    Otherwise it counts as a new job. Raises `CheckpointError` if the folder cannot be read, or two directories are of
+    Otherwise it counts as a new job. Raises `CheckpointError` if the folder cannot be read, or two directories hold
     the same step.
     """
     clean_up(folder, names)

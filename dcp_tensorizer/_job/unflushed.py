@@ -46,7 +46,7 @@ class UnflushedPart(NamedTuple):
 class LocalSaves(NamedTuple):
     """Unflushed saves in a rank's local folder."""
 
-    held: set[str]  # those of their files that are complete in the folder
+    held: set[str]  # the files of these saves that are complete in the folder
     parts: list[UnflushedPart]
     can_list: bool  # the rank can list its folder
 
@@ -55,7 +55,7 @@ class _Loss(NamedTuple):
     """A save that will not reach the remote."""
 
     subpath: str
-    files: set[str]  # the known files
+    files: set[str]  # the save's files, as far as the ranks know them
     reason: str
     is_known: bool  # the save is known to have been committed, and has not been deleted since
 

@@ -63,7 +63,7 @@ class VersionsOfWriter:
         self._client = WriterClient()
         self._own: LeaseRecord | None = None
         self._changed = free_in_child(threading.Condition())
-        self._newest: dict[str, SavedModel] = {}  # by directory, of the models that are needed
+        self._newest: dict[str, SavedModel] = {}  # by directory: its last model, while publishing needs it
         self._unreleased: list[SavedModel] = []
         self._waiting: SavedModel | None = None
         self._running: SavedModel | None = None
@@ -193,4 +193,4 @@ class VersionsOfWriter:
                 logger.warning("%s: files of the replaced model may be left over: %s", path, describe(error))
 
 
-_END_SECONDS = 5.0  # for the thread to detect that its process has ended
+_END_SECONDS = 5.0  # timeout for the publishing thread to detect that its process has ended

@@ -167,7 +167,7 @@ class _Directory:
             )
         self._storage.make_directory()
         with self._storage.writing(f"write {self._path}"), _locked(self._path / _LOCK) as self._journal:
-            return self._apply(self._published.manifest(self._wanted))  # newer ones may have appeared before the lock
+            return self._apply(self._published.manifest(self._wanted))  # again: there may be a newer version now
 
     def _apply(self, target: Manifest) -> Applied:
         content = read_small(self._storage, INDEX)
@@ -187,8 +187,9 @@ class _Directory:
             here = {record.origin or name: record.sha256 for name, record in current.files.items()}
             if here != {name: record.sha256 for name, record in published.files.items()}:
                 raise StateMismatch(
-                    f"version {before} in {self._path} is not the one in {self._published.path}: it comes from another "
-                    f"directory of versions. Apply deltas of that directory, or update an empty directory."
+                    f"version {before} in {self._path} differs from version {before} in {self._published.path}: the "
+                    f"copy comes from another directory of versions. Apply deltas of that directory, or update an "
+                    f"empty directory."
                 )
         if before is not None and before > target.version and self._wanted is None:
             raise StateMismatch(
@@ -261,7 +262,7 @@ class _Directory:
     def _check_others(self, current: Manifest, base: Manifest, target: Manifest) -> None:
         """Checks that no files beside the weights change, because they cannot change atomically with the weights.
 
-        Reads only those that `current` records differently from `base`, or that only one of the two records.
+        Reads only the files that `current` records differently from `base`, or that only one of the two records.
         """
         names = {name for name in {*current.others, *base.others} if current.others.get(name) != base.others.get(name)}
         if wrong := sorted(name for name in names if self._record(name) != base.others.get(name)):
@@ -283,7 +284,10 @@ class _Directory:
         if set(names) != set(target.files):
             if current is None:
                 raise MetadataError(f"version {target.version} does not list the files of version {base.version}")
-            raise StateMismatch(f"the files of {self._path} are not those that version {target.version} builds on")
+            raise StateMismatch(
+                f"the files of {self._path} are not those that version {target.version} builds on. Pass an empty "
+                f"directory."
+            )
         storage = self._published.folder(base.version) if current is None else self._storage
         return [
             (read_weight_file(storage, name), msgspec.structs.replace(target.files[origin], origin=origin))
@@ -659,8 +663,8 @@ class VersionsVerified:
         versions: The versions that were checked, including damaged ones.
         files: The number of files that are undamaged.
         nbytes: The bytes that were checked, including those of damaged files.
-        damages: One message for each version that differs from what was published, or cannot be read. It names the
-            damaged file.
+        damages: One message for each version that differs from what was published, or cannot be read. The message
+            names the damaged file.
         seconds: The duration of the call.
     """
 
@@ -683,8 +687,9 @@ def verify_versions(
 
     Args:
         path: A directory of versions, the directory of one version, or a directory to which deltas are applied.
-        version: The version to verify. By default, in a directory of versions, for each whole version, verifies the
-            last version that builds on it. To rebuild that version, all deltas that follow the whole version are read.
+        version: The version to verify. By default, in a directory of versions: for each whole version, the last version
+            that builds on it, or the whole version itself if none does. Rebuilding that last version reads all deltas
+            that follow the whole one.
         storage_options: Options of a URL's storage, such as credentials.
         on_progress: Called with the number of bytes done, and the total.
 

@@ -65,7 +65,7 @@ logger = logging.getLogger("dcp_tensorizer")
 MAX_DELTAS = 20
 """The default limit of deltas that follow a whole version."""
 
-_FILE_BYTES = 256 << 20  # bytes of deltas to collect in memory before they are written to a file
+_FILE_BYTES = 256 << 20  # bytes of deltas that a thread collects in memory before it writes them to a file
 _Progress = Callable[[int, int], object]
 
 

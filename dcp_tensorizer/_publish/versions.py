@@ -71,7 +71,7 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     version: int
     base_version: int | None = None  # of a delta, the version that it changes
     chain: int  # the base that a delta builds on, directly or through other deltas; of a base, its own number
-    files: dict[str, FileRecord]  # the model's safetensors files at this version, by name: in the base, or in the copy
+    files: dict[str, FileRecord]  # the model's safetensors files at this version, by their names in the base or copy
     others: dict[str, FileRecord] = {}  # of a base or a copy: the other files, which do not change within a chain
     tensors: dict[str, _Digest] = {}  # the digests of a base's tensors; of a delta, those of the changed tensors
     weight_map: dict[str, str]  # the file of each tensor; of a delta, of each changed tensor
@@ -142,10 +142,10 @@ def decode_manifest(content: bytes, path: str) -> Manifest:
             )
         base = notes.get("base_version")
         encodings = {name: notes.get(name) for name in _OF_DELTAS}
-        if encodings != (dict.fromkeys(_OF_DELTAS) if base is None else _OF_DELTAS):
-            raise ValueError(f"its changes are encoded as {encodings}")
+        if encodings != (expected := dict.fromkeys(_OF_DELTAS) if base is None else _OF_DELTAS):
+            raise ValueError(f"its encoding must be {expected}, got {encodings}")
         if notes.get("checksum_format", _CHECKSUMS) != _CHECKSUMS:
-            raise ValueError(f"its digests are of the type {notes['checksum_format']!r}")
+            raise ValueError(f"its checksum_format must be {_CHECKSUMS!r}, got {notes['checksum_format']!r}")
         numbers = {"version": notes.get("version"), "base_version": base, "chain": ours.get("chain")}
         read = {name: int(msgspec.convert(text, _Number)) for name, text in numbers.items() if text is not None}
         manifest = msgspec.convert({**ours, "base_version": None, **read, "weight_map": index.weight_map}, Manifest)
@@ -289,7 +289,7 @@ class Published:
         return next((manifest for manifest in found if manifest is not None), None)
 
     def chain(self, version: int, after: int | None = None) -> list[Manifest]:
-        """Returns the manifests that a version builds on, and its own, the lowest first.
+        """Returns the manifests of a version and of the versions that it builds on, the lowest first.
 
         Starts with the base, or with the delta that follows ``after``.
         """

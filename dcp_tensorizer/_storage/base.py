@@ -177,7 +177,7 @@ class RangeReader(abc.ABC):
 
 
 class HardLinks(NamedTuple):
-    """The identity of a file with several names (hard links), which takes up space once. Equal for all its names."""
+    """The identity of a file with several names (hard links), equal for all its names. It takes up space only once."""
 
     device: int
     inode: int

@@ -1,4 +1,4 @@
-"""Opens URLs with fsspec's filesystems: S3's as an `S3Storage`, local ones as a path, others as a `StreamStorage`."""
+"""Opens URLs with fsspec's filesystems: those of S3 as an `S3Storage`, all others as a `StreamStorage`."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ class StreamStorage(RemoteStorage):
         return self._retried(lambda: self._attempt(method, *args, **kwargs))
 
     def _attempt(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the filesystem. If its library retries requests, ends it after half of the timeout."""
+        """Calls a method of the filesystem. If its library retries requests, the call ends after half the timeout."""
         if not self._interrupts:
             return getattr(self.filesystem, method)(*args, **kwargs)
         from fsspec.asyn import sync

@@ -15,7 +15,7 @@ from .base import Refused, Storage
 
 logger = logging.getLogger("dcp_tensorizer")
 
-_TRIES = 10  # in case other runs take the same lease at the same time
+_TRIES = 10  # attempts to take a lease, in case other runs take it at the same time
 
 
 class LeaseRecord(msgspec.Struct, frozen=True):

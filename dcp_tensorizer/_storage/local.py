@@ -49,7 +49,7 @@ _LOCK_SECONDS = 10.0  # timeout for the lock of a small file, which is held for 
 # Errors of network mounts that leave the outcome of a request unknown.
 _UNANSWERED = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ENOTCONN, errno.EHOSTUNREACH}
 
-_GRANULE = 1 << 20  # at least a page of a network mount's cache, and a block of its server
+_GRANULE = 1 << 20  # `granule_of` network mounts: at least a page of the mount's cache, and a block of its server
 
 
 _HEAD_BYTES = 64  # enough of a file to recognise its format
@@ -494,7 +494,7 @@ _MAX_BYTES = 4096
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # A file system's clock may be one tick of the kernel (10 ms at most) behind.
 _TOLERANCE = 0.05
-_ATTEMPTS = 20  # the scheduler may preempt the process between taking the time and writing it
+_ATTEMPTS = 20  # to write a record: the scheduler may preempt the process between taking the time and writing it
 
 
 def boot_id() -> str:

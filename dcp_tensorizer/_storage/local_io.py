@@ -353,7 +353,7 @@ def _put(fd: int, data: memoryview, offset: int) -> None:
 
 # --- which pages of a file are cached ---------------------------------------------------------------------------------
 
-_RUN = 64 << 20  # pages are cached and dropped in long runs, and each query takes time
+_RUN = 64 << 20  # bytes to query as one: pages are cached and dropped in long runs, and each query takes time
 _PROBES = 8  # pages of a run to query: the kernel may drop single pages at any time
 
 

@@ -108,7 +108,7 @@ def check_location(path: str | os.PathLike[str], options: Mapping[str, Any] | No
     return resolved
 
 
-_OWN_PROTOCOLS = "(sftp|ssh)://[^/]*(/(?!.*::)|$)"  # an IPv6 address may contain ::, but no path of a URL
+_OWN_PROTOCOLS = "(sftp|ssh)://[^/]*(/(?!.*::)|$)"  # :: may be part of an IPv6 address, but not of the path
 
 
 def _own_storage(url: str) -> Callable[[str, Mapping[str, Any], Scrubber, float], Storage] | None:
@@ -136,7 +136,7 @@ def _translated(url: str, scrub: Scrubber) -> Iterator[None]:
                 f"pip install 'dcp_tensorizer[{extra}]'"
             ) from None
         advice = ". Check that the package for this kind of URL is installed, and check storage_options."
-        if isinstance(error, ConnectionError | TimeoutError):  # of a filesystem that connects at once, as FTP's
+        if isinstance(error, ConnectionError | TimeoutError):  # of a filesystem that connects at once, such as FTP's
             advice = ""
         raise WriteError(scrub(f"cannot open {url}: {type(error).__name__}: {error}") + advice) from None
 

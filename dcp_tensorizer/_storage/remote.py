@@ -248,7 +248,8 @@ class Retries:
         """Yields the seconds to wait before each retry, with jitter, so that ranks do not retry at the same moment.
 
         Ends after ``attempts`` attempts, or when another attempt, if the server does not respond to it, would end in
-        the last tenth of the timeout, which begins with this call. The caller needs that tenth to report the failure.
+        the last tenth of the timeout. The timeout begins with this call. The caller needs its last tenth to report the
+        failure.
         """
         return self._waits(self.clock() + self.timeout - 2 * silence_timeout(self.timeout))
 

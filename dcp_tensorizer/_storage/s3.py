@@ -470,8 +470,8 @@ class S3Storage(RemoteStorage):
         of 8 s. If the server has never responded, six attempts are enough, because its address is most likely wrong. If
         the user sets ``retries``, that is the limit, except for bodies that break off.
 
-        If the request fails nevertheless, its save or load has failed, and only the clean-up follows. All further
-        requests of this storage are then retried for a tenth of the timeout only.
+        If the request fails nevertheless, with a transient error, its save or load has failed, and only the clean-up
+        follows. This storage then retries all further requests for only a tenth of the timeout.
         """
         chosen, failures = self._client.attempts, 0
 

@@ -152,7 +152,10 @@ def _is_directory(channel: Any, path: str) -> bool:
 
 
 def _rename_to_new(channel: Any, source: str, target: str) -> None:
-    """Renames a file to a name that must not exist. If that fails, checks for the name: servers give no reason."""
+    """Renames a file to a name that must not exist.
+
+    If that fails, checks whether the name exists, because servers give no reason.
+    """
     try:
         channel.rename(source, target)
     except OSError:
@@ -296,8 +299,8 @@ class SftpClient:
         """Returns the connection. If it is lost, connects again.
 
         ``known`` is the last failure to connect before the attempt began. If another thread has failed since then,
-        raises that thread's error. Otherwise threads would connect one after the other, and each would wait for a
-        hung server until the timeout.
+        raises that thread's error, because threads would otherwise connect one after the other, and each would wait
+        for a hung server until the timeout.
         """
         if not _is_active(self._connection):
             if self._failure is not None and self._failure is not known:

@@ -7,7 +7,7 @@ import re
 from ..errors import WriteError
 from .redact import redact
 
-# fsspec's protocols that cannot write, or, as zip, cannot both write and read
+# fsspec's protocols that cannot write, or, like zip, cannot both write and read
 _READ_ONLY = frozenset(("data", "git", "github", "http", "https", "libarchive", "tar", "zip"))
 
 _SPELLINGS = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "ssh": "sftp"}  # several names of one protocol

@@ -49,8 +49,8 @@ class Flusher:
         self._gate = gate
         self._queue = Queue(target.folder())
         self._missing: dict[str, set[str]] = {}  # for each commit, the files that were missing on the remote
-        self._waits: dict[str, ProgressTimeout] = {}  # for each commit, the timeout of missing files
-        self._failing: dict[str, ProgressTimeout] = {}  # for each record, the timeout of unreadable local files
+        self._waits: dict[str, ProgressTimeout] = {}  # for each commit, the timeout for its missing files
+        self._failing: dict[str, ProgressTimeout] = {}  # for each record, the timeout for its unreadable local files
         self._wait = _FIRST_WAIT
         self._root: Storage | None = None
         self._environment: dict[str, str] = {}  # the environment in which the remote was opened
@@ -551,8 +551,8 @@ def _committed(remote: Storage, name: str) -> IndexFile | None:
 
 # --- the thread that flushes while the writer process has no save -----------------------------------------------------
 #
-# The thread has the priority of its process. With a lower one, it would never run on a busy core. While it waited for
-# the core, it would hold the GIL, which a new save needs.
+# The thread has the priority of its process. With a lower one, it could wait long for a busy core, and meanwhile hold
+# the GIL, which a new save needs.
 
 _BUSY_SECONDS = 0.05
 _TROUBLE_SECONDS = 10.0

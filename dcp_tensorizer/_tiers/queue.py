@@ -1,8 +1,8 @@
 """The queue of saves that are flushed from a local folder to the remote, with a record for each.
 
 Every rank of a node has a record for each of its saves, in one folder beside the checkpoints. The state of a save is
-part of the name of its record's file. A new state renames the file, or replaces it with a new one. So each
-change is atomic, and if a process dies, the next one finds the last state.
+part of the name of its record's file. To change the state, a process renames the file, or replaces it with a new one.
+So each change is atomic, and if a process dies, the next one finds the last state.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ class Queue:
     def drop(self, entry: FlushEntry, record: FlushRecord, *, forget: bool = True) -> bool:
         """Removes a rank's local files, and then the record, unless a save or load has locked the files' folder.
 
-        Returns whether the files are removed. With ``forget=False``, leaves the record.
+        Returns whether it has removed the files. With ``forget=False``, leaves the record.
         """
         folder = self.root / record.subpath
         local = LocalStorage(folder)

@@ -1084,7 +1084,7 @@ def test_nothing_is_deleted_while_the_best_is_not_known(tmp_path: Path, caplog: 
     with manager_of(tmp_path, keep_latest=1, keep_best="loss") as manager:
         manager.save(6, state_of(6), metrics={"val_loss": 1.0}, wait=True)
         assert manager.steps() == [4, 6]
-    assert "step 6 was saved without the metric 'loss', which keep_best needs (its metrics: 'val_loss')" in said(caplog)
+    assert "step 6 was saved without the metric 'loss', which keep_best needs (step 6 has 'val_loss')" in said(caplog)
 
 
 def test_nothing_is_deleted_while_the_metric_is_nan(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
