@@ -647,7 +647,7 @@ class CheckpointManager:
         action, vote = self._decide(step, stop=stop, force=force, must_write=must_write)
         if vote.is_lost or vote.memory.is_superseded:
             superseded = (
-                f"{self._folder.path}: a later run of this job has taken over the memory of another host, to which "
+                f"{self._folder.path}: a later run of this job has taken over the keeper on another host, to which "
                 f"this run copies its states. Stop this run, or stop the other run and restart this one."
             )
             raise WriteError(self._agreement.decided(lambda: self._lease.lost or superseded))
@@ -676,7 +676,7 @@ class CheckpointManager:
     def _is_gone(self, step: int) -> bool:
         """Returns whether a saved step was deleted. If so, updates the position to the remaining steps.
 
-        Collective. The call costs a request, so make it only for a step that would not be saved because it exists.
+        Collective. The call costs a request, so make it only if the step is not to be saved again because it exists.
         """
         position = self._agreement.decided(functools.partial(self._position_without, step))
         if position is None:

@@ -276,7 +276,7 @@ class Flushing:
     def _check_folder(self) -> bool:
         """Reports saves that have arrived, were given up or can no longer be followed, and warns of failing flushes.
 
-        Returns whether saves may be left to follow or to flush.
+        Returns whether any saves may be left that must be followed or flushed.
         """
         if not self._lock.acquire(timeout=1.0):
             return True

@@ -19,8 +19,8 @@ Integers: TypeAlias = NDArray[np.int64]
 Interval: TypeAlias = tuple[int, int]
 
 
-# The maximum number of pairs of a tensor's chunks that `overlapping_pair` compares. A tiny index may describe many
-# chunks.
+# The maximum number of pairs of a tensor's chunks that `overlapping_pair` compares, because a tiny index may describe
+# many chunks.
 _MOST_COMPARISONS = 100_000_000
 
 
