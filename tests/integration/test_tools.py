@@ -277,9 +277,9 @@ def test_a_small_index_of_millions_of_chunks(run: Path) -> None:
     tracemalloc.start()
     try:
         for verb in (tools.inspect, tools.verify, lambda path: tools.diff(path, path)):
-            with pytest.raises(MetadataError, match=r"step-11.* have 48,000,002 numbers"):
+            with pytest.raises(MetadataError, match=r"step-11.* takes 48,000,002 numbers"):
                 verb(path)
-        with pytest.raises(CheckpointException, match="have 48,000,002 numbers"):
+        with pytest.raises(CheckpointException, match="takes 48,000,002 numbers"):
             dcp.load(state, storage_reader=open_reader(path))
         assert tracemalloc.get_traced_memory()[1] < 32 << 20
     finally:
