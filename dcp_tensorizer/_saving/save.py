@@ -224,8 +224,8 @@ class Save:
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits the save, on the coordinator; without collectives every rank commits its own part.
 
-        Raises `WriteError` if the save is not committed, and the previous checkpoint is untouched, or if the outcome is
-        unknown, as after a lost response.
+        Raises `WriteError` if the save is not committed, or if the outcome is unknown, as after a lost response. If it
+        is not committed, the previous checkpoint is untouched.
         """
         assert self._written is not None, "write comes first"
         self._lap("agree")

@@ -263,7 +263,7 @@ class _CudaStream(SideStream):
             try:
                 return torch.empty(nbytes, dtype=torch.uint8, device=device)
             except torch.OutOfMemoryError:
-                # torch gives memory that training has freed only to training's stream, and perhaps no other is free.
+                # Memory that training has freed is reused only on training's stream. There may be no other free memory.
                 with torch.cuda.stream(followed):
                     memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
                 self._wait_for(followed)  # kernels queued on that stream may still use the memory

@@ -341,7 +341,10 @@ class Queue:
         return any(dropped)
 
     def confirm(self, entry: FlushEntry) -> None:
-        """Records, on a rank that is not the coordinator, that the save is committed, so that its loss is an error."""
+        """Records, on a rank that is not the coordinator, that the save is committed.
+
+        If the save is lost with a node before it is on the remote, the next job reports the loss as an error.
+        """
         self._try_to_put(f"{entry.stem}.committed", b"")
 
     def is_confirmed(self, entry: FlushEntry) -> bool:

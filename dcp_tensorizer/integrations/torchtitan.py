@@ -32,7 +32,7 @@ __all__ = ["TensorizerCheckpointManager"]
 class TensorizerCheckpointManager(CheckpointManager):
     """torchtitan's ``CheckpointManager`` with this package's storage.
 
-    Folders, steps, the saved state and the times of saves are torchtitan's. Differences:
+    Folders, steps, the saved state and the steps at which it is saved are torchtitan's. Differences:
 
     - ``async_mode="async"`` saves while training continues. ``save`` returns when the state is copied.
     - ``async_mode="async_with_pinned_mem"`` also copies while training continues. torchtitan's trainer waits for the
