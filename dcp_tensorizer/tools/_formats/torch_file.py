@@ -2,8 +2,8 @@
 
 Such a file is a zip archive with a pickle of the state dict and a record per storage, which tensors may share. With
 fake tensors, ``torch.load`` returns the locations of the records instead of reading them, and ``torch.save`` writes a
-temporary archive in which these records are empty. This module copies the other records from that archive, and reads the tensors in blocks. It
-writes the result with Python's zipfile, which computes the CRC-32s and does not need to seek.
+temporary archive in which these records are empty. This module copies the other records from that archive, and reads
+the tensors in blocks. It writes the result with Python's zipfile, which computes the CRC-32s and does not need to seek.
 """
 
 from __future__ import annotations
