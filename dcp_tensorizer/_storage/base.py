@@ -177,7 +177,7 @@ class RangeReader(abc.ABC):
 
 
 class HardLinks(NamedTuple):
-    """The identity of a file with several names (hard links), equal for all its names. It takes up space only once."""
+    """The identity of a file with several names (hard links), equal for all its names. The file takes up space once."""
 
     device: int
     inode: int

@@ -82,7 +82,7 @@ def open_url(url: str, options: Mapping[str, Any], scrub: Scrubber, timeout: flo
     options = {"skip_instance_cache": True} | waits | dict(options)
     if protocol in _AZURE:
         filesystem, root = _shared_filesystem(protocol, url, options)
-    else:  # bypasses fsspec's cache for each filesystem of a chain, not only for the first one
+    else:  # bypasses fsspec's cache for each filesystem of a chain except Azure's
         behind = protocols_of(url)[1:] if "::" in url else []
         anew = {name: {"skip_instance_cache": name not in _AZURE} | dict(options.get(name) or {}) for name in behind}
         filesystem, root = fsspec.core.url_to_fs(url, **(options | anew))

@@ -111,4 +111,4 @@ class Lease:
             if self._folder.put_if(self.name, data, msgspec.json.encode(own) + b"\n"):
                 logger.info("%s: run %d has taken the lease", self._folder.path, own.epoch)
                 return own
-        raise WriteError(f"other runs took the lease {_TRIES} times in the meantime")
+        raise WriteError(f"other runs took it during each of {_TRIES} attempts. Use one folder per job")

@@ -180,8 +180,8 @@ def path_to_write(
 ) -> str | Path:
     """Returns the `absolute_path` of a user's path, after the checks of `check_location`.
 
-    Also raises `WriteError` if the URL is read-only, or if ``is_shared`` and several processes cannot write one file
-    there.
+    Also raises `WriteError` if the URL is read-only. With ``is_shared``, also raises it for URLs of neither S3 nor a
+    registered storage, where several processes cannot write one file.
     """
     check_writable(text := check_path(path))
     if is_shared and _local(path) is None and not _registered(text) and protocols_of(text)[:1] not in _SHARED:

@@ -466,8 +466,8 @@ class S3Storage(RemoteStorage):
     def call_until_timeout(self, request: Callable[[], _T]) -> _T:
         """Sends a request about a data file, and retries transient errors until the timeout. Returns the result.
 
-        With only six attempts, one of eight parts in progress, and the save with it, would fail in half of all outages
-        of 8 s. If the server has never responded, six attempts are enough, because its address is most likely wrong. If
+        With only six attempts, half of all outages of 8 s would fail one of the eight parts in progress, and so the
+        save. If the server has never responded, six attempts are enough, because its address is most likely wrong. If
         the user sets ``retries``, that is the limit, except for bodies that break off.
 
         If the request fails nevertheless, with a transient error, its save or load has failed, and only the clean-up

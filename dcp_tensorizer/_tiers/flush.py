@@ -42,7 +42,7 @@ _PROGRESS_SECONDS = 5.0
 
 
 class Flusher:
-    """Flusher of one local folder. Before it sends a part of a file, it calls ``gate``, which may block."""
+    """Flusher of one local folder. Before each part of a file and each commit, it calls ``gate``, which may block."""
 
     def __init__(self, target: FlushTarget, gate: Callable[[], None] = lambda: None) -> None:
         self.target = target
@@ -117,7 +117,7 @@ class Flusher:
         return False
 
     def _try(self, operation: Callable[..., object], entry: FlushEntry, *details: object) -> None:
-        """Runs an operation on a record, unless another process has locked the record. Records failures for a retry."""
+        """Runs an operation on a record unless another process has locked or moved it. Records failures for a retry."""
         with self._queue.claimed(entry) as is_free:
             if not is_free:
                 return
@@ -256,7 +256,7 @@ class Flusher:
             if not self._queue.is_writable:
                 raise Refused(
                     f"{self.target.name} now belongs to another run, and {self._queue.folder} cannot be written to, so "
-                    f"it is unknown whether that run saves there: {who}"
+                    f"it is unknown whether that run saves to {self.target.local}: {who}"
                 )
             raise Superseded(
                 f"{self.target.name} now belongs to another run, which does not save to {self.target.local}: {who}"
@@ -344,7 +344,7 @@ def copy_file(source: Storage, target: Storage, name: str, nbytes: int, gate: Ca
     """Copies a file of ``nbytes`` bytes durably.
 
     On a file system, the file has a temporary name until it is complete: its space is reserved first, so its size does
-    not prove that it is complete. Other storages show only complete files. ``gate`` is called before each part, and
+    not prove that it is complete. Object stores show only complete files. ``gate`` is called before each part, and
     may block or raise.
 
     Raises `Unreadable` if the local file cannot be read, and `CheckpointError` or `OSError` if the copy fails. After an

@@ -180,7 +180,8 @@ class Queue:
     ) -> list[tuple[FlushEntry, FlushRecord]]:
         """Reads the records in some states, in the order of their saves; raises `ReadError`.
 
-        If another process moves a record while it is read, the entry has the later state.
+        With ``remote``, a `FlushTarget.name`, reads only the records of saves to this remote folder. If another process
+        moves a record while it is read, the entry has the later state.
         """
         read = [self._read(entry) for entry in self.entries() if entry.state in states]
         found = [(entry, record) for entry, record in read if record is not None and entry.state in states]

@@ -84,8 +84,8 @@ def target_of(
 ) -> FlushTarget:
     """Returns the target of a writer or reader with a local folder.
 
-    Raises `TypeError` or `ValueError` if a path is invalid, and `WriteError` if it is relative and the working
-    directory no longer exists.
+    Raises `TypeError` or `ValueError` if the two paths cannot be used together or have the wrong type, and
+    `WriteError` if `absolute_path` fails.
     """
     if not isinstance(local, str | os.PathLike) or not isinstance(os.fspath(local), str):
         raise TypeError(f"local must be a str or an os.PathLike, got {type(local).__name__}")
