@@ -114,7 +114,8 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         sync_files: Finish a save only when its data is on permanent storage (fsync). If False, a checkpoint can be lost
             or damaged when the machine fails, but not when only the job fails.
         thread_count: Number of threads for the copy to the staging buffer, and for hashing in the writer process. If
-            None, the node's cores divided by its ranks, up to four.
+            None, the rank's share of the node's cores, or the cores that the rank is bound to if they are fewer; up to
+            four.
         storage_options: Options of a URL's storage, such as credentials. They reach the writer process through a
             socket, and are never written to disk.
         on_report: Called with the `SaveReport` of each save, on the save's thread: on the coordinator when the save is
@@ -304,7 +305,7 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         waits until the state may be changed.
 
         Raises:
-            StagingError: a CUDA graph is being captured; its replays would not wait.
+            StagingError: with ``overlap_staging``, if a CUDA graph is being captured: its replays would not wait.
             WriteError: on the coordinator, when ``limits.max_consecutive_failures`` saves in a row were not committed.
         """
         self._saver.raise_refusal()
@@ -315,8 +316,9 @@ class TensorizerStorageWriter(StorageWriter, AsyncStager):
         """Makes each step of an optimizer wait for running copies, as `lock` does, without a change to the loop.
 
         Applies only to ``optimizer.step()``. Other code that changes the state needs `lock`: a forward pass with
-        BatchNorm, moving averages of the weights, optimizers that step in the backward pass, the scales of FP8. A step
-        that a CUDA graph captures raises `StagingError`: enter `lock` around the graph's replays.
+        BatchNorm, moving averages of the weights, optimizers that step in the backward pass, the scales of FP8. With
+        ``overlap_staging``, a step that a CUDA graph captures raises `StagingError`: enter `lock` around the graph's
+        replays.
 
         Args:
             optimizer: The optimizer. Once the writer has been freed, the optimizer's steps no longer wait.

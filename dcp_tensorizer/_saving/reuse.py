@@ -4,9 +4,9 @@ The bytes of a file follow from the names, dtypes, shapes, kinds and elements of
 `TensorContent` in the same order are equal, even if their tensors' keys, chunks or ranks differ. Elements are compared
 by XXH3-128. A save adopts a file of an earlier save: the storage links or copies it under a new name (`Storage.adopt`).
 
-Only whole files can be adopted. So tensors that have not changed in the last saves, according to their digests, are
-written to separate files. If a tensor that counts as unchanging changes, it must stay the same for twice as many saves
-before it counts as unchanging again.
+Only whole files can be adopted. So a save writes the tensors that have not changed in the last saves, according to
+their digests, to files without other tensors. If a tensor that counts as unchanging changes, it must stay the same for
+twice as many saves before it counts as unchanging again.
 """
 
 from __future__ import annotations

@@ -223,7 +223,9 @@ class TieredSave(Save):
             f"{self.path} is not committed: {what} is missing on the remote, and nothing has arrived there for "
             f"{own.timeout:g} s"
         )
-        raise Refused(f"{words}: {trouble}" if trouble else words)
+        raise Refused(
+            f"{words}: {trouble or 'the remote is unreachable, or a node is lost. Check the remote and the nodes.'}"
+        )
 
     def _publish(self) -> SaveReport:
         report, arrived = super()._publish(), self._saver.reports.arrived

@@ -38,8 +38,8 @@ class Unsendable(WriteError):
 class NotStarted(WriterProcessDied):
     """The process cannot be started, for example because memory, processes or descriptors are exhausted.
 
-    Or it ended by itself before it was ready, for example because it could start no thread, or because it runs another
-    program.
+    Or it ended by itself before it was ready, for example because it could start no thread, or because
+    ``sys.executable`` is not a Python interpreter.
     """
 
 
@@ -151,10 +151,10 @@ class WriterProcess(ChildProcess):
         except TimeoutError as error:
             raise WriterProcessHung(
                 f"{error}: the storage (or, with staging='device', a GPU) hangs, or is slower than the timeout allows. "
-                f"Check it, or raise SaveLimits(timeout=)."
+                f"Check it, or pass a longer timeout: SaveLimits(timeout=...)."
             ) from None
         except EOFError as error:
-            # Negative: the process was killed, perhaps before its `Ready` was read.
+            # A negative code: the process was killed, perhaps before its `Ready` was read.
             never_ran = not self._channel.is_ready and (self._popen.returncode or 0) >= 0
             raise (NotStarted if never_ran else WriterProcessDied)(str(error)) from None
         finally:

@@ -122,7 +122,7 @@ class Worker:
             case DigestRequest() as request:
                 result = self._digest(request)
             case SnapshotRequest() as request:
-                assert self._snapshots is not None, "it was started without GPUs"
+                assert self._snapshots is not None, "this process was started without GPUs"
                 self._snapshots.take(request, self._buffers[request.buffer])
             case FlushTarget() as target:
                 if self._flushes is None:
