@@ -102,7 +102,7 @@ def _age() -> None:
     full = gc.get_stats()[-1]["collections"]
     _aged, _full_collections = (_aged + 1 if full == _full_collections else 1), full
     if _aged <= _AGEINGS and gc.get_freeze_count() > _FROZEN_BY_PYTHON:
-        _aged = _AGEINGS + 1  # ageing would unfreeze the trainer's objects; counting them visits each
+        _aged = _AGEINGS + 1  # ageing would unfreeze the trainer's objects; counting them again would visit each
     if _aged <= _AGEINGS:
         gc.freeze()
         gc.unfreeze()

@@ -35,9 +35,9 @@ def available_memory() -> int | None:
 
 
 def free_in_cgroup(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Returns the free bytes below the tightest memory limit of this process's cgroups and their ancestors.
+    """Returns the fewest bytes that are free below a memory limit of this process's cgroups and their ancestors.
 
-    Returns None if there is no limit. Page cache counts as free.
+    Returns None if no limit is known. Page cache counts as free.
     """
     try:
         lines = own.read_text().splitlines()

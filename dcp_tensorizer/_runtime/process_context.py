@@ -31,7 +31,8 @@ class ProcessContext:
     def apply(self, excluded: Collection[str] = ()) -> None:
         """Applies the environment, the umask and the working directory to this process.
 
-        Does nothing in the process whose context this is. Does not change the environment variables in ``excluded``.
+        If the working directory is unknown, or this process cannot enter it, changes to ``/``. Does nothing in the
+        process whose context this is. Does not change the environment variables in ``excluded``.
         """
         if self.pid == os.getpid():
             return

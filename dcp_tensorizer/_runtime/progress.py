@@ -42,7 +42,7 @@ class TransferProgress:
 
     def __call__(self, done: int, total: int) -> None:
         """Reports the bytes done and the bytes in total. Not thread-safe."""
-        otherwise = f"while {self._doing}: on_progress raised an exception, and is not called again meanwhile"
+        otherwise = f"on_progress raised an exception while {self._doing}. It is not called again for this operation."
         if not call(self._callback, done, total, otherwise=otherwise):
             self._callback = None
         now = time.perf_counter()

@@ -54,7 +54,7 @@ def check_path(value: object) -> str:
 def check_paths(name: str, value: object) -> tuple[str | os.PathLike[str], ...]:
     """Returns the paths in an iterable as a tuple.
 
-    Raises `TypeError` if the value is itself a path, and `ValueError` if a path is empty.
+    Raises `TypeError` for other values, such as a single path, and `ValueError` if a path is empty.
     """
     paths: tuple[str | os.PathLike[str], ...] = tuple(map(plain, _items(name, value, "paths", str | os.PathLike)))
     if not all(map(check_path, paths)):
@@ -63,7 +63,7 @@ def check_paths(name: str, value: object) -> tuple[str | os.PathLike[str], ...]:
 
 
 def check_patterns(name: str, value: object) -> tuple[str, ...]:
-    """Returns the patterns in an iterable as a tuple. Raises `TypeError` for a str and for other types."""
+    """Returns the patterns in an iterable as a tuple. Raises `TypeError` for other values, such as a str."""
     return tuple(map(plain, _items(name, value, "patterns", str)))
 
 
@@ -111,7 +111,7 @@ def check_timeout(
 def check_timeout(
     value: object, *, least: float | None = None, name: str = "timeout", optional: bool = False
 ) -> float | None:
-    """Returns a timeout in seconds as a float, or None if ``optional``.
+    """Returns a timeout in seconds as a float. If ``optional``, returns None for None.
 
     Raises `TypeError` or `ValueError` unless the timeout is at least ``least`` (without ``least``, more than 0), and
     not longer than the system can wait.
@@ -131,7 +131,7 @@ def check_count(name: str, value: object, *, optional: Literal[False] = False) -
 @overload
 def check_count(name: str, value: object, *, optional: Literal[True]) -> int | None: ...
 def check_count(name: str, value: object, *, optional: bool = False) -> int | None:
-    """Returns a number as an int, or None if ``optional``.
+    """Returns a number as an int. If ``optional``, returns None for None.
 
     Raises `TypeError` or `ValueError` unless it is at least 1.
     """

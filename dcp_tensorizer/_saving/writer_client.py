@@ -156,7 +156,7 @@ class WriterClient:
         if is_closed():
             raise WriteError(f"the writer was closed during the save to {path}, which is not committed") from error
         if isinstance(error, NotStarted):
-            logger.warning("rank %d: %s; the trainer writes this save itself", files.rank, str(error))
+            logger.warning("rank %d: the trainer writes this save itself, because %s", files.rank, str(error))
             return
         if attempt == 2:
             raise WriterProcessDied(f"the save to {path} failed twice: {error}") from error

@@ -163,7 +163,10 @@ class Copies:
         return staged
 
     def add(self, staged: Sequence[torch.Tensor]) -> None:
-        """Prepares the copies to existing staged tensors, and begins those of host memory. May be called only once."""
+        """Prepares the copies to existing staged tensors, and starts the other threads that copy host memory, if any.
+
+        May be called only once.
+        """
         sources = self.sources
         if not UNCOPYABLE.isdisjoint(map(attrgetter("dtype"), sources)):
             staged, sources = list(map(copyable, staged)), list(map(copyable, sources))

@@ -41,4 +41,7 @@ def test_a_callback_that_fails_is_not_called_again(error: BaseException, caplog:
     assert calls == [1]
     (record,) = caplog.records
     assert record.levelname == "ERROR"
-    assert record.message == "while saving /ckpt: on_progress raised an exception, and is not called again meanwhile"
+    assert (
+        record.message
+        == "on_progress raised an exception while saving /ckpt. It is not called again for this operation."
+    )
