@@ -86,8 +86,8 @@ class TensorizerStorageReader(StorageReader):
         thread_count: The number of parallel reads; None: the storage's default.
         page_cache: Leave the data of local disks in the page cache, for the next load. None: only if free memory can
             hold twice the bytes that the ranks of this machine read.
-        timeout: Seconds until a wait for a remote storage times out; 600 by default. Requests to S3 and SFTP servers
-            that do not respond for a tenth of this time are retried.
+        timeout: Seconds until a wait for a remote storage times out; 600 by default. If an S3 or SFTP server does not
+            respond for a tenth of this time, the reader repeats the request.
         encryption: The key, or the passphrase, of an encrypted checkpoint (`tensorizer.DecryptionParams`). If it is
             given, loading an unencrypted checkpoint is an error.
         on_progress: Called with the bytes that this rank has loaded and the bytes that it loads in all, before the
@@ -433,10 +433,11 @@ def open_reader(
         ValueError, TypeError: an argument is invalid.
         DecryptionError, WriteError: see `TensorizerStorageReader`.
 
-    ``dcp.load`` then raises, on each rank:
+    ``dcp.load`` then raises, on each rank, besides the errors of `TensorizerStorageReader`'s methods:
         NotCommitted: there is nothing at the path, only a file, or only data of a save that is not committed.
         MetadataError: the path holds no checkpoint in any of these formats; names what was found.
-        UnsupportedFormat: the path holds the delta of a published version.
+        UnsupportedFormat: the path holds the delta of a published version, or a version of this package's format that
+            this release does not read.
         ReadError: ``rename`` does not fit the model, or was given for a checkpoint that is not in the safetensors
             format.
     """

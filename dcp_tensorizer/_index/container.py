@@ -82,8 +82,9 @@ class IndexFile(NamedTuple):
         else:
             content = self.read(start, section.nbytes)
         if xxhash.xxh3_128_digest(content) != section.digest:
-            raise _damaged(
-                self.path, "a checksum does not match, perhaps because the file was overwritten while it was read"
+            raise MetadataError(
+                f"{self.path} is damaged, or was overwritten while it was read: a checksum does not match. Load the "
+                f"checkpoint again, or another one."
             )
         if section.strong is not None and _strong(content) != section.strong:
             raise _damaged(self.path, "the BLAKE2b digest of a section does not match")
@@ -172,7 +173,7 @@ def open_index(path: str, data: bytes, read: Callable[[int, int], bytes]) -> Ind
         return IndexFile(path, read_head(data, path), data)
     data = _at_least(head_end(data), data, read)
     head = read_head(data, path, whole=False)
-    # Every load needs all sections but the locations: one more request reads them all.
+    # Every load needs all sections except the locations, which come last. One more request reads all that it needs.
     sections = max((s.offset + s.nbytes for s in head.sections if s.kind != "places"), default=0)
     return IndexFile(path, head, _at_least(head_end(data) + sections, data, read), read)
 

@@ -72,13 +72,15 @@ class RankLocations(NamedTuple):
         inline: Sequence[InlineItem] = (),
         check: bytes = b"",
     ) -> RankLocations:
-        """Makes the report from items by key. Raises `WriteError`, naming the key, if a key cannot be stored.
+        """Makes the report from items by key.
+
+        Raises `WriteError`, naming the keys, if a key cannot be stored, or if two items have the same hash.
 
         The keys of ``named`` items are stored in the index, because the state dict might not have them.
         """
         numbers = {name: number for number, name in enumerate(files)} | {"": -1}
         names = {n: item.name for n, ((key, _), item) in enumerate(items.items()) if item.file and item.name != key}
-        rows = _table([checked_hash(*key) for key in items], items.values(), numbers, names)
+        rows = _table(_hashes(items), items.values(), numbers, names)
         if named:
             rows.keys = {n: (to_key(key[0]), key[1]) for n, key in enumerate(items) if key in named}
         digests, rows.digests, seals, rows.seals = rows.digests, b"", rows.seals, b""
@@ -105,8 +107,6 @@ def inline_rows(items: Iterable[InlineItem]) -> Inline:
 def _table(
     hashes: Sequence[int], stored: Collection[StoredItem], file_numbers: Mapping[str, int], names: dict[int, str]
 ) -> Places:
-    if len(set(hashes)) < len(hashes):
-        raise WriteError("hash collision between two keys of the state dict: rename one of them")
     files, _, offsets, sizes, dtypes, kinds, digests, seals = list(zip(*stored, strict=True)) or [()] * 8
     dtype_numbers = {dtype: number for number, dtype in enumerate(dict.fromkeys(dtypes))}
     return Places(
@@ -124,6 +124,20 @@ def _table(
         digests=b"".join(digests),
         seals=b"".join(seals),
     )
+
+
+def _hashes(keys: Iterable[ItemKey]) -> list[int]:
+    """Returns the hashes of items. Raises `WriteError`, naming the keys, if two items have the same hash."""
+    known: dict[int, Any] = {}
+    for key, offset in keys:
+        number = checked_hash(key, offset)
+        if number in known:
+            raise WriteError(
+                f"{known[number]!r} and {key!r} have the same hash, by which a load looks up items: rename one of "
+                f"these keys."
+            )
+        known[number] = key
+    return list(known)
 
 
 def checked_hash(key: Any, offset: Sequence[int] | None) -> int:

@@ -94,7 +94,11 @@ def _planner_part(data: Any) -> list[Part]:
     try:
         load_object(stream.getvalue())
     except Exception as error:
-        raise WriteError(f"the planner's data holds an object that no reader would load: {describe(error)}") from error
+        raise WriteError(
+            f"the planner's data holds an object that no reader would load: {describe(error)}. Let the planner use "
+            f"plain data, or pass the object's type to torch.serialization.add_safe_globals before the save and each "
+            f"load."
+        ) from error
     return [Part("planner", None, stream.getvalue())]
 
 

@@ -163,7 +163,8 @@ class _Reads:
         if pool is not None and not any(map(pool.is_for, operation.targets)):
             pool = None
         slots: AbstractContextManager[torch.Tensor | None] = nullcontext() if pool is None else pool.slot()
-        # Only in this mode may a thread write to tensors that were made in it. The mode also allows other targets.
+        # Only in inference mode may a thread write to tensors that were made in that mode. The mode also allows writes
+        # to all other tensors.
         with torch.inference_mode(), slots as slot:
             starts = list(itertools.accumulate((aligned(segment.scratch_bytes) for segment in segments), initial=0))
             memories = self._memories(segments, starts, slot)

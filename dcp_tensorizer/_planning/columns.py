@@ -41,7 +41,7 @@ _properties = operator.attrgetter(*[field.name for field in dataclasses.fields(T
 
 
 class Unsupported(Exception):
-    """Failure to put a plan or metadata into compact form, for example because a user's planner made an item."""
+    """Failure to put a plan or metadata into compact form, for example because an item is of a user's class."""
 
 
 class Spec(NamedTuple):
