@@ -24,6 +24,7 @@ class DataParallelState(Stateful):
 
     So a job with a different number of data-parallel ranks cannot load the state by mistake, which would make it read
     some shares of the data twice. In such a job `CheckpointManager.restore` raises an error before anything changes.
+    With ``strict=False`` it warns, and leaves the state unchanged.
 
     Args:
         value: Object with ``state_dict`` and ``load_state_dict``.

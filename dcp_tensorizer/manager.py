@@ -371,7 +371,8 @@ class CheckpointManager:
             exclude: Patterns of keys whose values stay unchanged.
             strict: Raise an error if the checkpoint lacks a key of the state, has optimizer state that the optimizer
                 cannot load, or has values where the state has an empty dict. If False, log a warning that names such
-                keys, and leave their values unchanged.
+                keys, and leave their values unchanged. In either case, raise an error if a parameter group of an
+                optimizer has a different number of parameters in the checkpoint.
             allow_shape_mismatch: If the checkpoint has a tensor in a different shape, log a warning, and leave the
                 tensor and its optimizer state unchanged. If False, raise an error.
             grow: Patterns of tensors that may be larger than the saved ones, such as those of a vocabulary that grew,
@@ -676,7 +677,7 @@ class CheckpointManager:
     def _is_gone(self, step: int) -> bool:
         """Returns whether a saved step was deleted. If so, updates the position to the remaining steps.
 
-        Collective. The call costs a request, so make it only if the step is not to be saved again because it exists.
+        Collective. The call costs a request, so make it only before the job skips the step.
         """
         position = self._agreement.decided(functools.partial(self._position_without, step))
         if position is None:

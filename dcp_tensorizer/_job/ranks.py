@@ -190,9 +190,9 @@ class Agreement:
         return cast("_T", result)
 
     def close(self) -> None:
-        """Destroys the group, unless a collective is still in progress, because the collective could take long to end.
+        """Destroys the group. If a collective is still in progress, leaves the group as it is, and does not wait.
 
-        A signal handler may have interrupted such a collective.
+        A collective is in progress if a signal handler that has interrupted it calls this method.
         """
         if self._group is not None and (self._work is None or self._work.is_completed()):
             self._work = None  # a reference to it would keep a thread alive
@@ -245,7 +245,7 @@ class RollCall:
         words = str(error).partition(" This is typically caused")[0]  # the rest of torch's text is general advice
         if "timed out" not in words.lower():
             return f"{who} waited for the others to {what}: another rank has ended, or has made other calls. {words}"
-        seconds = f"{self.timeout.total_seconds():g} s, the timeout of the job's process group,"
+        seconds = f"{self.timeout.total_seconds():g} s, the timeout of its process group,"
         waited = f"{who} has waited {seconds} for the others to {what}"
         finding = in_background(lambda: self._missing(number), name="roll-call", daemon=True)
         try:
@@ -356,7 +356,7 @@ class Heartbeats:
 
     def _start(self, calls: RollCall) -> None:
         assert self.group is not None
-        set_group_timeout(self.group, calls.timeout)  # the last save may have left the timeout of its commit
+        set_group_timeout(self.group, calls.timeout)  # a commit sets a longer timeout
         self._number += 1
         calls.here(self._number)
 

@@ -263,8 +263,8 @@ class Position:
 
     Attributes:
         branch: The job's branch.
-        tip: The last checkpoint of this run, or, before its first, the one that it resumed from; None if it does not
-            exist or is unknown.
+        tip: The last checkpoint of this run; before the first one, the checkpoint that the run resumed from; None if
+            there is no such checkpoint, or it is unknown.
         numbers: The existing steps of the branch.
         names: The names of all steps' directories, on any branch.
         others: The names of the directories of steps on other branches, and of unreadable checkpoints.

@@ -114,8 +114,7 @@ def test_a_rank_that_is_stopped(tmp_path):
     told, _ = run_ranks(2, _job, tmp_path, distributed=False)
     assert told.keys() == {"agreement", "write", "read"}
     assert all(
-        f"rank 0 has waited {TIMEOUT:g} s, the timeout of the job's process group" in words
-        for words, _ in told.values()
+        f"rank 0 has waited {TIMEOUT:g} s, the timeout of its process group" in words for words, _ in told.values()
     )
     assert all("Rank 1 has not arrived" in words for words, _ in told.values())
     assert "make the same call" in told["agreement"][0]

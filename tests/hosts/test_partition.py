@@ -47,7 +47,7 @@ def test_a_partition_for_good(lab):
     assert job.wait() == [0, 0], job.account()
     lines = [line for program in job.programs for line in program.words().splitlines() if line.startswith('["told"')]
     for _, ended, words, closing in map(json.loads, lines):
-        assert "s, the timeout of the job's process group, for the others" in words, words
+        assert "s, the timeout of its process group, for the others" in words, words
         assert ended - cut < 3 * TIMEOUT + 15 and closing < 2 * TIMEOUT
     assert len(lines) == 2
     assert "Rank 1 has not arrived" in lines[0] or "Rank 1 has arrived, but not responded since" in lines[0]
