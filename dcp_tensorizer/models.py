@@ -122,7 +122,8 @@ class SafetensorsStorageWriter(TensorizerStorageWriter):
         publish: Where to publish each model as the next version for inference servers, whole or as a delta. After the
             save a separate process publishes the model. Neither training nor the next save waits for that process. If
             models are saved faster than they are published, only the newest waiting model is published. With
-            ``overwrite``, a model of one file also has an index, so that the file stays while it is being published.
+            ``overwrite``, a model of one file also has an index, so that the next save uses another file name, and this
+            file stays until it is published.
 
     The other arguments are those of `TensorizerStorageWriter`.
 

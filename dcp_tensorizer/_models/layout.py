@@ -145,8 +145,8 @@ def plan_model(
         dtypes = {options.stored_dtype(source.dtype) for source in sources}
         if len(dtypes) > 1:
             raise WriteError(
-                f"{path}: {placed.boxes[0].source!r} and others become {key!r}, but have several dtypes. Convert them "
-                f"to one dtype."
+                f"{path}: {placed.boxes[0].source!r} and others become {key!r}, but have the dtypes "
+                f"{' and '.join(sorted(map(str, dtypes)))}. Convert them to one dtype."
             )
         (stored,) = dtypes
         if (fault := fault_of(key, stored, placed.shape)) is not None:

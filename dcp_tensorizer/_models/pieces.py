@@ -63,9 +63,9 @@ def _cut(firsts: Integers, nbytes: int, size: int) -> Integers:
 
 
 def split(pieces: Pieces, layout: RankLayout) -> tuple[Pieces, Pieces]:
-    """Divides a rank's pieces into those that fill whole granules of a file, and those that fill a granule in part.
+    """Divides a rank's pieces into those that fill whole blocks of a file, and those that fill a block in part.
 
-    Each piece of the second kind lies within one granule, whose other bytes are of other ranks or pieces.
+    Each piece of the second kind lies within one block, whose other bytes are of other ranks or pieces.
     """
     pieces = pieces.select(pieces.nbytes > 0).sorted()
     if not layout.has_granules or not len(pieces):

@@ -283,7 +283,8 @@ class _Directory:
         names = {record.origin or name: name for name, record in (current or base).files.items()}
         if set(names) != set(target.files):
             if current is None:
-                raise MetadataError(f"version {target.version} does not list the files of version {base.version}")
+                path = self._published.folder(target.version).path
+                raise MetadataError(f"{path}/{INDEX} does not list the files of version {base.version}")
             raise StateMismatch(
                 f"the files of {self._path} are not those that version {target.version} builds on. Pass an empty "
                 f"directory."
@@ -391,8 +392,10 @@ class _Directory:
 
 def _check_known(deltas: Sequence[Delta], keys: Set[str]) -> None:
     if unknown := sorted(Chain(deltas).keys() - keys):
-        version = deltas[-1].manifest.version
-        raise MetadataError(f"the deltas up to version {version} change unknown tensors: {listed(unknown)}")
+        raise MetadataError(
+            f"{deltas[-1].storage.path}, or an earlier delta, changes tensors that the model does not have: "
+            f"{listed(unknown)}"
+        )
 
 
 def _check_apart(target: Path, published: Published) -> None:

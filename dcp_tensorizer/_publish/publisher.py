@@ -205,7 +205,7 @@ class Publication:
             what = "it is the directory of the model" if above is None else f"it is a version in {above.path}"
             raise WriteError(f"no versions can be published in {folder.path}: {what}. Pass another directory.")
         model = read_model(source, self.index, self.others)
-        if not any(file.tensors for file in model.weights.values()):  # readers refuse the index of a copy
+        if not any(file.tensors for file in model.weights.values()):  # readers would refuse a copy's empty index
             raise MetadataError(f"{model.storage.path} is not published: the model has no tensors")
         previous = None
         if self.previous is not None:
@@ -252,8 +252,9 @@ class _Publisher:
             path = f"{self._target.path}/{INDEX}"
             if len(content) > MAX_HEADER or decode_manifest(content, path) != manifest:
                 raise MetadataError(
-                    f"{self._source.path} is not published: its manifest is too large, or could not be read back from "
-                    f"{path}"
+                    f"{self._source.path} is not published: readers could not read its manifest of {len(content):,} "
+                    f"bytes (the limit is {MAX_HEADER:,}). Shorten the names of its tensors and files, or the metadata "
+                    f"of its index."
                 )
             self.lease.check()
         except BaseException:
@@ -485,7 +486,7 @@ class _Publisher:
             """Yields the bytes of a tensor at the previous version, and then verifies them."""
             with from_published():
                 if key not in base.chain.digests:
-                    raise MetadataError(f"the manifest of version {base.manifest.version} has no digest of {key!r}")
+                    raise MetadataError(f"{base.storage.path}/{INDEX} has no digest of {key!r}")
                 yield from changes.pieces(read_old, f"{storage.path}/{file.name}", by_key[key])
 
         with reading_tensors(self._source, new.name) as read, reading_tensors(storage, file.name) as read_old:

@@ -88,7 +88,7 @@ class TensorLayout(Protocol):
 T = TypeVar("T", bound=TensorLayout)
 
 
-@dataclass(slots=True)  # not frozen: that triples the time to make one, and files have thousands
+@dataclass(slots=True)  # not frozen: a frozen entry takes three times as long to make, and files have thousands
 class Entry(Generic[T]):
     """A tensor in a file. Offsets count from the start of the file, unless a comment names another start.
 
