@@ -145,7 +145,10 @@ class ModelCatalog(Catalog):
         for key, of_key in placed.items():
             sources = [box.source for box in of_key.boxes]
             if len({self._items[source][0].dtype for source in sources}) > 1:
-                raise ReadError(f"{self.path}: {listed(sources)} make up {key!r}, but differ in their dtypes")
+                raise ReadError(
+                    f"{self.path}: {listed(sources)} make up {key!r}, but differ in their dtypes. Load them as "
+                    f"separate tensors."
+                )
         return placed
 
     def _joined(self, tensors: Sequence[tuple[WeightFile, StoredBytes]]) -> dict[str, Placed]:

@@ -298,7 +298,8 @@ def _read(reader: StateReader, own: Mapping[str, Any]) -> Any:
             there = _Sharding.of(own[key]) if isinstance(own[key], DTensor) else None
             if there != sharding:
                 raise StateMismatch(
-                    f"{key} has a different sharding in the replica that sent it: {sharding}, not {there}"
+                    f"{key} must have the same sharding in all replicas: the one that sent it has "
+                    f"{sharding or 'no DTensor'}, and this one {there or 'no DTensor'}."
                 )
             return own[key]
         if sharding is None:

@@ -38,8 +38,8 @@ def check_apart(output: str | os.PathLike[str], sources: Iterable[str | os.PathL
         if (inside := subpath_of(_real(source), _real(output))) is not None:
             relation = "is inside" if inside else "is"
             raise ConversionError(
-                f"the output {shown_path(os.fspath(output))} {relation} {shown_path(os.fspath(source))}, which is "
-                f"read. Choose another output."
+                f"the output {shown_path(os.fspath(output))} {relation} {shown_path(os.fspath(source))}, which is an "
+                f"input. Choose another output."
             )
 
 

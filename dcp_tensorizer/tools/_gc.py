@@ -68,10 +68,11 @@ def collect(
 ) -> tuple[Collected, ...]:
     """Removes old checkpoints and the leftovers of dead saves, in and below a directory.
 
-    A checkpoint is removed if it is neither among the ``keep_latest`` newest nor among the ``keep_latest`` highest
-    steps of its directory, and is older than ``older_than``. With neither argument, only leftovers are removed. Always
-    retained are the newest committed checkpoint, the targets of links in and below ``path``, and the checkpoints that
-    the directory's last manager retains by ``keep_every`` or ``keep_best``.
+    A checkpoint is removed if it is known to be a step of a job, is neither among the ``keep_latest`` newest nor among
+    the ``keep_latest`` highest steps of its directory, and is older than ``older_than``. With neither argument, only
+    leftovers are removed. Always retained are the newest committed checkpoint, the targets of links in and below
+    ``path``, the checkpoints that the directory's last manager retains by ``keep_every`` or ``keep_best``, and those in
+    which a save may be in progress.
 
     Args:
         path: The directory.

@@ -51,8 +51,8 @@ class Damage:
 
     Attributes:
         file: The path of the file, relative to the checkpoint's directory or, if a folder of checkpoints was verified,
-            to that folder. If the file is named only in ``what``, the path of the checkpoint's directory, which is
-            empty unless a folder was verified.
+            to that folder. If only ``what`` names the file: the name of the checkpoint's directory in that folder
+            or, without a folder, an empty string.
         key: The key of the damaged tensor or object; None for a whole file, for an unreadable range, or for bytes
             outside any tensor or object.
         offset: The offset in the file at which the damaged range begins; 0 if unknown.
@@ -76,7 +76,7 @@ class Verified:
         seconds: The time taken.
         damages: All damage found, sorted by file and offset within each checkpoint.
         checkpoints: Number of verified checkpoints: 1, or for a folder, how many in it have undamaged metadata.
-        digests: Whether the format has digests.
+        digests: Whether the format, or in a folder each checkpoint's format, has digests.
     """
 
     files: int

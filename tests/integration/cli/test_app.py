@@ -761,7 +761,7 @@ def test_a_report_replaces_nothing_that_it_reads(checkpoint: Path, tmp_path: Pat
     (tmp_path / "link").symlink_to("ckpt/.metadata")
     before = [run("diff", tmp_path / source, tmp_path / source)[0] for source in ("ckpt", "m.safetensors")]
     code, _, err = run("report", tmp_path / "ckpt", tmp_path / "m.safetensors", "-o", f"file://{tmp_path / name}")
-    assert (code, "which is read. Choose another output." in err) == (2, True), err
+    assert (code, "which is an input. Choose another output." in err) == (2, True), err
     assert before == [run("verify", tmp_path / source)[0] for source in ("ckpt", "m.safetensors")] == [0, 0]
     assert not (tmp_path / "ckpt" / "report.html").exists()
 

@@ -115,7 +115,7 @@ def test_a_trace_replaces_no_file_that_it_reads(tmp_path: Path) -> None:
     write(file := tmp_path / "h-1.spans.jsonl", {})
     before = file.read_bytes()
     with pytest.raises(
-        ConversionError, match=rf"^the output {file} is {file}, which is read\. Choose another output\.$"
+        ConversionError, match=rf"^the output {file} is {file}, which is an input\. Choose another output\.$"
     ):
         trace([tmp_path], file)
     assert file.read_bytes() == before
