@@ -234,6 +234,7 @@ class Storage(abc.ABC):
         max_file_bytes: The size that a file should not exceed, unless a single tensor does.
         locks_are_visible: Whether every job that could save here sees the lock of `lock_directory`.
         uploads_are_hidden: Whether listings show a file only when it is complete.
+        renames: Whether `rename` works, so that a file can have a temporary name until it is complete.
         may_hang: Whether a call may never return, because the kernel waits for a disk or a server without a timeout.
         adopts: Whether `adopt` may succeed here, for files of at most ``max_adopted_bytes``.
         connection: A connection that storages with the same options share while it is referenced. Hold a reference
@@ -248,6 +249,7 @@ class Storage(abc.ABC):
     max_file_bytes = UNLIMITED
     locks_are_visible = False
     uploads_are_hidden = False
+    renames = False
     may_hang = False
     adopts = False
     max_adopted_bytes = UNLIMITED
@@ -531,6 +533,10 @@ class Storage(abc.ABC):
     def open_uncached(self, name: str) -> RangeReader:
         """Opens a file for reads that bypass caches; raises `OSError`."""
         return self.open(name)
+
+    def rename(self, old: str, new: str) -> None:
+        """Gives a file another name, and replaces a file that has this name; raises `OSError`. Idempotent."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def remove(self, *names: str) -> None:

@@ -59,6 +59,7 @@ _FEW_CORES = 4
 class LocalStorage(Storage):
     adopts = True
     may_hang = True
+    renames = True
 
     def __init__(self, root: Path, *, local_types: Collection[str] = _LOCAL_TYPES) -> None:
         self._root = root

@@ -33,6 +33,7 @@ class SftpStorage(RemoteStorage):
     """
 
     reads = dataclasses.replace(RemoteStorage.reads, max_threads=4)  # a connection is one encrypted stream
+    renames = True
 
     def __init__(self, url: str, options: Mapping[str, Any], scrub: Callable[[str], str], timeout: float) -> None:
         address, slash, path = url.partition("://")[2].partition("/")
@@ -99,6 +100,17 @@ class SftpStorage(RemoteStorage):
             except Exception:
                 _try_to_remove(self.client, temporary)
                 raise
+
+    def rename(self, old: str, new: str) -> None:
+        source, target = self._full(old), self._full(new)
+
+        def rename(channel: Any) -> None:
+            try:
+                channel.posix_rename(source, target)
+            except FileNotFoundError:
+                channel.stat(target)  # exists if the response to an earlier attempt was lost
+
+        self.client.call(rename)
 
     def open(self, name: str) -> RangeReader:
         path = self._full(name)

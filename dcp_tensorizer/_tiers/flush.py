@@ -343,14 +343,14 @@ class Unreadable(WriteError):
 def copy_file(source: Storage, target: Storage, name: str, nbytes: int, gate: Callable[[], None]) -> None:
     """Copies a file of ``nbytes`` bytes durably.
 
-    On a file system, the file has a temporary name until it is complete: its space is reserved first, so its size does
-    not prove that it is complete. Object stores show only complete files. ``gate`` is called before each part, and
-    may block or raise.
+    The size of the file must prove that it is complete. So the file has a temporary name until then, if the storage can
+    rename files. Otherwise the parts are written in order, unless the storage shows only complete files. ``gate`` is
+    called before each part, and may block or raise.
 
     Raises `Unreadable` if the local file cannot be read, and `CheckpointError` or `OSError` if the copy fails. After an
     error, call `discard`: parts of the copy may be left.
     """
-    begun = _begun_name(name) if isinstance(target, LocalStorage) else name
+    begun = _begun_name(name) if target.renames else name
     try:
         reader = source.open_uncached(name)
     except OSError as error:
@@ -358,20 +358,21 @@ def copy_file(source: Storage, target: Storage, name: str, nbytes: int, gate: Ca
     try:
         sink = target.create(begun, nbytes, sync=True)
         try:
-            _copy_parts(reader, f"{source.path}/{name}", sink, nbytes, gate)
+            at_once = _AT_ONCE if target.renames or target.uploads_are_hidden else 1
+            _copy_parts(reader, f"{source.path}/{name}", sink, nbytes, gate, at_once)
             sink.complete()
         except BaseException:
             sink.abort()
             raise
     finally:
         reader.close()
-    if isinstance(target, LocalStorage):
+    if target.renames:
         target.rename(begun, name)
 
 
 def discard(target: Storage, *names: str) -> None:
     """Removes files that a flush has copied, completely or in part; raises `OSError`."""
-    begun = [_begun_name(name) for name in names] if isinstance(target, LocalStorage) else []
+    begun = [_begun_name(name) for name in names] if target.renames else []
     target.discard(*names, *begun)
 
 
@@ -379,9 +380,11 @@ def _begun_name(name: str) -> str:
     return temporary_file_name(name, "flush")
 
 
-def _copy_parts(reader: RangeReader, path: str, sink: Sink, nbytes: int, gate: Callable[[], None]) -> None:
+def _copy_parts(
+    reader: RangeReader, path: str, sink: Sink, nbytes: int, gate: Callable[[], None], at_once: int
+) -> None:
     starts = list(range(0, nbytes, sink.part_bytes))
-    threads = 1 if sink.in_order else min(_AT_ONCE, sink.concurrency, len(starts))
+    threads = 1 if sink.in_order else min(at_once, sink.concurrency, len(starts))
     numbers = iter(enumerate(starts))
     stopped = False
 

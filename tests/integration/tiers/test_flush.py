@@ -6,7 +6,9 @@ import errno
 import itertools
 import os
 import shutil
+import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,19 +16,22 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_tensorizer import NotCommitted, TensorizerStorageReader, TensorizerStorageWriter
-from dcp_tensorizer._storage.base import Refused, Storage
+from dcp_tensorizer._storage.base import Refused, Sink, Storage
 from dcp_tensorizer._storage.local import LocalStorage
 from dcp_tensorizer._tiers import flush
 from dcp_tensorizer._tiers import flush as flusher_module
 from dcp_tensorizer._tiers.flush import Flusher
 from dcp_tensorizer._tiers.queue import REMOTE, SENT, UNFLUSHED, Commit, FlushEntry, FlushRecord, Queue
+from dcp_tensorizer._tiers.target import FlushTarget
 from dcp_tensorizer.errors import unwrap
 
 from ...lab.processes import quietly
+from ...lab.servers import SftpServer
 from .support import Run, files_below, read_only, state_of
 
 
@@ -253,6 +258,37 @@ def test_a_part_of_another_nodes_commit_goes_first_for_a_while(
     (run.remote / "step-1").mkdir(parents=True)
     Flusher(run.target).step()
     assert "".join(state[0] for state in run.states()) == states
+
+
+def test_a_file_that_was_not_sent_completely_is_sent_again(
+    tmp_path: Path, sftp: SftpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flush over SFTP dies after the last part of a file, but before an earlier part: the next flush sends both."""
+    url, local, state = f"sftp://127.0.0.1/{uuid.uuid4().hex}", tmp_path / "local", {"w": torch.rand(5_000_000)}
+    with TensorizerStorageWriter(url, local=local, storage_options=sftp.options() | {"port": 1}) as writer:
+        dcp.save(state, storage_writer=writer, checkpoint_id=f"{url}/step-1")
+        writer.close(0)
+    target, sent, put = FlushTarget(str(local), url, sftp.options(), 60.0), threading.Event(), Sink.put_part
+
+    def die_before_the_second(sink: Sink, number: int, data: memoryview) -> None:
+        if number == 1:
+            assert sent.wait(60)
+            raise _Killed
+        put(sink, number, data)
+        if number == 2:
+            sent.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sink, "put_part", die_before_the_second)
+        patch.setattr(Sink, "abort", lambda sink: None)
+        with pytest.raises(_Killed):
+            Flusher(target).step()
+    assert sent.is_set()
+    assert Flusher(target).step() is None
+    loaded = {"w": torch.zeros(5_000_000)}
+    dcp.load(loaded, storage_reader=TensorizerStorageReader(f"{url}/step-1", storage_options=sftp.options()))
+    assert loaded["w"].equal(state["w"])
+    assert [file for file in target.open("step-1").listing()[0] if file.name.endswith(".tmp")] == []
 
 
 def test_a_part_that_finds_no_room_ends_with_its_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
