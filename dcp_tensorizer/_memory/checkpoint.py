@@ -146,7 +146,7 @@ class StateCheckpoint(Storage):
 
 
 class _Buffer(RangeReader):
-    """Staging buffer of another process, read as a file, because mapping it takes as long as copying it."""
+    """Staging buffer of another process, read as a file, because a mapping would take time in addition to the copy."""
 
     def __init__(self, descriptor: Descriptor, nbytes: int) -> None:
         self._descriptor = descriptor

@@ -402,7 +402,10 @@ def address_of(interface: str) -> str:
         return str(ipaddress.ip_address(interface))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         request = struct.pack("256s", interface.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, request)[20:24])
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, request)[20:24])
+        except OSError as error:
+            raise OSError(f"the interface {interface!r} has no IPv4 address ({error.strerror})") from error
 
 
 def is_local(address: str) -> bool:

@@ -11,7 +11,7 @@ or the trainer dies.
 While the trainer lives, no process waits for digests or copies. So the threads that make them have low priorities, and
 so does the session of a keeper that copies: if training and the keeper need the same core, training gets ten times as
 much of its time as the keeper. A successor does wait, so the session has the usual priority once the trainer is gone.
-The keeper of a torchft transport always has the usual priority, because other replicas wait for it.
+The keeper of a torchft transport always has the usual priority, because torchft's other replicas wait for its states.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ _DIGEST_SECONDS = 600.0  # to compute a part's digests, even at low priority bes
 class _HeldPart:
     """A rank's part of a state, with its buffer and its digests.
 
-    To compute digests, the buffer is read as a file. Mapping it would take as long as reading it, and training would
-    wait for the unmapping: 25 ms for each GiB.
+    To compute digests, the buffer is read as a file. If it were mapped, training would wait for the unmapping: 25 ms
+    for each GiB.
     """
 
     def __init__(self, part: StatePart, fd: int, *, is_replica: bool = False) -> None:

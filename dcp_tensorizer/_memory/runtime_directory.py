@@ -29,7 +29,7 @@ _CREDENTIALS = struct.Struct("3i")  # process, user, group
 def runtime_directory() -> Path:
     """Returns the directory of sockets, in ``XDG_RUNTIME_DIR`` or in the directory of temporary files.
 
-    Raises `OSError` if neither exists.
+    Raises `OSError` if this user can write to neither.
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and os.path.isabs(base) and os.access(base, os.W_OK):
@@ -63,8 +63,8 @@ def socket_path(directory: Path, job: str) -> Path:
 def listen(path: Path) -> socket.socket:
     """Makes a listening socket at a path.
 
-    Raises `WriteError` if the directory cannot be made or does not belong to this user alone, and `OSError` if the
-    socket cannot be made.
+    Raises `WriteError` if the directory cannot be made or does not belong to this user alone, or if ``/proc`` is
+    missing. Raises `OSError` if the socket cannot be made for another reason.
     """
     for attempt in range(_ATTEMPTS):
         _make(path.parent)
@@ -159,7 +159,10 @@ def _make(directory: Path) -> None:
         with suppress(FileNotFoundError):  # the last keeper has just removed it
             _check(directory)
     except OSError as error:
-        raise WriteError(f"{directory}, for the sockets of keepers, cannot be made: {error}") from error
+        raise WriteError(
+            f"{directory}, for the sockets of keepers, cannot be made: {error}. Set XDG_RUNTIME_DIR to a directory "
+            f"that this user can write to"
+        ) from error
 
 
 def _check(directory: Path) -> None:

@@ -93,8 +93,9 @@ def _auto(cost: tuple[float, float], mean: float) -> tuple[float, float]:
         (QUICK, 2 * HOUR, 1.02),
         (SLOW, 10 * MINUTE, 1.02),
         (SLOW, DAY, 1.02),
-        (BLOCKING, 10 * MINUTE, 1.12),
-        (BLOCKING, 30 * MINUTE, 1.12),
+        (BLOCKING, 10 * MINUTE, 1.14),
+        (BLOCKING, 30 * MINUTE, 1.14),
+        (BLOCKING, 4 * HOUR, 1.14),
         (BLOCKING, 10 * DAY, 1.02),
     ],
 )
