@@ -91,8 +91,7 @@ class TorchCatalog(Catalog):
             raise self.not_loaded(item, error) from error
 
     def transforms(self, item: ReadItem) -> Sequence[str]:
-        # torch before 2.7 does not have this field.
-        return getattr(self.info(item.storage_index), "transform_descriptors", None) or ()
+        return self.info(item.storage_index).transform_descriptors or ()
 
     def info(self, index: MetadataIndex) -> StorageInfo:
         """Returns an item's file, offset and length. Raises `MetadataError`, naming the key, if it is not stored."""

@@ -186,10 +186,10 @@ def load_from_memory(
     selection: Selection,
     options: Mapping[str, Any],
 ) -> SaveRecord | Problem:
-    """Loads the state that `Survival.newest_state` found. Returns its record, or the logged reason of a failure.
+    """Loads the state that `Survival.newest_state` found, and returns its record.
 
-    ``path`` is the job's folder. Raises `CheckpointError`, on all ranks, if a complete state does not fit the target,
-    or a rank is gone.
+    If the load fails on any rank, logs why, and returns the `Problem`. ``path`` is the job's folder. Raises
+    `CheckpointError`, on all ranks, if a complete state does not fit the target, or a rank is gone.
     """
     started = time.perf_counter()
     name = f"the state of step {head.step} in memory on rank {agreement.rank}"
@@ -450,7 +450,10 @@ class SelectivePlanner(LoadPlanner):
         return {key: entry for key, entry in stored.items() if key in more} if more else {}
 
     def _has_older_keys(self) -> bool:
-        """Returns whether torch before 2.4 saved the checkpoint. If so, torch maps keys, and reports missing ones."""
+        """Returns whether the checkpoint stores a dict or list of the state as one object, as torch before 2.4 did.
+
+        If so, torch's planner looks values up under these older keys, and itself reports missing ones.
+        """
         assert self.metadata is not None
         return has_older_keys(self.metadata, self.state_dict, self.original_state_dict)
 

@@ -243,18 +243,18 @@ def _named_files(storage: Storage, name: str) -> set[str]:
 
 # --- uploads of a model's files, for storages without locks that show whether a save is in progress -------------------
 #
-# A save records its files before it begins their uploads. Once the uploads have begun, it records their tokens too.
+# A save records its files before it begins their uploads. Once the uploads have begun, it records their ids too.
 
 _decode = msgspec.json.Decoder(dict[str, str]).decode
 
 
-def put_uploads(storage: Storage, save_id: str, tokens: Mapping[str, str]) -> None:
-    """Records the uploads of a save: their tokens by file name. Raises `WriteError`.
+def put_uploads(storage: Storage, save_id: str, uploads: Mapping[str, str]) -> None:
+    """Records the uploads of a save: by file name, the id of each upload (`SharedFile.token`). Raises `WriteError`.
 
-    The token of an upload that has not begun is empty.
+    The id of an upload that has not begun is empty.
     """
     if storage.uploads_are_hidden:
-        storage.put(record_file_name(save_id), msgspec.json.encode(tokens), sync=True)
+        storage.put(record_file_name(save_id), msgspec.json.encode(uploads), sync=True)
 
 
 def put_replaced(storage: Storage, names: Iterable[str]) -> list[str]:
@@ -279,7 +279,7 @@ def remove_uploads(storage: Storage, *save_ids: str) -> None:
 
 
 def recorded_uploads(storage: Storage, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Returns the uploads in the record files among ``names``: for each save id, the tokens by file name."""
+    """Returns the uploads in the record files among ``names``: for each save id, the uploads' ids by file name."""
     found = {}
     for name in filter(is_record_file_name, names) if storage.uploads_are_hidden else ():
         with suppress(CheckpointError, msgspec.MsgspecError):

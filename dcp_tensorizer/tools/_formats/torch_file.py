@@ -454,7 +454,7 @@ def check_paths(view: CheckpointView) -> None:
 
 
 def check_names(view: CheckpointView) -> None:
-    """Raises `ConversionError` for dict keys that are not strings: DCP stores only their names."""
+    """Raises `ConversionError` for dict keys that are not strings: DCP would store ``str(key)`` instead."""
     for key, path in view.paths.items():
         for part in path:
             if isinstance(part, NonStringKey):
@@ -478,7 +478,9 @@ def check_lists(view: CheckpointView) -> None:
     try:
         flat, _ = flatten_state_dict(nested(values, paths))
     except ValueError as error:
-        raise ConversionError(f"two keys of {view.path} would be one: {error}") from error
+        raise ConversionError(
+            f"two keys of {view.path} would get the same name in a flattened state dict ({error}). Leave one out."
+        ) from error
     if odd := sorted(flat.keys() ^ values.keys()):
         raise _partial_list(odd[0])
 
