@@ -1,8 +1,8 @@
 """Reuse of files of earlier saves, so that a save does not write the same contents again.
 
 The bytes of a file follow from the names, dtypes, shapes, kinds and elements of its tensors. So two files with equal
-`TensorContent` in the same order are equal, even if their tensors are other chunks, or from other ranks. A name is the
-tensor's key, except where a tensorizer file cannot hold that key. Elements are compared by XXH3-128. A save adopts a
+`TensorContent` in the same order are equal, even if their tensors are different chunks, or from different ranks. A name
+is the tensor's key, except where a tensorizer file cannot hold that key. Elements are compared by XXH3-128. A save adopts a
 file of an earlier save: the storage links or copies it under a new name (`Storage.adopt`).
 
 Only whole files can be adopted. So a save writes the tensors that have not changed in the last saves, according to

@@ -1,6 +1,6 @@
 """Encodes tensors as the parts of a tensorizer file, and hashes them, usually in one pass over memory.
 
-Hashing limits the speed of a save to a fast disk. A core hashes data in its own cache up to twice as fast as data in
+On a fast disk, hashing limits the speed of a save. A core hashes data in its own cache up to twice as fast as data in
 main memory. So each thread takes a tensor, and processes it in pieces that fit in that cache. For each piece it
 computes the digests, CRC-32, and SHA-256 if requested, and copies the piece into its part of the file. Other threads
 write complete parts to the sink at the same time.
