@@ -69,10 +69,14 @@ class Hung(Exception):
 class Workers(ThreadPoolExecutor):
     """A thread pool whose `shutdown` waits until no work runs, because the caller then frees the memory that work uses.
 
-    `shutdown` delays an exception from a signal handler, such as KeyboardInterrupt, until the work is done. After the
-    main thread has ended, Python starts no threads, so `submit` runs the work in the calling thread. It does the same
-    if the thread limit is reached.
+    `shutdown` delays an exception from a signal handler, such as KeyboardInterrupt, until the work is done. If such an
+    exception interrupts `submit`, the work may have begun. After the main thread has ended, Python starts no threads,
+    so `submit` runs the work in the calling thread. It does the same if the thread limit is reached.
     """
+
+    def __init__(self, max_workers: int, thread_name_prefix: str = "") -> None:
+        super().__init__(max_workers, thread_name_prefix)
+        self._interrupted: list[Future[Any]] = []  # `_threads` may lack the thread of such work
 
     def submit(self, fn: Callable[..., _T], /, *args: Any, **kwargs: Any) -> Future[_T]:
         work = functools.partial(fn, *args, **kwargs)
@@ -83,7 +87,7 @@ class Workers(ThreadPoolExecutor):
             is_taken = not taken.cancel()  # the pool queues the work before it starts a thread
             if not (is_thread_limit(error) or is_exit(error)):
                 if is_taken:
-                    _uninterrupted(lambda: wait_for([taken]))
+                    self._interrupted.append(taken)
                 raise
         if is_taken:
             return taken
@@ -100,6 +104,7 @@ class Workers(ThreadPoolExecutor):
         super().shutdown()
         while any(map(is_running, self._threads)):  # before Python 3.13, after an interrupted join
             time.sleep(_CHECK_SECONDS)
+        wait_for(self._interrupted)
 
 
 def _run_if_free(taken: Future[_T], work: Callable[[], _T]) -> _T:

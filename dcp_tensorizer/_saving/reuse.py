@@ -2,8 +2,8 @@
 
 The bytes of a file follow from the names, dtypes, shapes, kinds and elements of its tensors. So two files with equal
 `TensorContent` in the same order are equal, even if their tensors are different chunks, or from different ranks. A name
-is the tensor's key, except where a tensorizer file cannot hold that key. Elements are compared by XXH3-128. A save adopts a
-file of an earlier save: the storage links or copies it under a new name (`Storage.adopt`).
+is the tensor's key, except where a tensorizer file cannot hold that key. Elements are compared by XXH3-128. A save
+adopts a file of an earlier save: the storage links or copies it under a new name (`Storage.adopt`).
 
 Only whole files can be adopted. So a save writes the tensors that have not changed in the last saves, according to
 their digests, to files without other tensors. If a tensor that counts as unchanging changes, it must stay the same for

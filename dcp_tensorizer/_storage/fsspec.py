@@ -60,7 +60,10 @@ def check_url(url: str) -> str:
 def _opens_another(protocol: str) -> bool:
     import fsspec
 
-    classes = fsspec.get_filesystem_class(protocol).__mro__
+    try:
+        classes = fsspec.get_filesystem_class(protocol).__mro__
+    except ImportError:  # the library of an object store: fsspec itself has the filesystems that open another one
+        return False
     return any("target_protocol" in inspect.signature(kind.__init__).parameters for kind in classes)
 
 

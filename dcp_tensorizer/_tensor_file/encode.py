@@ -411,8 +411,7 @@ class FileParts:
             if self._missing[number]:
                 return
             del self._missing[number]
-        # Not under the lock: if a signal handler raises an exception in `submit`, `Workers` waits for the write, which
-        # takes the lock.
+        # Not under the lock: if no thread can be started, `submit` writes the part itself, which takes the lock.
         self._io.submit(self._put, number)
         with self._changed:
             self._left -= 1

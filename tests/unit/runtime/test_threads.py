@@ -13,7 +13,7 @@ import pytest
 
 from dcp_tensorizer._runtime.threads import ProgressTimeout, Workers, cores, is_running
 
-from ...lab.waiting import WAIT, Gate, Interrupted, interrupted_inside
+from ...lab.waiting import WAIT, Gate, Interrupted, in_thread, interrupted_inside
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,31 @@ def test_an_interrupted_shutdown_waits_for_the_work(monkeypatch: pytest.MonkeyPa
     with pytest.raises(Interrupted):
         workers.shutdown()
     assert work.done()
+
+
+def test_an_interrupted_submit_does_not_wait_for_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Workers.submit` raises the exception of a signal handler at once. `shutdown` waits for work that has begun."""
+    gate, done, start = Gate(), list[int](), threading.Thread.start
+
+    def work() -> None:
+        gate.pass_through()
+        done.append(1)
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        gate.wait_reached()
+        raise Interrupted
+
+    workers = Workers(1, "work")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(Interrupted):
+            workers.submit(work)
+    assert done == []
+    opener = in_thread(gate.open)
+    workers.shutdown()
+    assert done == [1]
+    opener.join()
 
 
 def test_work_runs_once_if_the_thread_limit_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
