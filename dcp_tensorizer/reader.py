@@ -191,7 +191,7 @@ class TensorizerStorageReader(StorageReader):
         """Reads the checkpoint's metadata; with ``rank=``, that rank's own.
 
         Describes a tensor as one chunk if its stored chunks cover it. Otherwise, for example because each rank saved
-        for itself, describes the stored chunks, as `stored_metadata` does.
+        by itself, describes the stored chunks, as `stored_metadata` does.
 
         DCP swallows errors of this method. So without ``rank=`` the method raises only `NotCommitted`, and with
         ``rank=`` it raises nothing. `set_up_storage_reader` raises the recorded error, or the returned metadata raises
@@ -287,7 +287,7 @@ class TensorizerStorageReader(StorageReader):
                 check_coverage(storage.path, catalog, (read_item.storage_index.fqn for read_item in plan.items))
             self._load = self._begin(plan)
         check_files(storage, catalog.files, self._load.files & catalog.files.keys())
-        # If each rank saved for itself, each reads its own save, and the save ids differ.
+        # If each rank saved by itself, each reads its own save, and the save ids differ.
         read_from = ReadFrom("" if self._is_own_save else self._save_id, *identity_of(self._group))
         self._plan = RetainedPlan.keep(plan, self._rank, read_from)
         return self._plan
@@ -312,7 +312,7 @@ class TensorizerStorageReader(StorageReader):
         """Reads everything in the plan into the planner's targets.
 
         Raises:
-            MetadataError: each rank saved for itself, and the parts of a tensor that this rank saved are not the parts
+            MetadataError: each rank saved by itself, and the parts of a tensor that this rank saved are not the parts
                 that the target holds; names the key.
             ReadError: stored bytes cannot be read, or do not fit their target; names the key and, where known, the
                 file.

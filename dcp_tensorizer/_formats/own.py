@@ -91,7 +91,7 @@ def read_metadata(storage: Storage, rank: int | None = None) -> Metadata | None:
 
 
 def check_world_size(storage: Storage, has_own: bool, world_size: int) -> None:
-    """Checks that as many ranks load a checkpoint as saved it, if each rank saved for itself.
+    """Checks that as many ranks load a checkpoint as saved it, if each rank saved by itself.
 
     All ranks check for the metadata of the same ranks, so that all notice a difference. ``has_own`` is whether this
     rank's own metadata exists. Raises `NotCommitted` if rank 0 has no metadata, and `MetadataError` if another number
@@ -102,7 +102,7 @@ def check_world_size(storage: Storage, has_own: bool, world_size: int) -> None:
     has_last = storage.head(metadata_file_name(world_size - 1)) is not None
     if not has_own or not has_last or storage.head(metadata_file_name(world_size)) is not None:
         raise MetadataError(
-            f"{storage.path} was saved with use_collectives=False, each rank for itself, by a number of ranks that "
+            f"{storage.path} was saved with use_collectives=False, each rank by itself, by a number of ranks that "
             f"differs from the {world_size} that load it, or the metadata of a rank is missing. Load it with as many "
             f"ranks as saved it, or load another checkpoint."
         )

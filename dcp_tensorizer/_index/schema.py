@@ -78,7 +78,7 @@ class Head(Struct, gc=False):
     release: str  # of this package
     torch: str
     saved_at: _Count  # nanoseconds since the epoch
-    rank: _Count | None  # the rank that saved for itself; None: all ranks together
+    rank: _Count | None  # the rank that saved by itself; None: all ranks together
     has_storage_meta: bool
     save_id: Text | None
     load_id: Text | None

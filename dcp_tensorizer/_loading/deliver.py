@@ -67,7 +67,7 @@ class Load:
     metadata: Metadata  # as DCP has seen it
     items: Sequence[ReadItem]
     cipher: Cipher | None
-    is_own: bool  # each rank saved for itself, or loads a state in memory for itself
+    is_own: bool  # each rank saved by itself, or loads a state in memory by itself
     note: Callable[[Span], object]  # called with the time span of each read, by several threads
 
     def __post_init__(self) -> None:
@@ -167,7 +167,7 @@ def check_one_save(path: str, carried: Sequence[object]) -> None:
 
 
 def check_own_parts(path: str, metadata: Metadata, plan: LoadPlan, targets: Mapping[str, Any]) -> None:
-    """Checks that a checkpoint that this rank loads for itself has all elements of this rank's targets.
+    """Checks that a checkpoint that this rank loads by itself has all elements of this rank's targets.
 
     The checkpoint may lack parts that other ranks saved. If a target is larger than the stored tensor, checks only the
     part that the stored tensor covers. Raises `MetadataError`, naming the key, if elements are missing.
@@ -185,7 +185,7 @@ def check_own_parts(path: str, metadata: Metadata, plan: LoadPlan, targets: Mapp
         if planned[key] != needed:
             raise MetadataError(
                 f"{path} holds {planned[key]:,} of the {needed:,} elements of {key!r} that this rank loads. The "
-                f"checkpoint was saved in memory or with use_collectives=False, each rank for itself, and with another "
+                f"checkpoint was saved in memory or with use_collectives=False, each rank by itself, and with another "
                 f"sharding or rank order. Load it with the sharding and the rank order of the save."
             )
 

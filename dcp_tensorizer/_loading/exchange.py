@@ -348,14 +348,14 @@ def identity_of(group: dist.ProcessGroup | None) -> tuple[str, int]:
 
 
 def reads_alone(path: str, group: dist.ProcessGroup | None, carried: Sequence[object]) -> bool:
-    """Returns whether each rank loads for itself, and exchanges nothing although it has a ``group``.
+    """Returns whether each rank loads by itself, and exchanges nothing although it has a ``group``.
 
     ``carried`` is the ``storage_data`` of the plans of all ranks that load together. Raises `ReadError` if some ranks
     of a group do not load, or do not pass the group: the others would wait for them.
     """
     if len(carried) == 1:
         if group is not None:
-            logger.info("%s: the %d ranks exchange nothing, as each of them loads for itself", path, group.size())
+            logger.info("%s: the %d ranks exchange nothing, as each of them loads by itself", path, group.size())
         return group is not None
     plans = [data for data in carried if isinstance(data, ReadFrom)]
     loading = Counter(plan.group for plan in plans)

@@ -84,7 +84,7 @@ class Save:
     Attributes:
         storage: The directory that this rank writes to.
         path: The checkpoint's path for messages and reports, without credentials.
-        commits: This rank commits, for all ranks or for itself.
+        commits: This rank commits, for all ranks, or only for itself.
         metadata_rank: The rank in the metadata file's name; None if one metadata file is for all ranks.
         is_given_up: The storage did not respond within the timeout.
     """

@@ -96,7 +96,7 @@ class Folder:
 
     Attributes:
         info: What `list_checkpoints` returns for the directory; None for a directory without a checkpoint or leftovers.
-        parts: The number of ranks that have committed, if each rank saves for itself; otherwise 0.
+        parts: The number of ranks that have committed, if each rank saves by itself; otherwise 0.
         leftovers: The known files of uncommitted saves, in the order in which to remove them, without files that a
             flush needs.
         dead: The leftovers of saves whose record files are valid (see `commit.dead_files`). These saves are dead if the
@@ -433,7 +433,7 @@ def lines_of_steps(folder: Folder, *, in_step: bool = False) -> Iterator[tuple[F
 def _counted(folders: Sequence[Folder]) -> list[Folder]:
     """Returns the committed checkpoints that have a step.
 
-    If each rank saves for itself, leaves out checkpoints of fewer ranks than another, which may be incomplete.
+    If each rank saves by itself, leaves out checkpoints of fewer ranks than another, which may be incomplete.
     """
     committed = [one for one in folders if one.info is not None and one.info.state == "committed"]
     most = max((one.parts for one in committed), default=0)

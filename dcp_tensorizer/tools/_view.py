@@ -132,7 +132,7 @@ def blocks_of(tensor: StoredTensor, nbytes: int = BLOCK) -> Iterator[Region]:
 
 
 def read_parts(storage: Storage) -> dict[int | None, Metadata]:
-    """Reads a checkpoint's metadata: a dict with the key None, or with a key per rank if each rank saved for itself.
+    """Reads a checkpoint's metadata: a dict with the key None, or with a key per rank if each rank saved by itself.
 
     Raises `NotCommitted` if there is no metadata, `MetadataError` if it is damaged or if the listing shows files of a
     rank without metadata, and `CheckpointError` if it cannot be read.

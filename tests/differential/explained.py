@@ -137,7 +137,7 @@ def _saved_apart(context: Context, difference: Difference) -> bool:
     load = context.load(difference)
     if load is None or all(save.together for save in context.case.saves):
         return False
-    return _ours_fails(difference, "each rank for itself")
+    return _ours_fails(difference, "each rank by itself")
 
 
 def _is_no_plain_tensor(context: Context, difference: Difference) -> bool:
@@ -229,7 +229,7 @@ DIFFERENCES: dict[str, Holds] = {
     "objects that need trust": _is_untrusted,
     "tensor subclasses": _is_subclass,
     "load planners that drop `storage_data`": _lost_the_save,
-    "ranks that saved for themselves": _saved_apart,
+    "ranks that saved independently": _saved_apart,
     "tensors that are not plain bytes": _is_no_plain_tensor,
     "save planners whose `resolve_data` returns a tensor of a shape other than the planned one": _has_other_shape,
     "ranks that disagree": _disagrees,

@@ -223,7 +223,7 @@ class _Job:
         self._storages.leave_in_child()
 
     def metadata(self, path: int, rank: int) -> Any:
-        """What the reader says of a checkpoint: of all ranks, and of this one for itself."""
+        """What the reader says of a checkpoint: of all ranks, and of this one by itself."""
         reader = self._storages.reader(self._ours, self._folder / str(path), True)
         found = {}
         for whose, which in (("all", {}), ("own", {"rank": rank})):

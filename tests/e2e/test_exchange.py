@@ -148,7 +148,7 @@ class _Refuses(DefaultLoadPlanner):
 
 
 def _load_alone(rank, path):
-    """Loads that exchange nothing, because one rank cannot, or because each rank loads for itself."""
+    """Loads that exchange nothing, because one rank cannot, or because each rank loads by itself."""
     expected = _replicated(7)
     state = _zeros(expected)
     report = _load(rank, path, state, rank.saves, _OneByOne() if rank.index == 1 else None)

@@ -117,7 +117,7 @@ def test_our_writer_saves_the_same(saved, mode):
 
 
 def _save_alone(rank, folder):
-    """Without collectives, and each rank for itself, between saves of all ranks; all with one planner."""
+    """Without collectives, and each rank by itself, between saves of all ranks; all with one planner."""
     planner, differ = SavePlanner(), []
     state = _tensors(rank, 1)
     plain = {"plain": state["plain"], "objects": state["objects"]}

@@ -185,7 +185,7 @@ def test_without_collectives_another_number_of_ranks_cannot_load(travelled, worl
 
 
 def _load_otherwise(rank, folder):
-    """Loads what was saved by rows, each rank for itself, into columns, and into whole tensors."""
+    """Loads what was saved by rows, each rank by itself, into columns, and into whole tensors."""
     mesh = init_device_mesh("cpu", (WORLD,))
     rows, columns = (distribute_tensor(torch.zeros(5, 3), mesh, [Shard(dim)]) for dim in (0, 1))
     found = []

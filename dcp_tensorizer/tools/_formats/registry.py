@@ -133,7 +133,7 @@ def _locate(path: str | os.PathLike[str], options: Mapping[str, Any], expected_f
         pickled = storage.read(metadata_file_name())
         if pickled is None:
             raise ConversionError(
-                f"{storage.path} is in torch's own format, and each rank has saved for itself (use_collectives=False). "
+                f"{storage.path} is in torch's own format, and each rank has saved by itself (use_collectives=False). "
                 f"Load it with torch's FileSystemReader on the same number of ranks, and save it with collectives."
             )
         if is_index(pickled):  # from before this package's first release: `read_parts` raises

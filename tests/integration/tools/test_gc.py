@@ -107,7 +107,7 @@ def test_what_is_found(tmp_path: Path) -> None:
 
 
 def test_ranks_that_saved_for_themselves(tmp_path: Path) -> None:
-    """A checkpoint whose ranks saved for themselves is committed, with the values of all ranks."""
+    """A checkpoint whose ranks saved independently is committed, with the values of all ranks."""
     make_checkpoint(tmp_path / "a", {"x": torch.ones(3)}, rank=0)
     make_checkpoint(tmp_path / "a", {"y": torch.ones(3)}, rank=1)
     (found,) = find(tmp_path)

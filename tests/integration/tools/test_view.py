@@ -24,7 +24,7 @@ from ...lab.checkpoints import make_checkpoint, tensors_of
 
 
 def test_ranks_that_saved_for_themselves_are_put_together(tmp_path: Path) -> None:
-    """Checkpoints of ranks that saved for themselves are merged: an equal value of all ranks appears once."""
+    """Checkpoints of ranks that saved independently are merged: an equal value of all ranks appears once."""
     make_checkpoint(tmp_path / "a", {"x": torch.zeros(3), "only0": torch.ones(1)}, {"step": 7}, rank=0)
     make_checkpoint(tmp_path / "a", {"x": torch.zeros(3), "only1": torch.ones(2)}, {"step": 7}, rank=1)
     convert(tmp_path / "a", tmp_path / "b.pt", "torch")
@@ -34,7 +34,7 @@ def test_ranks_that_saved_for_themselves_are_put_together(tmp_path: Path) -> Non
 
 
 def make_diverging(path: Path, second: float, rng: int) -> Path:
-    """Makes a checkpoint of two ranks that saved for themselves, with these values of the second rank."""
+    """Makes a checkpoint of two ranks that saved independently, with these values of the second rank."""
     for rank, (value, generator) in enumerate([(0.0, 0), (second, rng)]):
         tensors = {"m.w": torch.full((3,), value), "same": torch.ones(2)}
         make_checkpoint(path, tensors, {"rng": generator}, rank=rank)

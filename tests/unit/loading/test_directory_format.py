@@ -44,7 +44,7 @@ def test_a_model_needs_no_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_another_ranks_own_metadata_is_not_this_ranks(tmp_path: Path) -> None:
-    """If each rank saved for itself, another rank's metadata does not count."""
+    """If each rank saved by itself, another rank's metadata does not count."""
     (tmp_path / "__3.metadata").write_bytes(pickle.dumps({}))
     assert format_of(open_storage(tmp_path), 0) is None
 

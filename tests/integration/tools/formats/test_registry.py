@@ -88,8 +88,8 @@ def test_a_directory_above_checkpoints(tmp_path: Path, s3: S3Server, sftp: SftpS
 
 
 def test_what_ranks_have_saved_by_torch_for_themselves(tmp_path: Path) -> None:
-    """A checkpoint of torch's whose ranks saved for themselves is refused with advice."""
+    """A checkpoint of torch's whose ranks saved independently is refused with advice."""
     dcp.save({"w": torch.ones(2)}, storage_writer=FileSystemWriter(tmp_path / "a"), no_dist=True)
     (tmp_path / "a" / ".metadata").rename(tmp_path / "a" / "__0.metadata")
-    with pytest.raises(ConversionError, match=r"a is in torch's own format, and each rank has saved for itself"):
+    with pytest.raises(ConversionError, match=r"a is in torch's own format, and each rank has saved by itself"):
         convert(tmp_path / "a", tmp_path / "out", "torch")
