@@ -110,5 +110,5 @@ def test_two_keys_of_one_name(tmp_path: Path) -> None:
     dcp.save(state, storage_writer=TensorizerStorageWriter(tmp_path / "a"), planner=DefaultSavePlanner(**UNFLATTENED))
     tensors = open_checkpoint(tmp_path / "a", {}).tensors
     assert {key: tensor.shape for key, tensor in tensors.items()} == {"1": (2,), "1_": (3,)}
-    with pytest.raises(ConversionError, match=r"two keys .* would be one"):
+    with pytest.raises(ConversionError, match=r"two keys .* would get the same name"):
         convert(tmp_path / "a", tmp_path / "a.pt", "torch")
